@@ -11,8 +11,9 @@ scheduler and one more for a KV connector (`vllm/utils/ompmultiprocessing.py`). 
 all that it leaves behind is stored in every tier (of vLLM's own offloading: in DRAM). An engine
 without a cache, asked likewise, says how far equal rounds are apart.
 
-FlexCache stores nothing once it has seen for long that nothing comes back (`skip_useless_stores`).
-Two engines show that state, reached before their first round; the others store everything.
+FlexCache writes nothing to SSD once it has seen for long that nothing comes back
+(`skip_useless_ssd_writes`). One engine shows that state, reached before its first round; the others
+write everything.
 """
 
 from __future__ import annotations
@@ -61,15 +62,16 @@ LOADS = {"tiny": Load(24, (200, 1200)), "mid": Load(6, (150, 350))}
 
 def settings(model: str, work_dir: str, num_threads: int | None) -> dict[str, Settings]:
     """The engines, by what they are called in the table; ``num_threads`` compute."""
-    ours, theirs = str(Path(work_dir, "flexcache")), str(Path(work_dir, "offloading"))
-    resting = str(Path(work_dir, "resting"))
+    ours, theirs, resting = (
+        str(Path(work_dir, name)) for name in ("flexcache", "offloading", "resting")
+    )
     made = partial(Settings, model=model, dram_gb=DRAM_GB, num_threads=num_threads)
-    always = {"skip_useless_stores": False}
     return {
         ALONE: made("alone"),
-        "FlexCache, DRAM": made("FlexCache", more=always),
-        "FlexCache, DRAM and SSD": made("FlexCache", directory=ours, more=always),
-        f"FlexCache, DRAM{RESTING}": made("FlexCache"),
+        "FlexCache, DRAM": made("FlexCache"),
+        "FlexCache, DRAM and SSD": made(
+            "FlexCache", directory=ours, more={"skip_useless_ssd_writes": False}
+        ),
         f"FlexCache, DRAM and SSD{RESTING}": made(
             "FlexCache", directory=resting, more={"ssd_cache_gb": DRAM_GB}
         ),
@@ -130,7 +132,7 @@ def measure(made: dict[str, DrivenEngine], load: Load, rounds: int, say: Say) ->
     source = rounds_of(load, seed=5)
     for name, engine in made.items():
         if name.endswith(RESTING):
-            say(f"until nothing is stored: {name}")
+            say(f"until nothing is written: {name}")
             while not is_resting(engine):
                 engine.serve(next(source)[0], NUM_GENERATED)
     for number in range(-WARM_UP_ROUNDS, rounds):
@@ -156,8 +158,8 @@ def measure(made: dict[str, DrivenEngine], load: Load, rounds: int, say: Say) ->
 
 
 def is_resting(engine: DrivenEngine) -> bool:
-    """Whether the engine's cache has begun to store nothing."""
-    return "nothing_returns" in engine.stats()["dropped_blocks"]
+    """Whether the engine's cache has begun to write nothing to SSD."""
+    return bool(engine.stats()["tiers"]["SSD"]["writes_paused"])
 
 
 def bytes_copied(engine: DrivenEngine) -> int:

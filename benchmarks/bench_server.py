@@ -263,7 +263,7 @@ def measure_server(
         config = Path(directory, "server.json")
         settings = {
             "num_cpu_blocks": num_blocks, "endpoint": endpoint, "log_level": "WARNING",
-            "skip_useless_stores": False,
+            "skip_useless_ssd_writes": False,
         }  # fmt: skip
         config.write_text(json.dumps({**settings, "idle_exit_s": 15.0}))
         opened.enter_context(_process("-m", "flexcache.cli", "server", "--config", str(config)))

@@ -70,8 +70,6 @@ def _of_engines() -> list[Goal]:
              peer=f"vLLM's own offloading, DRAM: {ratio}"),
         Goal("the same, DRAM and SSD", "overhead", f"FlexCache, DRAM and SSD: {ratio}", limit=0.98,
              peer=f"vLLM's own offloading, DRAM and files: {ratio}"),
-        Goal("the same, DRAM, once nothing comes back", "overhead",
-             f"FlexCache, DRAM, once nothing comes back: {ratio}", limit=0.98),
         Goal("the same, DRAM and SSD, once nothing comes back", "overhead",
              f"FlexCache, DRAM and SSD, once nothing comes back: {ratio}", limit=0.98),
         Goal("throughput with nothing hit, a core left to the rest, DRAM", "overhead, a core left",

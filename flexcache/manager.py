@@ -276,14 +276,14 @@ class KVManager(_WholeCache):
         return task.task_id, mask
 
     def get_async(
-        self, token_ids: Tokens, slot_mapping: Slots, token_mask: Mask | None = None, *,
+        self, token_ids: Tokens, slot_mapping: Slots, token_mask: Span | None = None, *,
         namespace: Namespace = None, block_keys: Sequence[bytes] | None = None,
         parent_key: bytes | None = None, request_info: RequestInfo | None = None,
         session_id: str | None = None,
     ) -> tuple[int, Mask]:  # fmt: skip
         """Combine `get_match` and `launch`.
 
-        ``slot_mapping`` has a slot for each token needed (True in ``token_mask``, or all), or only
+        ``slot_mapping`` has a slot for each token needed (in ``token_mask``, or all), or only
         for those that match.
         """
         self._groups.require_slots("get_match")
@@ -294,7 +294,7 @@ class KVManager(_WholeCache):
         return _start(self._client, self._prompts, TaskKind.GET, prompt, slot_mapping, token_mask)
 
     def put_async(
-        self, token_ids: Tokens, slot_mapping: Slots, token_mask: Mask | None = None, *,
+        self, token_ids: Tokens, slot_mapping: Slots, token_mask: Span | None = None, *,
         namespace: Namespace = None, block_keys: Sequence[bytes] | None = None,
         parent_key: bytes | None = None, priority: int = 0, ttl_s: float = 0.0,
         request_info: RequestInfo | None = None, session_id: str | None = None,
@@ -309,7 +309,7 @@ class KVManager(_WholeCache):
         return _start(self._client, self._prompts, TaskKind.PUT, prompt, slot_mapping, token_mask)
 
     def prefetch_async(
-        self, token_ids: Tokens, token_mask: Mask | None = None, *, namespace: Namespace = None,
+        self, token_ids: Tokens, token_mask: Span | None = None, *, namespace: Namespace = None,
         block_keys: Sequence[bytes] | None = None, parent_key: bytes | None = None,
         request_info: RequestInfo | None = None, session_id: str | None = None,
     ) -> int:  # fmt: skip
@@ -323,7 +323,7 @@ class KVManager(_WholeCache):
         return task.task_id
 
     def prefetch_nowait(
-        self, token_ids: Tokens, token_mask: Mask | None = None, *, namespace: Namespace = None,
+        self, token_ids: Tokens, token_mask: Span | None = None, *, namespace: Namespace = None,
         block_keys: Sequence[bytes] | None = None, session_id: str | None = None,
     ) -> int | None:  # fmt: skip
         """Run `prefetch_async` without waiting. Returns None if the remote store has not answered
@@ -418,7 +418,7 @@ def _start(
     kind: TaskKind,
     prompt: Prompt,
     slot_mapping: Slots,
-    token_mask: Mask | None,
+    token_mask: Span | None,
 ) -> tuple[int, Mask]:
     slots = as_slots(slot_mapping)
     mask: Mask

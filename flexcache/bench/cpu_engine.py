@@ -45,7 +45,7 @@ class CpuEngine:
         layers = self.memory.view(num_layers, num_blocks * run_bytes)
         self.layers = [layers[i].view(shape) for i in range(num_layers)]
         model = ModelConfig("bench", num_layers, heads, _HEAD_SIZE, torch.uint8)
-        config = CacheConfig(**{"skip_useless_stores": False, **settings})  # type: ignore[arg-type]
+        config = CacheConfig(**{"skip_useless_ssd_writes": False, **settings})  # type: ignore[arg-type]
         self.manager = KVManager(model, config)
         self.manager.start()
         self._rank = KVTPClient(self.manager.endpoint)

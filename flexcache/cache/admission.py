@@ -3,6 +3,8 @@
     write_through   every block, at once
     selective       blocks seen for the n-th time; old sightings do not count
 
+`reuse_watch` has a third: every block, except while nothing that is written comes back.
+
 Under the policy `density` nothing is decided here: the tier itself refuses blocks that are worth
 less than those it would have to evict (`Tier`).
 
@@ -44,11 +46,18 @@ UNBOUNDED_CAPACITY = 1 << 20
 class Admission(Protocol):
     """Decides, prompt by prompt, what is written to a tier."""
 
-    def admit(self, keys: BlockKeys, stop: int, start: int = 0) -> int:
+    @property
+    def why_refused(self) -> str | None:
+        """The reason for which refused blocks count as dropped; None: they do not."""
+
+    def admit(self, keys: BlockKeys, stop: int, start: int = 0, retain_s: float = 0.0) -> int:
         """Record that a prompt's first ``stop`` blocks were seen; return how many to write.
 
         Each block counts as seen once per call, except for those before ``start``: an earlier call
         for the same request has recorded them and admitted what it would.
+
+        Args:
+            retain_s: As in `Tier.reserve`.
         """
 
     def stats(self) -> dict[str, int]:
@@ -150,7 +159,9 @@ class Sightings:
 class WriteThrough:
     """Admits every block, at once."""
 
-    def admit(self, keys: BlockKeys, stop: int, start: int = 0) -> int:
+    why_refused = None
+
+    def admit(self, keys: BlockKeys, stop: int, start: int = 0, retain_s: float = 0.0) -> int:
         return stop
 
     def stats(self) -> dict[str, int]:
@@ -168,13 +179,15 @@ class Selective:
         min_sightings: 1 admits everything.
     """
 
+    why_refused = None
+
     def __init__(self, capacity: int, min_sightings: int) -> None:
         self._stride = stride_for(capacity)
         self._sightings = Sightings(min_sightings - 1, capacity // self._stride)
         self._seen_blocks = 0
         self._refused_blocks = 0
 
-    def admit(self, keys: BlockKeys, stop: int, start: int = 0) -> int:
+    def admit(self, keys: BlockKeys, stop: int, start: int = 0, retain_s: float = 0.0) -> int:
         sample = Sample(keys, stop, self._stride)
         num_proven = self._sightings.record(sample, sample.num_before(start))
         admitted = sample.num_represented(num_proven)

@@ -12,6 +12,7 @@ from flexcache.cache.load_cost import LoadCost
 from flexcache.cache.load_ways import LoadWays
 from flexcache.cache.quotas import Quotas
 from flexcache.cache.remote_tier import RemoteTier
+from flexcache.cache.reuse_watch import ReuseWatch
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.cache.tiers import Tiers
@@ -122,15 +123,20 @@ def build_cache(
     capacities = {TierName.SSD: sizes.num_slots}
     limits = {TierName.SSD: config.ssd_write_mb_s, TierName.REMOTE: config.remote_write_mb_s}
     max_dirty = int(config.write_back_max_dirty * sizes.num_host_blocks)
+    admissions = {
+        name: make_admission(policy, capacities.get(name), config.write_min_sightings)
+        for name, policy in policies.items()
+        if policy != "write_back"
+    }
+    ordered, reuse = Tiers(tiers, forecaster), None
+    if _skips_useless_writes(config, sizes):
+        reuse = ReuseWatch(ordered)
+        admissions[TierName.SSD] = reuse
     cache = TieredCache(
-        Tiers(tiers, forecaster),
+        ordered,
         sizes.chunk_blocks,
         sizes.max_store_backlog,
-        admissions={
-            name: make_admission(policy, capacities.get(name), config.write_min_sightings)
-            for name, policy in policies.items()
-            if policy != "write_back"
-        },
+        admissions=admissions,
         write_back={
             name: DirtyQueue(max_dirty)
             for name, policy in policies.items()
@@ -147,12 +153,18 @@ def build_cache(
             for name, rate in limits.items()
             if name in policies and rate is not None
         },
-        # What a remote store has is read by others, too.
-        skips_useless_stores=config.skip_useless_stores and config.remote_url is None,
+        reuse=reuse,
     )
     if config.records_changes:
         cache.keep_journal(config.tokens_per_block)
     return cache
+
+
+def _skips_useless_writes(config: CacheConfig, sizes: CacheSizes) -> bool:
+    """Whether to judge by `ReuseWatch`: it counts on DRAM for what returns soon, and one tenant's
+    prompts must not cost another what it is sure of."""
+    applies = config.ssd_write_policy == "write_through" and sizes.keeps_on_host
+    return config.skip_useless_ssd_writes and applies and sizes.num_slots > 0 and not config.quotas
 
 
 def _quotas(capacity: int, quotas: Mapping[str, int]) -> Quotas | None:

@@ -128,8 +128,11 @@ class PromptMaker:
         if parent_key is not None and (block_keys is None or not _is_key(parent_key)):
             raise ValueError(f"a parent_key must be 1 to {MAX_KEY_BYTES} bytes, beside block_keys")
         if block_keys is not None:
-            if len(block_keys) and not _is_key(block_keys[0]):
-                raise ValueError(f"block_keys must have 1 to {MAX_KEY_BYTES} bytes each")
+            # Two stand for all: to check each of 8,192 keys takes longer than the whole match.
+            if len(block_keys) and not (_is_key(block_keys[0]) and _is_key(block_keys[-1])):
+                raise ValueError(
+                    f"block_keys: the first and the last must be bytes, 1 to {MAX_KEY_BYTES} each"
+                )
             root = self._root(namespace, ENGINE_KEYS)
             num_blocks = len(token_ids) // self.tokens_per_block
             parent = None if parent_key is None else BlockKey(parent_key)

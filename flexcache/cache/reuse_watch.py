@@ -1,84 +1,104 @@
-"""ReuseWatch: notices that nothing which is stored is asked for again, and ends the storing.
+"""ReuseWatch: writes nothing to SSD while nothing that is written there is asked for again.
 
-    stores ----- nothing found while every tier was replaced as a whole -----> notes prompts only
-      ^                                                                             |
-      +------------- a prompt is found, or one that was noted comes back -----------+
+    writes ------ nothing found while the tier was replaced as a whole ------> only notes prompts
+      ^                                                                               |
+      +-- a prompt is found in any tier or in the engine, or one that was noted comes back
 
-An engine whose prompts never repeat pays for a cache and gains nothing. Once every tier has evicted
-as much as it holds since a prompt was last found, whatever comes back comes later than it is kept.
-What is stored by then stays; of new prompts only the keys are kept, far longer than a tier would
-keep their blocks (`GhostTier`). Traffic that begins to repeat loses one hit by this.
+Prompts that never repeat, as of a batch job, wear a device and gain nothing. Once the SSD tier has
+evicted as much as it holds since a prompt was last found, whatever comes back comes later than it
+is kept. DRAM goes on to store all prompts, so one that returns soon is found there, and ends this.
+Of what is not written the keys are noted, for as many blocks as the tier holds: a noted prompt that
+comes back would have been found on SSD. If that ends a pause, the tier must be replaced twice as
+often before the next one, so traffic with rare returns loses few of them.
 
 Pure: no I/O, no clock. Not thread-safe.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from flexcache.cache.admission import SIGHTINGS_PER_BLOCK, GhostTier, Sample, stride_for
-from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.admission import GhostTier, Sample, stride_for
+from flexcache.cache.block_keys import BlockKeys, PromptKeys
 from flexcache.cache.plan import Plan
-from flexcache.cache.tier import Tier
+from flexcache.cache.tiers import Tiers
+from flexcache.ids import TierName
 
 MIN_MISSED_BLOCKS = 8192
-"""Fewer blocks than these, asked for in vain, say nothing about those who ask."""
-_MAX_CAPACITY = 1 << 20
+"""Fewer blocks than these, asked for in vain, say nothing about the traffic."""
+_MOST_REPLACEMENTS = 64
 
 
 class ReuseWatch:
-    """Whether prompts come back before their blocks are evicted.
+    """An `Admission` to the SSD tier below a host tier that stores everything."""
 
-    Args:
-        tiers: All that keep blocks. Others must not read them, as they do those of a remote store.
-    """
+    why_refused = "ssd_nothing_returns"
 
-    def __init__(self, tiers: Sequence[Tier]) -> None:
+    def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
-        self._stride = stride_for(capacity := sum(tier.capacity for tier in tiers))
-        self._num_noted = SIGHTINGS_PER_BLOCK * min(capacity, _MAX_CAPACITY) // self._stride
+        self._tier = tiers.by_name[TierName.SSD]
+        self._stride = stride_for(self._tier.capacity)
+        self._is_paused = False
         self._noted: GhostTier | None = None
-        """What was not stored, since it ended the storing."""
+        """What was not written since the last pause began."""
         self._num_missed = 0
-        self._evicted_before = self._num_evicted()
+        self._num_replacements = 1
+        self._evicted_before = 0
+        self._num_refused = 0
+        self._num_regrets = 0
 
-    def looked_up(self, keys: BlockKeys, plan: Plan, stop: int) -> None:
+    def looked_up(self, keys: PromptKeys, plan: Plan, stop: int) -> None:
         """Record how an engine's request for a prompt's first ``stop`` blocks was planned.
 
-        What the engine has already, or is skipped, was also there before.
+        What the engine has already, or continues, was there before.
         """
         if not stop:
             return
-        if plan.stop or self._is_known(keys, stop):
-            self._num_missed = 0
-            self._noted = None
+        if plan.stop or keys.parent_key is not None or self._is_cached(keys):
+            self._num_missed, self._is_paused = 0, False
+        elif self._noted is not None and self._noted.has(Sample(keys, stop, self._stride)):
+            self._num_regrets += 1
+            if self._is_paused:
+                self._num_replacements = min(2 * self._num_replacements, _MOST_REPLACEMENTS)
+            self._num_missed, self._is_paused = 0, False
         else:
             if not self._num_missed:
-                self._evicted_before = self._num_evicted()
+                self._evicted_before = self._tier.counters.evicted_blocks
             self._num_missed += stop
 
-    def is_worth_storing(self, keys: BlockKeys, stop: int) -> bool:
-        """Whether to store a prompt's first ``stop`` blocks; if not, note their keys."""
-        if self._noted is None:
-            if self._num_missed < MIN_MISSED_BLOCKS or not self._were_replaced():
-                return True
-            self._noted = GhostTier(self._num_noted)
+    def admit(self, keys: BlockKeys, stop: int, start: int = 0, retain_s: float = 0.0) -> int:
+        """Return how many of a prompt's first ``stop`` blocks to write; note what is not written.
+
+        What is to be kept for a while is written, and so is what needs no other's room.
+        """
+        if retain_s > 0 or self._tier.pool.num_free >= stop - start or not self._is_useless():
+            return stop
         sample = Sample(keys, stop, self._stride)
         if not sample.num_blocks:
-            return True  # too short to be noted
+            return stop  # too short to be noted
+        if not self._is_paused or self._noted is None:
+            self._noted = GhostTier(self._tier.capacity // self._stride)
+        self._is_paused = True
         self._noted.see(sample, sample.num_blocks)
-        return False
+        self._num_refused += stop - start
+        return 0
 
-    def _is_known(self, keys: BlockKeys, stop: int) -> bool:
-        """Whether the beginning of a prompt is cached, or was noted."""
-        if any(tier.index.contains(keys.root, keys.key(0)) for tier in self._tiers):
+    def stats(self) -> dict[str, int]:
+        return {
+            "refused_blocks": self._num_refused,
+            "writes_paused": int(self._is_paused),
+            "refused_returns": self._num_regrets,
+        }
+
+    def _is_useless(self) -> bool:
+        """Whether nothing was found while the tier was replaced often enough."""
+        if self._is_paused:
             return True
-        return self._noted is not None and self._noted.has(Sample(keys, stop, self._stride))
+        num_evicted = self._tier.counters.evicted_blocks - self._evicted_before
+        return (
+            self._num_missed >= MIN_MISSED_BLOCKS
+            and num_evicted >= self._num_replacements * self._tier.capacity
+        )
 
-    def _were_replaced(self) -> bool:
-        """Whether each tier evicted all that it holds since the first block was missed."""
-        pairs = zip(self._tiers, self._num_evicted(), self._evicted_before, strict=True)
-        return all(now - before >= tier.capacity for tier, now, before in pairs)
-
-    def _num_evicted(self) -> list[int]:
-        return [tier.counters.evicted_blocks for tier in self._tiers]
+    def _is_cached(self, keys: BlockKeys) -> bool:
+        """Whether a tier has the beginning of a prompt: it may not be worth loading."""
+        key = keys.key(0)
+        return any(tier.index.contains(keys.root, key) for tier in self._tiers)

@@ -255,8 +255,10 @@ class StorePlanner:
         for tier in self._tiers.lower if tiers is None else tiers:
             begin = tier.match(keys, plan.outlook, retain_s, not plan.is_write_back).num_blocks
             begin += tier.num_in_flight(keys, begin, plan.stop)
-            end = plan.stop if tiers is not None else self._admitted(tier, keys, plan.stop, start)
             late = self._write_back.get(tier.name) if tiers is None else None
+            end = plan.stop if late is None else 0
+            if tiers is None and (admission := self._admissions.get(tier.name)) is not None:
+                end = _admit(admission, plan, keys, begin, start, retain_s)
             is_admitted = late is not None or tail_end <= end
             if tiers is None and self._tails is not None:
                 num_blocks = max(0, end - begin)
@@ -305,13 +307,6 @@ class StorePlanner:
                 target = lease.blocks[low - begin : high - begin]
                 self._add_store(plan, tier, keys, low, source, target, [copy.op])
 
-    def _admitted(self, tier: Tier, keys: BlockKeys, stop: int, start: int) -> int:
-        """Return how many of a prompt's first blocks the tier's policy writes now."""
-        if tier.name in self._write_back:
-            return 0
-        admission = self._admissions.get(tier.name)
-        return stop if admission is None else admission.admit(keys, stop, start)
-
     def _add_back_fill(
         self, plan: Plan, tier: Tier, keys: BlockKeys, lease: Lease, cached: PrefixMatch,
         begin: int, end: int,
@@ -337,6 +332,22 @@ class StorePlanner:
         plan.graph.add(
             next(self._op_ids), STORE_OP[tier.name], first, source, target, depends_on, names
         )
+
+
+def _admit(
+    admission: Admission, plan: Plan, keys: BlockKeys, begin: int, start: int, retain_s: float
+) -> int:
+    """Return how many of a prompt's first blocks a tier's policy writes now.
+
+    Args:
+        begin: The blocks before it are in the tier.
+        start: The blocks before it were offered by an earlier put of the request.
+    """
+    end = admission.admit(keys, plan.stop, start, retain_s)
+    num_refused = plan.stop - max(begin, start, end)
+    if admission.why_refused is not None and num_refused > 0:
+        plan.drop(admission.why_refused, num_refused)
+    return end
 
 
 def _why_later(name: TierName) -> tuple[str, str]:

@@ -50,7 +50,7 @@ class TieredCache:
         early_load_ttl_s: How long their blocks wait for the requests that need them.
         keeps_on_host: Whether the host tier is a cache; else it only stages.
         write_budgets: Those of the tiers whose writes per second are limited.
-        skips_useless_stores: Whether nothing is stored while nothing that was stored comes back.
+        reuse: The SSD tier's admission, if that depends on which prompts come back.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class TieredCache:
         early_load_ttl_s: float = 120.0,
         keeps_on_host: bool = True,
         write_budgets: Mapping[TierName, WriteBudget] | None = None,
-        skips_useless_stores: bool = False,
+        reuse: ReuseWatch | None = None,
     ) -> None:
         op_ids: Iterator[OpId] = map(OpId, itertools.count(1))
         chunk_blocks = max(1, chunk_blocks)
@@ -80,10 +80,7 @@ class TieredCache:
         )  # fmt: skip
         self.sessions = PromptSessions(tiers, load_cost)
         self.early = EarlyLoads(tiers.host, early_load_share, early_load_ttl_s)
-        self.reuse: ReuseWatch | None = None
-        """Tells which puts to skip, if any may be."""
-        if skips_useless_stores:
-            self.reuse = ReuseWatch(list(tiers) if keeps_on_host else tiers.lower)
+        self.reuse = reuse
         self.direct_stores: DirectStores | None = None
         """Plans puts past the host tier, if that only stages."""
         if not keeps_on_host:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexcache.cache.prompt import Mask
+from flexcache.cache.prompt import Mask, Span
 
 Slots = Sequence[int] | npt.NDArray[np.integer[Any]]
 BlockIds = npt.NDArray[np.int64]
@@ -24,16 +24,21 @@ def as_slots(slot_mapping: Slots) -> npt.NDArray[np.int64]:
 
 
 def matched_slots(
-    slots: npt.NDArray[np.int64], mask: Mask, token_mask: Mask | None
+    slots: npt.NDArray[np.int64], mask: Mask, token_mask: Span | None
 ) -> npt.NDArray[np.int64]:
     """The slots of the tokens in ``mask``.
 
-    ``slots`` has one for each token wanted (True in ``token_mask``, or all), or just these already.
+    ``slots`` has one for each token wanted (in ``token_mask``, or all), or just these already.
     """
-    num_wanted = len(mask) if token_mask is None else int(np.count_nonzero(token_mask))
+    if token_mask is None:
+        token_mask = range(len(mask))
+    if isinstance(token_mask, range):
+        wanted = mask[token_mask.start : max(0, token_mask.stop)]
+        return slots[wanted] if len(slots) == len(wanted) else slots
+    num_wanted = int(np.count_nonzero(token_mask))
     if len(slots) != num_wanted:
         return slots
-    return slots[mask] if token_mask is None else slots[mask[token_mask]]
+    return slots[mask[token_mask]]
 
 
 def gpu_blocks(slots: npt.NDArray[np.int64], tokens_per_block: int) -> BlockIds:

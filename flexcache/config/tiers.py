@@ -132,11 +132,11 @@ class TierConfig:
     skip_slow_loads: bool = setting(
         True, "Skip loads that the engine recomputes faster, judged by measured times of both."
     )
-    skip_useless_stores: bool = setting(
+    skip_useless_ssd_writes: bool = setting(
         True,
-        "Store nothing while nothing comes back: since a prompt was last found, each tier has "
-        "replaced all that it held. Ends with the first prompt that is seen again. Without effect "
-        "beside a remote store, which others read.",
+        "With write_through: write nothing to a full SSD tier while nothing comes back: since a "
+        "prompt was last found, the tier has replaced all that it held. Ends with the first prompt "
+        "that is seen again. DRAM stores all the same. Without effect with quotas.",
     )
     early_load_share: Annotated[float, Meta(ge=0, le=0.75)] = setting(
         0.5,

@@ -22,7 +22,7 @@ from flexcache.tasks.stats import CacheStats, QuotaStats, Stats, TierStats
 
 _WHY_DROPPED = (
     "host_tier_full", "prefix_not_cached", "parent_missing", "session_task_limit", "name_disputed",
-    "ranks_missing", "nothing_returns",
+    "ranks_missing", "ssd_nothing_returns",
     *(
         f"{tier}_{what}"
         for tier in ("ssd", "remote")
@@ -78,10 +78,15 @@ def _load_decisions(cache: CacheStats) -> Iterator[Sample]:
         yield (tier, "recompute"), decided.recompute
 
 
-def _write_limits(cache: CacheStats) -> Iterator[Sample]:
-    for name, tier in cache.tiers.items():
-        if tier.write_limit_bytes_per_s is not None:
-            yield (name,), tier.write_limit_bytes_per_s
+def _where_known(value: Callable[[TierStats], float | None]) -> Reader:
+    """Leave out tiers that do not have the figure."""
+
+    def read(cache: CacheStats) -> Iterator[Sample]:
+        for name, tier in cache.tiers.items():
+            if (figure := value(tier)) is not None:
+                yield (name,), figure
+
+    return from_cache(read)
 
 
 HITS_AND_MISSES = (
@@ -176,7 +181,20 @@ TIERS = (
         "tier_write_limit_bytes_per_second",
         "Most that is written to the tier per second. Blocks beyond it count as dropped, as "
         "`ssd_write_throttled` or `remote_write_throttled`.",
-        from_cache(_write_limits),
+        _where_known(lambda tier: tier.write_limit_bytes_per_s),
+        "tier",
+    ),
+    gauge(
+        "tier_writes_paused",
+        "1 while nothing is written to the tier, since nothing that was written there comes back "
+        "(`skip_useless_ssd_writes`). Its blocks count as dropped, as `ssd_nothing_returns`.",
+        _where_known(lambda tier: tier.writes_paused),
+        "tier",
+    ),
+    counter(
+        "tier_refused_returns",
+        "Prompts that came back and would have been found, had they been written to the tier.",
+        _where_known(lambda tier: tier.refused_returns),
         "tier",
     ),
     gauge(

@@ -113,6 +113,8 @@ class Matcher:
             tail_at += num_before if tail_at else 0
         plan = self._plan(owner, kind, keys, start, stop, retain_s, tail_at)
         plan.num_before = num_before
+        if kind is TaskKind.GET and self._cache.reuse is not None:
+            self._cache.reuse.looked_up(keys, plan, stop)
         if kind is TaskKind.PREFETCH and not plan.is_empty:
             self._cache.early.begin(task_id, plan, keys, now)
         return plan, keys, start, stop
@@ -138,17 +140,12 @@ class Matcher:
         if kind is TaskKind.GET and self._cache.early.is_overdue(keys, self._cache.tiers.now):
             stop = max(start, min(stop, self._cache.tiers.host.index.match(keys).num_blocks))
         if kind is TaskKind.GET:
-            plan = self._cache.loads.plan_get(
+            return self._cache.loads.plan_get(
                 keys, start, stop, owner.prefill_blocks_per_s, self._may_go_direct(owner)
             )
-            if self._cache.reuse is not None:
-                self._cache.reuse.looked_up(keys, plan, stop)
-            return plan
         if kind is TaskKind.PREFETCH:
             rate = owner.prefill_blocks_per_s
             return self._cache.loads.plan_prefetch(keys, start, stop, rate, self._terms())
-        if self._cache.reuse is not None and not self._cache.reuse.is_worth_storing(keys, stop):
-            return self._cache.plan_nothing(kind, keys, start, stop, "nothing_returns")
         if (direct := self._direct_stores(owner)) is not None:
             is_recording = self._cache.stores.is_recording
             return direct.plan_put(keys, start, stop, retain_s, is_recording)

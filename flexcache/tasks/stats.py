@@ -82,8 +82,12 @@ class TierStats(_Part, frozen=True, kw_only=True):
     known_absent: int | None = None
     """Blocks that a remote store is known to lack."""
     seen_blocks: int | None = None
-    """Only for a tier that does not take every block, like the next three."""
+    """Only for a tier that does not take every block, like the next five."""
     refused_blocks: int | None = None
+    writes_paused: int | None = None
+    """1 while nothing is written (`ReuseWatch`), else 0."""
+    refused_returns: int | None = None
+    """Prompts that came back and would have been found, had they been written."""
     dirty_blocks: int | None = None
     """Blocks that wait to be written back."""
     write_limit_bytes_per_s: int | None = None

@@ -60,6 +60,7 @@ def make_header(
 ) -> TraceHeader:
     """Make the header of a trace that begins now."""
     settings = asdict(config)
+    settings["skip_useless_ssd_writes"] &= not config.quotas  # which a trace does not have
     return TraceHeader(
         format=FORMAT,
         version=__version__,

@@ -140,6 +140,21 @@ def test_only_whole_wanted_blocks_count_and_what_is_cached_is_skipped() -> None:
         manager.cancel([task_id])
 
 
+def test_a_range_of_positions_serves_in_place_of_a_mask() -> None:
+    with running_cluster() as cluster:
+        manager, tokens = cluster.manager, np.arange(64)
+        for stop in (32, 64):  # of the second half's prompt, the first is cached
+            put, stored = manager.put_async(tokens, cluster.slots(range(stop // 16)), range(stop))
+            assert stored.nonzero()[0].tolist() == list(range(stop - 32, stop))
+            manager.wait([put], 30, completely=True)
+        half_cached = np.concatenate((tokens[:32], tokens[32:] + 1000))
+        mask = np.arange(64) >= 16
+        for needed in (range(16, 64), mask):
+            get, loaded = manager.get_async(half_cached, cluster.slots(range(4, 7)), needed)
+            assert loaded.nonzero()[0].tolist() == list(range(16, 32))
+            assert manager.wait([get], 30)[get].status is KVStatus.SUCCESS
+
+
 def test_bad_arguments_change_nothing() -> None:
     with running_cluster() as cluster:
         manager, tokens = cluster.manager, np.arange(64)
@@ -158,6 +173,7 @@ def test_bad_arguments_change_nothing() -> None:
             lambda: manager.get_match(tokens, block_keys=[bytes(41)] * 4),
             lambda: manager.get_match(tokens, block_keys=[1, 2, 3, 4]),  # type: ignore[list-item]
             lambda: manager.put_match(tokens, block_keys=["keys"] * 4),  # type: ignore[list-item]
+            lambda: manager.put_match(tokens, block_keys=[b"1", b"2", 3]),  # type: ignore[list-item]
             lambda: manager.put_match(tokens, priority="high"),  # type: ignore[arg-type]
             lambda: manager.put_match(tokens, priority=1.5),  # type: ignore[arg-type]
             lambda: manager.put_match(tokens, ttl_s="10"),  # type: ignore[arg-type]

@@ -32,6 +32,7 @@ pytest.importorskip("uvicorn")
 from scrapes import CHANGES, Expected, Is, Scrapes
 
 from flexcache import CacheConfig, KVManager, KVTPClient, ModelConfig, __version__
+from flexcache.cache.reuse_watch import MIN_MISSED_BLOCKS
 from flexcache.metrics.catalog import CATALOG
 from flexcache.protocol.messages import HelloEngine, ModelSpec
 from flexcache.protocol.runtime import private_endpoint
@@ -177,6 +178,22 @@ def limit_writes_and_retention(server: Server, tmp_path: Path) -> None:
         cluster.put(TOKENS, BLOCKS)
         gone = [f'tier_expired_blocks_total{{tier="{tier}"}}' for tier in ("CPU", "SSD")]
         server.look_until(lambda look: all(look[name] == NUM_BLOCKS for name in gone))
+
+
+def pause_useless_writes(server: Server, tmp_path: Path) -> None:
+    """Replace the SSD's content without a hit, then ask for what was not written any more."""
+    with running_cluster(
+        [tmp_path], model=MODEL, http_endpoint=str(server.port), num_cpu_blocks=NUM_BLOCKS + 4,
+        num_ssd_blocks=3 * NUM_BLOCKS, eviction_policy="lru", skip_slow_loads=False,
+    ) as cluster:  # fmt: skip
+        server.look()
+        task_id, _ = cluster.manager.get_match(np.arange(MIN_MISSED_BLOCKS * 16) + 10**6)
+        cluster.manager.cancel([task_id])
+        for prompt in range(9):
+            cluster.put(TOKENS + 10_000 * prompt, BLOCKS)
+        server.look()
+        assert not cluster.get(TOKENS + 60_000, BLOCKS).mask.any()
+        server.look()
 
 
 def clear(server: Server, tier: str) -> int:
@@ -458,6 +475,11 @@ EXPECTED: dict[Callable[[Server, Path], None], Expected] = {
         'tier_expired_tokens_total{tier="SSD"}': NUM_BLOCKS * 16,
         'tier_write_limit_bytes_per_second{tier="SSD"}': Is(500e6),
         "retention_seconds": Is(1.0),
+    },
+    pause_useless_writes: {
+        'tier_writes_paused{tier="SSD"}': CHANGES,
+        'tier_refused_returns_total{tier="SSD"}': 1,
+        'dropped_blocks_total{reason="ssd_nothing_returns"}': 3 * NUM_BLOCKS,
     },
     give_hints: {
         "sessions": 1,

@@ -339,7 +339,8 @@ SCENARIOS = [
         "policies of the cache",
         lambda d: {
             **ssd(d), "eviction_policy": "lru", "priority_step_s": 60.0, "skip_slow_loads": False,
-            "early_load_share": 0.25, "quotas": "a tenant=10%/1MB", "skip_useless_stores": False,
+            "early_load_share": 0.25, "quotas": "a tenant=10%/1MB",
+            "skip_useless_ssd_writes": False,
         },
         comes_back_from("SSD"),
     ),

@@ -104,7 +104,8 @@ def test_blocks_lie_together_in_memory_where_the_kernel_grants_huge_pages() -> N
         if not frames.any():
             pytest.skip("only root sees where pages are")
         together = (np.diff(frames.reshape(num_blocks, -1)) == 1).all(axis=1)
-        assert together.any()  # the kernel may have left those alone of which a page was in use
+        # The kernel may have left those alone of which a page was in use.
+        assert together.sum() >= num_blocks / 2
 
 
 def test_without_huge_pages_a_segment_has_ordinary_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ TIER = {
     "capacity": 10, "free": 5, "indexed": 3, "leased": 2, "hit_blocks": 7, "miss_blocks": 1,
     "stored_blocks": 4, "evicted_blocks": 1, "dropped_blocks": 0, "expired_blocks": 2,
     "read_bytes": 70, "written_bytes": 40, "available": 1, "write_limit_bytes_per_s": 1000,
+    "writes_paused": 1, "refused_returns": 2,
     "quotas": {"*": {"quota": 4, "used": 5, "evicted": 6, "hit": 7, "missed": 8}},
 }  # fmt: skip
 OPS = {"ops": 2, "failed_ops": 1, "blocks": 3, "bytes": 300, "seconds": 0.5}

@@ -1,4 +1,4 @@
-"""A cache that sees nothing come back stores nothing, until something does: bytes and counters."""
+"""SSD receives nothing while nothing comes back, until something does: bytes and counters."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from flexcache.protocol.runtime import private_endpoint
 
 NUM_BLOCKS = 8
 CAPACITY = 6 * NUM_BLOCKS
-NUM_PROMPTS = 2 * CAPACITY // NUM_BLOCKS
-"""Each tier is filled and replaced by as many."""
+NUM_PROMPTS = CAPACITY // NUM_BLOCKS
+"""A tier is filled or replaced by as many."""
 
 
 def tokens_of(prompt: int, num_blocks: int = NUM_BLOCKS) -> np.ndarray:
@@ -30,8 +30,12 @@ def serve(cluster: Cluster, prompt: int) -> int:
     return int(mask.sum()) // 16
 
 
+def serve_new(cluster: Cluster, prompts: range) -> None:
+    assert sum(serve(cluster, prompt) for prompt in prompts) == 0
+
+
 def num_skipped(cluster: Cluster) -> int:
-    return int(cluster.manager.stats()["dropped_blocks"].get("nothing_returns", 0))
+    return int(cluster.manager.stats()["dropped_blocks"].get("ssd_nothing_returns", 0))
 
 
 def look_up_in_vain(cluster: Cluster, prompt: int) -> None:
@@ -40,26 +44,29 @@ def look_up_in_vain(cluster: Cluster, prompt: int) -> None:
     cluster.manager.cancel([task_id])
 
 
-@pytest.mark.parametrize("has_ssd", [False, True])
 @pytest.mark.parametrize("at_server", [False, True])
 @pytest.mark.parametrize("skips", [True, False])
-def test_stores_end_and_begin_again(
-    has_ssd: bool, at_server: bool, skips: bool, tmp_path: Path
-) -> None:
+def test_writes_end_and_begin_again(at_server: bool, skips: bool, tmp_path: Path) -> None:
     settings: dict[str, object] = {"endpoint": private_endpoint()} if at_server else {}
-    if has_ssd:
-        settings |= {"ssd_cache_dirs": [str(tmp_path)], "num_ssd_blocks": CAPACITY}
+    settings |= {"ssd_cache_dirs": [str(tmp_path)], "num_ssd_blocks": CAPACITY}
     with running_cluster(
-        num_cpu_blocks=CAPACITY, skip_useless_stores=skips, skip_slow_loads=False, **settings
-    ) as cluster:
+        num_cpu_blocks=CAPACITY // 2, skip_useless_ssd_writes=skips, skip_slow_loads=False,
+        eviction_policy="lru", **settings,
+    ) as cluster:  # fmt: skip
         look_up_in_vain(cluster, 1000)
-        assert sum(serve(cluster, prompt) for prompt in range(NUM_PROMPTS)) == 0
+        serve_new(cluster, range(2 * NUM_PROMPTS))
         assert num_skipped(cluster) == 0
 
-        assert serve(cluster, 100) == 0
+        serve_new(cluster, range(100, 101))
         assert num_skipped(cluster) == (NUM_BLOCKS if skips else 0)
-        assert serve(cluster, 100) == (0 if skips else NUM_BLOCKS)
-        assert serve(cluster, 100) == NUM_BLOCKS
-        assert serve(cluster, 101) == 0
-        assert serve(cluster, 101) == NUM_BLOCKS
-        assert num_skipped(cluster) == (NUM_BLOCKS if skips else 0)
+        assert serve(cluster, 100) == NUM_BLOCKS, "DRAM has it"
+
+        look_up_in_vain(cluster, 1001)
+        serve_new(cluster, range(200, 200 + NUM_PROMPTS))
+        serve_new(cluster, range(300, 301 + NUM_PROMPTS // 2))
+        assert serve(cluster, 300) == (0 if skips else NUM_BLOCKS), "DRAM has it no more"
+        assert cluster.manager.stats()["tiers"]["SSD"].get("refused_returns") == (
+            1 if skips else None
+        )
+        serve_new(cluster, range(400, 400 + NUM_PROMPTS // 2))
+        assert serve(cluster, 300) == NUM_BLOCKS, "SSD has it"
