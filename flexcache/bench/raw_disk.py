@@ -65,9 +65,12 @@ class Fio(RawDisk):
 class BareLoop(RawDisk):
     """FlexCache's own block I/O engine with no cache around it."""
 
-    def __init__(self, path: Path, size: int, block_bytes: int, io: BlockIO) -> None:
+    def __init__(
+        self, path: Path, size: int, block_bytes: int, io: BlockIO, syncs: bool = False
+    ) -> None:
         self.name = f"bare {io.name} loop"
         self._io = io
+        self._syncs = syncs
         self._offsets = range(0, size, block_bytes)
         self._fd = os.open(path / "bare", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
         mapping = mmap.mmap(-1, QUEUE_DEPTH * block_bytes, flags=mmap.MAP_PRIVATE)
@@ -100,15 +103,24 @@ class BareLoop(RawDisk):
                     raise OSError(f"{direction.value}: {completion.result}")
                 free.append(completion.token)
                 busy -= 1
+        if self._syncs and direction is Direction.WRITE:
+            os.fdatasync(self._fd)
         return self._size / (time.perf_counter() - started) / 1e9
 
 
-def raw_disks(path: Path, size: int, block_bytes: int, io: BlockIO) -> list[RawDisk]:
-    """Return the bounds to measure: fio with each asynchronous engine that runs, or a bare loop."""
+def raw_disks(
+    path: Path, size: int, block_bytes: int, io: BlockIO, syncs: bool = False
+) -> list[RawDisk]:
+    """Return the bounds to measure: fio with each asynchronous engine that runs, or a bare loop.
+
+    Args:
+        syncs: A run that writes ends with a sync of the file.
+    """
     disks: list[RawDisk] = []
+    options = ("--end_fsync=1",) if syncs else ()
     for engine in ("libaio", "io_uring") if shutil.which("fio") else ():
         try:
-            disks.append(Fio(path, size, block_bytes, engine))
+            disks.append(Fio(path, size, block_bytes, engine, *options))
         except Unsupported as reason:  # containers often forbid io_uring
             logger.warning("%s", reason)
-    return disks or [BareLoop(path, size, block_bytes, io)]
+    return disks or [BareLoop(path, size, block_bytes, io, syncs)]

@@ -1,8 +1,8 @@
 """SSD tier compared with fio: the disk worker alone, and the whole way from KV tensors and back.
 
 All use O_DIRECT, the same directory and the same number of I/Os in flight, and take turns. Writes
-end when they are durable, reads when their checksums were compared. Without fio, a bare loop over
-FlexCache's own block I/O engine replaces it, and the results name it.
+end when they are durable, those of fio with one sync; reads when their checksums were compared.
+Without fio, a bare loop over FlexCache's own block I/O engine replaces it, and the results name it.
 
 A device's speed depends on how scattered a block's pages are in the machine's memory. So fio's
 buffers get huge pages, as the host pool does; where the kernel grants none, each side has its own
@@ -164,7 +164,7 @@ def both_ways(path: Path, size: int, rounds: int, seed: int) -> Iterator[Result]
             )
         )  # fmt: skip
         ways = {"disk worker": workers["group"].run, "whole way": WholeWay(engine).run}
-        yield from beside_raw(ways, raw_disks(path, size, BLOCK_BYTES, io), rounds)
+        yield from beside_raw(ways, raw_disks(path, size, BLOCK_BYTES, io, syncs=True), rounds)
 
 
 class WholeWay:
