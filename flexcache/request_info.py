@@ -26,6 +26,18 @@ class RequestInfo(msgspec.Struct, frozen=True):
 
 
 NO_INFO = RequestInfo()
+_encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(RequestInfo)
+
+
+def check_request_info(info: object) -> None:
+    """Raise `ValueError` unless it fits messages, traces and events: observers read it later, when
+    no call could be refused any more."""
+    if not isinstance(info, RequestInfo):
+        raise ValueError(f"request_info must be a RequestInfo, not {type(info).__name__}")
+    try:
+        _decoder.decode(_encoder.encode(info))
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(f"request_info: {error}") from None
 
 
 class PromptDetail(IntEnum):

@@ -25,7 +25,7 @@ from flexcache.cache.block_keys import (
 )
 from flexcache.cache.prompt_content import PromptContent
 from flexcache.ids import MAX_KEY_BYTES, BlockKey, RootId
-from flexcache.request_info import NO_INFO, PromptDetail, RequestInfo
+from flexcache.request_info import NO_INFO, PromptDetail, RequestInfo, check_request_info
 
 Mask = npt.NDArray[np.bool_]
 Span = Mask | range
@@ -95,7 +95,12 @@ class PromptMaker:
         """
         if session_id is not None:
             check_session_id(session_id)
-        num_tokens = len(token_ids)
+        if info is not None:
+            check_request_info(info)
+        try:
+            num_tokens = len(token_ids)
+        except TypeError:
+            raise _no_tokens(type(token_ids).__name__) from None
         start, stop = 0, num_tokens // self.tokens_per_block
         if token_mask is not None:
             start, stop = self._block_range(num_tokens, token_mask)
@@ -128,20 +133,14 @@ class PromptMaker:
         if parent_key is not None and (block_keys is None or not _is_key(parent_key)):
             raise ValueError(f"a parent_key must be 1 to {MAX_KEY_BYTES} bytes, beside block_keys")
         if block_keys is not None:
-            # Two stand for all: to check each of 8,192 keys takes longer than the whole match.
-            if len(block_keys) and not (_is_key(block_keys[0]) and _is_key(block_keys[-1])):
-                raise ValueError(
-                    f"block_keys: the first and the last must be bytes, 1 to {MAX_KEY_BYTES} each"
-                )
+            _check_keys(block_keys)
             root = self._root(namespace, ENGINE_KEYS)
             num_blocks = len(token_ids) // self.tokens_per_block
             parent = None if parent_key is None else BlockKey(parent_key)
             return EngineBlockKeys(root, block_keys, num_blocks, content, parent)
         tokens = np.asarray(token_ids)
         if tokens.ndim != 1 or (tokens.dtype.kind not in "iu" and len(tokens)):
-            raise ValueError(
-                f"token_ids must be a 1-D array of integers, not {tokens.ndim}-D of {tokens.dtype}"
-            )
+            raise _no_tokens(f"{tokens.ndim}-D of {tokens.dtype}")
         as_int64 = tokens.astype(np.int64, copy=False)
         if isinstance(token_ids, list | tuple) or as_int64 is not tokens:
             as_int64.flags.writeable = False  # it is not the caller's
@@ -162,7 +161,11 @@ class PromptMaker:
                 raise ValueError(f"namespace must be a string or strings, not {namespace!r}")
             if len(self._roots) >= _MAX_ROOTS:
                 self._roots.clear()
-            root = self._roots[namespace, kind] = make_root(self._fingerprint, parts, kind)
+            try:
+                root = make_root(self._fingerprint, parts, kind)
+            except UnicodeEncodeError as error:
+                raise ValueError(f"namespace = {namespace!r}: {error.reason}") from None
+            self._roots[namespace, kind] = root
         return root
 
     def _block_range(self, num_tokens: int, token_mask: Span) -> tuple[int, int]:
@@ -170,7 +173,7 @@ class PromptMaker:
         if isinstance(token_mask, range):
             first, last = token_mask.start, min(token_mask.stop, num_tokens)
             if first < 0 or token_mask.step != 1:
-                raise ValueError(f"{token_mask} is no range of {num_tokens} tokens")
+                raise ValueError(f"token_mask = {token_mask}: no range of step 1 within the prompt")
             start = -(-first // size)
             return (start, max(start, last // size)) if first < last else (0, 0)
         mask = np.asarray(token_mask)
@@ -185,6 +188,24 @@ class PromptMaker:
         last = num_tokens if run[length] else first + length
         start = -(-first // size)
         return start, max(start, last // size)
+
+
+def _no_tokens(what: str) -> ValueError:
+    return ValueError(f"token_ids must be a 1-D array of integers, not {what}")
+
+
+def _check_keys(block_keys: Sequence[bytes]) -> None:
+    """Raise `ValueError` unless these are keys, judged by the first and the last: to check each of
+    8,192 takes longer than the whole match."""
+    try:
+        are_keys = not len(block_keys) or (_is_key(block_keys[0]) and _is_key(block_keys[-1]))
+    except (TypeError, LookupError):  # no sequence
+        are_keys = False
+    if not are_keys:
+        raise ValueError(
+            "block_keys must be a sequence of keys; the first and the last must be bytes, 1 to "
+            f"{MAX_KEY_BYTES} each"
+        )
 
 
 def _is_key(key: object) -> bool:

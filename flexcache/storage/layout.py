@@ -95,11 +95,10 @@ def describe_kv_caches(
 
     Args:
         kv_caches: Maps layer names to paged KV tensors, in the engine's order.
-        block_bytes: Required size of a block on this rank. If the tensors count finer blocks (an
-            attention kernel's), as many as necessary make up one block.
+        block_bytes: Required size of a block on this rank.
         block_dim: The dimension of each tensor that counts blocks.
-        num_blocks: Number of blocks of the engine, of which each tensor may count its own parts.
-            None: the size of a block tells.
+        num_blocks: Number of blocks of the engine, of which each tensor may count its own parts (an
+            attention kernel's blocks, tokens). None: each index of ``block_dim`` is a block.
         description: The engine's description of the bytes beyond shapes and strides. Becomes part
             of the signature.
 
@@ -108,12 +107,13 @@ def describe_kv_caches(
     """
     layers = _without_aliases(kv_caches, block_dim)
     if num_blocks is None:
-        num_blocks = _count_blocks(layers, block_bytes, block_dim)
-    elif bytes_per_block(kv_caches, num_blocks, block_dim) != block_bytes:
+        num_blocks = _count_blocks(layers, block_dim)
+    if bytes_per_block(kv_caches, num_blocks, block_dim) != block_bytes:
         raise UnsupportedLayoutError(
             f"a block has {bytes_per_block(kv_caches, num_blocks, block_dim)} bytes in the "
             f"{len(layers)} KV tensors, but {block_bytes} in the cache: layers, heads, head size, "
-            "dtype or tokens per block do not agree"
+            "dtype or tokens per block do not agree, or the tensors count parts of blocks and "
+            "num_blocks is missing"
         )
     segments: list[_Segment] = []
     forms: list[str] = []
@@ -150,23 +150,17 @@ def _arrays(segments: list[_Segment]) -> tuple[Addresses, Addresses, Addresses, 
     return bases, strides, sizes, np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.int64)
 
 
-def _count_blocks(layers: Mapping[str, torch.Tensor], block_bytes: int, block_dim: int) -> int:
-    """Return how many blocks of this size the tensors hold; all must count the same parts."""
-    per_index = bytes_per_index(layers, block_dim)
-    if per_index == 0 or block_bytes <= 0 or block_bytes % per_index:
-        raise UnsupportedLayoutError(
-            f"a block has {per_index} bytes in the {len(layers)} KV tensors, but "
-            f"{block_bytes} by the model's shape: layers, heads, head size, dtype or "
-            "tokens per block do not agree"
-        )
-    ratio = block_bytes // per_index
+def _count_blocks(layers: Mapping[str, torch.Tensor], block_dim: int) -> int:
+    """Return how many blocks all tensors count."""
     counts = {tensor.shape[block_dim] for tensor in layers.values()}
-    if len(counts) != 1 or next(iter(counts)) % ratio:
+    if len(counts) != 1:
         raise UnsupportedLayoutError(
             f"KV tensors have {sorted(counts)} blocks in dimension {block_dim}; all must have "
-            f"the same number, a multiple of {ratio}"
+            "the same number"
         )
-    return int(next(iter(counts))) // ratio
+    if counts == {0}:
+        raise UnsupportedLayoutError(f"KV tensors have no block in dimension {block_dim}")
+    return int(next(iter(counts)))
 
 
 def _signature(forms: list[str], layers: Iterable[str], description: str) -> str:

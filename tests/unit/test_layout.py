@@ -163,7 +163,10 @@ def one_piece(tensors: Tensors, block: int, num_blocks: int) -> bytes:
 
 
 def describe(tensors: Tensors, block_dim: int, ratio: int = 1) -> BlockLayout:
-    return describe_kv_caches(tensors, ratio * bytes_per_index(tensors, block_dim), block_dim)
+    size = ratio * bytes_per_index(tensors, block_dim)
+    num_indices = next(iter(tensors.values())).shape[block_dim]
+    num_blocks = None if ratio == 1 else num_indices // ratio
+    return describe_kv_caches(tensors, size, block_dim, num_blocks=num_blocks)
 
 
 # -- bytes ---------------------------------------------------------------------------------------
@@ -443,14 +446,19 @@ def test_a_block_size_other_than_the_models_is_refused(wrong: Callable[[int], in
     size = bytes_per_index(tensors)
     message = refusal(tensors, wrong(size))
     assert f" {size} bytes in the 3 KV tensors" in message
-    assert f" {wrong(size)} by the model's shape" in message
+    assert f" {wrong(size)} in the cache" in message
 
 
 def test_finer_blocks_that_do_not_fill_the_last_one_are_refused() -> None:
     tensors, _ = joined(5, 16, torch.bfloat16)
-    message = refusal(tensors, 2 * bytes_per_index(tensors))
-    assert "[5] blocks" in message
-    assert "a multiple of 2" in message
+    with pytest.raises(UnsupportedLayoutError, match=r"5 indices .* do not divide into 2 blocks"):
+        describe_kv_caches(tensors, 2 * bytes_per_index(tensors), num_blocks=2)
+
+
+def test_a_missing_layer_is_not_made_up_for_by_more_blocks_of_the_others() -> None:
+    tensors, _ = joined(NUM_BLOCKS * 3, 16, torch.bfloat16)
+    first = dict(list(tensors.items())[:1])
+    assert "num_blocks is missing" in refusal(first, bytes_per_index(tensors))
 
 
 def test_layers_with_different_numbers_of_blocks_are_refused() -> None:
@@ -463,7 +471,7 @@ def test_the_wrong_block_dimension_is_refused_where_it_shows() -> None:
     wanted = bytes_per_index(tensors, 1)
     message = refusal(tensors, wanted, block_dim=0)
     assert f" {bytes_per_index(tensors, 0)} bytes in the 3 KV tensors" in message
-    assert f" {wanted} by the model's shape" in message
+    assert f" {wanted} in the cache" in message
 
 
 @pytest.mark.parametrize("block_dim", [3, 7, -4])
@@ -479,7 +487,7 @@ def test_no_tensors_are_refused() -> None:
 
 
 def test_a_cache_without_blocks_is_refused() -> None:
-    assert "0 bytes in the 1 KV tensors" in refusal({"empty": torch.zeros(0, 16, 8)}, 4096)
+    assert "no block in dimension 0" in refusal({"empty": torch.zeros(0, 16, 8)}, 4096)
 
 
 def test_what_is_not_a_tensor_is_refused_by_name() -> None:

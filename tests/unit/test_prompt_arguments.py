@@ -1,0 +1,55 @@
+"""Arguments that make no prompt: refused by name, before anything is reserved or observed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flexcache.cache.prompt import PromptMaker
+from flexcache.request_info import PromptDetail, RequestInfo
+
+TOKENS = list(range(8))
+HALF_A_PAIR = "\ud800"
+
+
+@pytest.mark.parametrize("detail", PromptDetail)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("token_ids", None),
+        ("token_ids", 5),
+        ("token_ids", iter(TOKENS)),
+        ("token_ids", [[1, 2], [3, 4]]),
+        ("token_ids", [1.5]),
+        ("token_mask", range(0, 8, 2)),
+        ("token_mask", range(-1, 8)),
+        ("token_mask", [True]),
+        ("namespace", 5),
+        ("namespace", ["a", 5]),
+        ("namespace", HALF_A_PAIR),
+        ("namespace", ["a", HALF_A_PAIR]),
+        ("block_keys", 5),
+        ("block_keys", iter([b"a", b"b"])),
+        ("block_keys", {"a": b"b"}),
+        ("block_keys", "ab"),
+        ("block_keys", [b"a", "b"]),
+        ("block_keys", [b"a", b""]),
+        ("info", "request 1"),
+        ("info", RequestInfo(request_id=5)),  # type: ignore[arg-type]
+        ("info", RequestInfo(request_id=HALF_A_PAIR)),
+        ("info", RequestInfo(lora_id="x")),  # type: ignore[arg-type]
+        ("info", RequestInfo(lora_id=2**70)),
+        ("info", RequestInfo(lora_name=5)),  # type: ignore[arg-type]
+        ("info", RequestInfo(extra_keys=5)),  # type: ignore[arg-type]
+        ("info", RequestInfo(extra_keys=[object()])),
+    ],
+    ids=str,
+)
+def test_what_makes_no_prompt_is_refused_by_name(
+    name: str, value: Any, detail: PromptDetail
+) -> None:
+    maker = PromptMaker("model", 2, lambda: detail)
+    arguments = {"token_ids": TOKENS, name: value}
+    with pytest.raises(ValueError, match="request_info" if name == "info" else name):
+        maker.make(**arguments)
