@@ -8,8 +8,8 @@ Prompts that never repeat, as of a batch job, wear a device and gain nothing. On
 evicted as much as it holds since a prompt was last found, whatever comes back comes later than it
 is kept. DRAM goes on to store all prompts, so one that returns soon is found there, and ends this.
 Of what is not written the keys are noted, for as many blocks as the tier holds: a noted prompt that
-comes back would have been found on SSD. If that ends a pause, the tier must be replaced twice as
-often before the next one, so traffic with rare returns loses few of them.
+comes back would have been found on SSD. If that ends a pause, the tier must be replaced four times
+as often before the next one, so traffic with rare returns loses few of them.
 
 Pure: no I/O, no clock. Not thread-safe.
 """
@@ -24,7 +24,7 @@ from flexcache.ids import TierName
 
 MIN_MISSED_BLOCKS = 8192
 """Fewer blocks than these, asked for in vain, say nothing about the traffic."""
-_MOST_REPLACEMENTS = 64
+_MORE_REPLACEMENTS, _MOST_REPLACEMENTS = 4, 64
 
 
 class ReuseWatch:
@@ -57,7 +57,8 @@ class ReuseWatch:
         elif self._noted is not None and self._noted.has(Sample(keys, stop, self._stride)):
             self._num_regrets += 1
             if self._is_paused:
-                self._num_replacements = min(2 * self._num_replacements, _MOST_REPLACEMENTS)
+                more = _MORE_REPLACEMENTS * self._num_replacements
+                self._num_replacements = min(more, _MOST_REPLACEMENTS)
             self._num_missed, self._is_paused = 0, False
         else:
             if not self._num_missed:

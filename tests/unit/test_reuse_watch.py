@@ -125,19 +125,18 @@ def test_what_returns_later_than_the_tier_would_keep_it_ends_nothing(paused: Eng
     assert paused.num_regrets() == 0
 
 
-def test_each_loss_doubles_how_often_the_tier_must_be_replaced() -> None:
+def test_each_loss_makes_the_next_pause_take_more_replacements() -> None:
     prompts_kept = 9  # this many need more than the least number of blocks that are asked for
     engine = Engine(MIN_MISSED_BLOCKS // prompts_kept + 1, cpu=2000, ssd=MIN_MISSED_BLOCKS + 9)
     engine.pause()
-    for number in (1, 2):
-        text = engine.serve_new()
-        engine.serve_new(3)  # it leaves DRAM
-        assert engine.serve(text) == 0
-        assert engine.num_regrets() == number
-        engine.serve_new(prompts_kept * 2**number - 1)
-        assert not engine.is_paused()
-        engine.serve_new(3)
-        assert engine.is_paused()
+    text = engine.serve_new()
+    engine.serve_new(3)  # it leaves DRAM
+    assert engine.serve(text) == 0
+    assert engine.num_regrets() == 1
+    engine.serve_new(prompts_kept * 4 - 1)
+    assert not engine.is_paused()
+    engine.serve_new(3)
+    assert engine.is_paused()
 
 
 def test_a_prompt_of_which_the_engine_has_the_beginning_counts_as_one_that_returns(
