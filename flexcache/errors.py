@@ -30,7 +30,7 @@ class MissingDependencyError(FlexCacheError, ImportError):
 
 
 class ClosedError(FlexCacheError):
-    """The object was shut down before the call."""
+    """The object was shut down before the call, or not started yet."""
 
 
 class StorageError(FlexCacheError):

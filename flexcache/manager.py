@@ -20,6 +20,7 @@ from flexcache.cache.prompt import (
     check_hint,
     retention_s,
 )
+from flexcache.client import arguments
 from flexcache.client.client import EngineClient
 from flexcache.client.connect import open_client
 from flexcache.client.group_blocks import GroupBlocks, GroupTable
@@ -84,6 +85,7 @@ class _WholeCache:
         A remote store keeps its objects, under names that this cache no longer uses: until its
         server restarts, this cache and others do not find each other's blocks there.
         """
+        arguments.check_tier(tier)
         return self._client.clear(tier)
 
     def reset(self) -> None:
@@ -125,7 +127,8 @@ class KVManager(_WholeCache):
         cache_config: Sizes and policies of the tiers. Needs no size if an ``endpoint`` is given.
         endpoint: Address of the shared server, or the `endpoint` of another engine there; by
             default, all ranks of one ``engine_id`` and ``dp_size > 1`` find the same private one.
-        dp_rank: The engine's data-parallel rank.
+        dp_rank: The engine's data-parallel rank, below the model's ``dp_size``. With an
+            ``endpoint`` a model whose ``dp_size`` is 1 may be one of more.
         engine_id: Distinguishes engines at one server; by default a new id. `endpoint` passes it
             to the engine's `KVTPClient`s; those that connect otherwise must be given the same id.
 
@@ -142,6 +145,7 @@ class KVManager(_WholeCache):
         dp_rank: int = 0,
         engine_id: str = "",
     ) -> None:
+        arguments.check_manager(model_config, cache_config, endpoint, dp_rank, engine_id)
         logging.getLogger("flexcache").setLevel(cache_config.log_level)
         self.model_config = model_config
         self.cache_config = cache_config
@@ -178,7 +182,7 @@ class KVManager(_WholeCache):
             TimeoutError: Not all have registered; the message names those missing.
             RegistrationError: A rank was refused; the message says why.
         """
-        self._client.wait_ready(timeout)
+        self._client.wait_ready(arguments.wait_s(timeout))
 
     def is_ready(self) -> bool:
         return self._client.is_ready()
@@ -230,6 +234,7 @@ class KVManager(_WholeCache):
         ``awaits_loads`` None is also returned while a prefetch brings what the prompt needs, but no
         longer than computing it would take.
         """
+        arguments.check_look_up(look_up, awaits_loads)
         prompt = self._prompts.make(
             token_ids, token_mask, namespace, block_keys, parent_key, request_info,
             session_id=session_id,
@@ -358,19 +363,20 @@ class KVManager(_WholeCache):
                 before. None is started in this case.
             KeyError: An id was never issued.
         """
+        arguments.check_flag("gated", gated)
+        task_ids = arguments.ids_of(task_ids)
         extents = map(self._client.extent, task_ids)
         blocks = self._groups.gpu_blocks(slot_mappings, group_blocks, extents)
         self._client.launch(task_ids, blocks, gated)
 
     def report_prefill(self, tokens_per_s: float) -> None:
         """Report how fast the engine computes prompts, as ``skip_slow_loads`` requires."""
-        if not tokens_per_s > 0:
-            raise ValueError(f"tokens_per_s = {tokens_per_s}: must be greater than zero")
-        self._client.report_prefill(tokens_per_s / self._prompts.tokens_per_block)
+        rate = arguments.positive("tokens_per_s", tokens_per_s)
+        self._client.report_prefill(rate / self._prompts.tokens_per_block)
 
     def cancel(self, task_ids: Iterable[int]) -> None:
         """Stop what has not started. Idempotent; does not change tasks that have ended."""
-        self._client.cancel(task_ids)
+        self._client.cancel(arguments.ids_of(task_ids))
 
     # -- responses -------------------------------------------------------------------------------
 
@@ -383,8 +389,8 @@ class KVManager(_WholeCache):
             timeout: Seconds; the response for a task not done by then is TIMEOUT, and it continues.
             completely: Wait for everything, including write-through to lower tiers.
         """
-        all_ids = list(task_ids)
-        results = self._client.results(all_ids, timeout, completely)
+        all_ids = arguments.ids_of(task_ids)
+        results = self._client.results(all_ids, arguments.wait_s(timeout), completely)
         late = KVResponse(KVStatus.TIMEOUT, np.zeros(0, np.bool_), f"not done within {timeout} s")
         return {
             task_id: _response(self._prompts, results[task_id]) if task_id in results else late
@@ -393,7 +399,7 @@ class KVManager(_WholeCache):
 
     def try_wait(self, task_ids: Iterable[int]) -> dict[int, KVResponse]:
         """Return the responses of those tasks whose GPU side is done."""
-        results = self._client.results(list(task_ids), 0.0, completely=False)
+        results = self._client.results(arguments.ids_of(task_ids), 0.0, completely=False)
         return {task_id: _response(self._prompts, result) for task_id, result in results.items()}
 
     def shutdown(self) -> None:
@@ -420,13 +426,14 @@ def _start(
     slot_mapping: Slots,
     token_mask: Span | None,
 ) -> tuple[int, Mask]:
-    slots = as_slots(slot_mapping)
+    slots = as_slots(slot_mapping, "slot_mapping")
     mask: Mask
 
     def blocks_of(task: MatchedTask) -> BlockIds:
         nonlocal mask
         mask = _mask(prompts, prompt, task)
-        return gpu_blocks(matched_slots(slots, mask, token_mask), prompts.tokens_per_block)
+        matched = matched_slots(slots, mask, token_mask)
+        return gpu_blocks(matched, prompts.tokens_per_block, "slot_mapping")
 
     task = client.match_and_launch(kind, prompt, blocks_of)
     return task.task_id, mask

@@ -68,7 +68,7 @@ def check_plot_file(path: Path) -> None:
     if path.suffix not in _FORMATS:
         raise ConfigError(f"{path}: a plot's name must end in {', '.join(_FORMATS)}")
     if find_spec("matplotlib") is None:
-        raise MissingDependencyError("a plot needs matplotlib: pip install 'flexcache[bench]'")
+        raise MissingDependencyError("a plot needs matplotlib: pip install '.[bench]'")
 
 
 def draw(report: Report, path: Path) -> None:

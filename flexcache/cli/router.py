@@ -88,6 +88,6 @@ def _run(settings: Any) -> None:
         from flexcache.router.process import run_router
     except ImportError as error:
         raise MissingDependencyError(
-            f"a router needs the package {error.name}: pip install 'flexcache[router]'"
+            f"a router needs the package {error.name}: pip install '.[router]'"
         ) from None
     run_router(settings)

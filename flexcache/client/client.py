@@ -14,16 +14,22 @@ from flexcache.cache.prompt import Prompt
 from flexcache.client.slots import BlockIds
 from flexcache.client.tasks import ClientTasks, Extent
 from flexcache.client.transport import Transport
+from flexcache.errors import ClosedError
 from flexcache.ids import TaskKind
 from flexcache.tasks.instructions import MatchedTask, TaskResult
 
 
 class EngineClient:
-    """Thread-safe. Task ids that were never given out are a `KeyError`."""
+    """Thread-safe. Task ids that were never given out are a `KeyError`.
+
+    Before `start` and after `shutdown` whatever needs the cache raises a `ClosedError`.
+    """
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self._tasks = ClientTasks()
+        self._closed: str | None = "the cache was not started: call start() first"
+        """Why there is no cache; None while there is one."""
 
     @property
     def endpoint(self) -> str:
@@ -33,6 +39,7 @@ class EngineClient:
     def start(self) -> None:
         """Connect; returns at once."""
         self.transport.start(self._tasks)
+        self._closed = None
 
     def is_ready(self) -> bool:
         """Whether all ranks and workers serve."""
@@ -40,12 +47,15 @@ class EngineClient:
 
     def wait_ready(self, timeout: float | None) -> None:
         """Wait until they do. Raises `TimeoutError`, `RegistrationError` or `ClosedError`."""
+        self._require_open()
         self.transport.wait_ready(timeout)
 
     # -- tasks -----------------------------------------------------------------------------------
 
     def match(self, kind: TaskKind, prompt: Prompt) -> MatchedTask:
         """Make a task for what can be done of a prompt. Waits for the remote store's answer."""
+        if self._closed is not None:
+            raise ClosedError(self._closed)
         matched = self.transport.match(kind, prompt, True, True, False)
         assert matched is not None  # it may wait
         self._tasks.add(kind, matched, prompt.num_tokens)
@@ -56,6 +66,7 @@ class EngineClient:
     ) -> MatchedTask | None:
         """As `match`, but None if the remote store is asked (``look_up``) and has yet to answer, or
         (``awaits_loads``) while what a get needs is being loaded early."""
+        self._require_open()
         matched = self.transport.match(kind, prompt, look_up, False, awaits_loads)
         if matched is not None:
             self._tasks.add(kind, matched, prompt.num_tokens)
@@ -63,6 +74,7 @@ class EngineClient:
 
     def look_up(self, prompt: Prompt) -> None:
         """Begin to ask the remote store about a prompt that is going to be matched."""
+        self._require_open()
         self.transport.look_up(prompt)
 
     def match_and_launch(
@@ -113,10 +125,12 @@ class EngineClient:
 
     def report_prefill(self, blocks_per_s: float) -> None:
         """Report how fast the engine computes."""
+        self._require_open()
         self.transport.report_prefill(blocks_per_s)
 
     def session_hint(self, session_id: str, over: bool, returns_in_s: float | None) -> bool:
         """Pass on what a user says of its session; whether the session is known."""
+        self._require_open()
         return self.transport.session_hint(session_id, over, returns_in_s)
 
     def take_changes(self) -> list[Change]:
@@ -125,17 +139,25 @@ class EngineClient:
 
     def clear(self, tier: str | None) -> int:
         """Drop the blocks of one tier, or of all, that are not in use; how many."""
+        self._require_open()
         return self.transport.clear(tier)
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers and strings."""
+        self._require_open()
         return self.transport.stats()
 
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold."""
+        self._require_open()
         self.transport.check()
 
     def shutdown(self) -> None:
         """Wake waiting callers with a `ClosedError`, and leave the cache. Idempotent."""
+        self._closed = "the cache was shut down"
         self._tasks.close()
         self.transport.close()
+
+    def _require_open(self) -> None:
+        if self._closed is not None:
+            raise ClosedError(self._closed)

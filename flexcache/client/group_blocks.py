@@ -7,12 +7,14 @@ bytes it holds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from flexcache.cache.prompt import Prompt
+from flexcache.client.arguments import refusal
 from flexcache.client.slots import NO_BLOCKS, BlockIds, Slots, as_slots, gpu_blocks
 from flexcache.client.tasks import Extent
 from flexcache.config import ModelConfig
@@ -53,11 +55,11 @@ class GroupTable:
         """Have a put also store the tail behind ``tail_at`` tokens. Raises `ValueError`."""
         if tail_at is None:
             return prompt
-        position, rest = divmod(tail_at, self._tokens)
+        is_integer = isinstance(tail_at, Integral)
+        position, rest = divmod(int(tail_at), self._tokens) if is_integer else (0, 0)
         if rest or not 0 < position <= prompt.stop or not self._has_tails:
-            raise ValueError(
-                f"tail_at = {tail_at}: must be the end of a block offered, in a model with tails"
-            )
+            allowed = "must be the end of a block offered, in a model with tails"
+            raise refusal("tail_at", tail_at, allowed)
         return prompt._replace(tail_at=position)
 
     def require_slots(self, instead: str) -> None:
@@ -80,17 +82,39 @@ class GroupTable:
         Raises:
             ValueError: They are of the wrong kind or not as many as the task needs.
         """
+        try:
+            return self._read(slot_mappings, group_blocks, extents)
+        except TypeError:  # something has neither length nor items
+            pass
+        if group_blocks is None:
+            raise refusal("slot_mappings", slot_mappings, "must have a list of slots for each task")
+        allowed = "must have, for each task, a list of blocks for each group"
+        raise refusal("group_blocks", group_blocks, allowed)
+
+    def _read(
+        self,
+        slot_mappings: Sequence[Slots],
+        group_blocks: Sequence[GroupBlocks] | None,
+        extents: Iterable[Extent],
+    ) -> list[BlockIds]:
         if group_blocks is not None and len(slot_mappings):
             raise ValueError("give slot_mappings or group_blocks, not both")
         if self._groups and group_blocks is None:
             raise ValueError("a model with groups needs group_blocks, not slot_mappings")
         if group_blocks is None:
-            return [gpu_blocks(as_slots(slots), self._tokens) for slots in slot_mappings]
+            return [
+                gpu_blocks(as_slots(slots, "slot_mappings"), self._tokens, "slot_mappings")
+                for slots in slot_mappings
+            ]
         if not self._groups:
             return [_only_group(given) for given in group_blocks]
+        tasks = list(extents)
+        if len(tasks) != len(group_blocks):
+            raise ValueError(
+                f"group_blocks has lists for {len(group_blocks)} of {len(tasks)} tasks"
+            )
         return [
-            self._arranged(given, extent)
-            for given, extent in zip(group_blocks, extents, strict=True)
+            self._arranged(given, extent) for given, extent in zip(group_blocks, tasks, strict=True)
         ]
 
     def _arranged(self, group_blocks: GroupBlocks, extent: Extent) -> BlockIds:
@@ -106,11 +130,12 @@ class GroupTable:
         _, num_blocks, tail_at = extent
         lowest = 0 if extent.kind is TaskKind.PUT else -1
         if len(group_blocks) != len(self._groups):
-            raise ValueError(f"blocks for {len(group_blocks)} of {len(self._groups)} groups")
+            counts = f"{len(group_blocks)} of {len(self._groups)}"
+            raise ValueError(f"group_blocks has blocks for {counts} groups")
         dense: list[BlockIds] = []
         tail = [NO_BLOCKS]
         for number, (group, given) in enumerate(zip(self._groups, group_blocks, strict=True)):
-            given_blocks = as_slots(given)
+            given_blocks = as_slots(given, "group_blocks")
             per_position = self._tokens // group.tokens_per_block
             if group.is_dense:
                 num_needed = num_blocks * per_position
@@ -120,11 +145,11 @@ class GroupTable:
                     continue
             if len(given_blocks) != num_needed:
                 raise ValueError(
-                    f"the task needs {num_needed} blocks of group {number}, {len(given_blocks)} "
-                    "were given"
+                    f"group_blocks: the task needs {num_needed} blocks of group {number}, "
+                    f"{len(given_blocks)} were given"
                 )
             if len(given_blocks) and int(given_blocks.min()) < lowest:
-                raise ValueError(f"a block of group {number} is below {lowest}")
+                raise ValueError(f"group_blocks: a block of group {number} is below {lowest}")
             blocks = name_blocks(number, given_blocks)
             if group.is_dense:
                 dense.append(blocks.reshape(num_blocks, per_position))
@@ -142,8 +167,10 @@ class GroupTable:
 def _only_group(group_blocks: GroupBlocks) -> BlockIds:
     """Return the GPU blocks of a task of a model without groups. Raises `ValueError`."""
     if len(group_blocks) != 1:
-        raise ValueError(f"blocks for {len(group_blocks)} groups of a model without groups")
-    blocks = as_slots(np.array(group_blocks[0]))  # a copy: the caller's own may change
+        raise ValueError(
+            f"group_blocks has blocks for {len(group_blocks)} groups of a model without groups"
+        )
+    blocks: BlockIds = np.array(as_slots(group_blocks[0], "group_blocks"))  # not the caller's own
     if len(blocks) and int(blocks.min()) < 0:
-        raise ValueError("GPU blocks must not be negative")
+        raise ValueError("group_blocks must not be negative")
     return blocks

@@ -20,7 +20,7 @@ import zmq
 
 from flexcache.errors import ServerLostError, UntrustedError
 from flexcache.logs import log_event
-from flexcache.protocol.curve import secure_client
+from flexcache.protocol.curve import check_client_keys, secure_client
 from flexcache.protocol.messages import HelloEngine, HelloRank, Ping, ToServer
 from flexcache.protocol.runtime import check_endpoint
 from flexcache.protocol.trust import Listener, check_server_process, find_listener
@@ -39,10 +39,15 @@ class ServerLink:
         endpoint: The server's address.
         curve_keys: Directory of CURVE keys, if the server requires them.
         timeout_s: A server that is silent for this long is considered lost.
+
+    Raises:
+        ConfigError: The address is malformed, or the directory lacks keys.
     """
 
     def __init__(self, endpoint: str, curve_keys: str | None, timeout_s: float) -> None:
         check_endpoint(endpoint, has_keys=curve_keys is not None)
+        if curve_keys is not None:
+            check_client_keys(curve_keys)
         self.endpoint = endpoint
         self._curve_keys = curve_keys
         self._timeout_s = timeout_s

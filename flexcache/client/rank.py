@@ -25,12 +25,12 @@ from functools import partial
 import msgspec
 import torch
 
+from flexcache.client import arguments
 from flexcache.client.attachment import Attachment
 from flexcache.client.lent_tensors import LentTensors
 from flexcache.client.link import ServerLink
 from flexcache.client.rank_ops import RankOps
 from flexcache.client.rank_tasks import EVENT_POLL_S, RankTasks
-from flexcache.config.address import split_address
 from flexcache.errors import (
     ClosedError,
     RegistrationError,
@@ -51,7 +51,6 @@ from flexcache.protocol.messages import (
     ToRank,
     WelcomeRank,
 )
-from flexcache.protocol.names import engine_name
 from flexcache.transfer.messages import Drop, Execute, Stop
 from flexcache.transfer.workers.device import DeviceWorker
 from flexcache.transfer.workers.layer_load import LayerLoad
@@ -101,9 +100,10 @@ class KVTPClient:
         server_timeout_s: float = 3.0,
         keeps_loads: bool = False,
     ) -> None:
-        endpoint, engine_id = split_address(endpoint, engine_id)
-        self._link = ServerLink(endpoint, curve_keys, server_timeout_s)
-        name, place = engine_name(engine_id, dp_rank), tp_rank if rank is None else rank
+        endpoint, name = arguments.server_and_engine(endpoint, engine_id, dp_rank)
+        place = arguments.place_of(rank, tp_rank)
+        timeout_s = arguments.positive("server_timeout_s", server_timeout_s)
+        self._link = ServerLink(endpoint, curve_keys, timeout_s)
         self._hello = HelloRank(name, place, uuid.uuid4().hex, os.getpid())
         self._tensors: LentTensors | None = None
         self._state = ClientState.HELLO
@@ -143,6 +143,7 @@ class KVTPClient:
         Raises:
             UnsupportedLayoutError: A tensor, which it names, cannot be moved as whole blocks.
         """
+        arguments.check_kv_caches(kv_caches, kv_replicas)
         if self._closing:
             raise ClosedError("the client is closed")
         if self._thread is not None:
@@ -174,8 +175,9 @@ class KVTPClient:
             TimeoutError: It is not within ``timeout`` seconds.
             RegistrationError: The server refused it; the message says why.
         """
+        limit_s = arguments.wait_s(timeout)
         with self._changed:
-            if not self._changed.wait_for(lambda: self._state in _SETTLED, timeout):
+            if not self._changed.wait_for(lambda: self._state in _SETTLED, limit_s):
                 why = f": {self._error}" if self._error else ""
                 raise TimeoutError(
                     f"{self._link.endpoint}: {self._state.value} after {timeout} s{why}"
@@ -201,7 +203,7 @@ class KVTPClient:
 
         With ``keeps_loads`` it then ends even if the server is lost, if its gate opens soon.
         """
-        return self._tasks.wait_held(task_id, num_blocks, timeout)
+        return self._tasks.wait_held(task_id, num_blocks, arguments.wait_s(timeout))
 
     def forgo(self, task_ids: Iterable[int]) -> None:
         """Let go of loads that this rank holds and the engine does without. They are cancelled at
@@ -211,7 +213,7 @@ class KVTPClient:
     def wait_ended(self, timeout: float, task_ids: Sequence[int] = ()) -> bool:
         """Wait up to ``timeout`` seconds for any gated task to end, or for one of these; return
         whether one has, and was not taken."""
-        return self._tasks.wait_ended(timeout, task_ids)
+        return self._tasks.wait_ended(arguments.wait_s(timeout), task_ids)
 
     def take_ended(self, task_ids: Iterable[int]) -> dict[int, int]:
         """Return the gated tasks that have ended on every rank, with how many blocks arrived: none

@@ -67,7 +67,7 @@ class RankTasks:
         load.end()
         return load
 
-    def wait_held(self, task_id: int, num_blocks: int, timeout: float) -> bool:
+    def wait_held(self, task_id: int, num_blocks: int, timeout: float | None) -> bool:
         """Wait until the rank holds a load of so many GPU blocks; return whether it does."""
         with self._changed:
             self._changed.wait_for(
@@ -86,7 +86,7 @@ class RankTasks:
             self._held.forget(task_ids)
         self._wake()
 
-    def wait_ended(self, timeout: float, task_ids: Sequence[int] = ()) -> bool:
+    def wait_ended(self, timeout: float | None, task_ids: Sequence[int] = ()) -> bool:
         """Wait for any gated task to end, or for one of these; return whether one has."""
         with self._changed:
             return self._changed.wait_for(

@@ -15,11 +15,16 @@ BlockIds = npt.NDArray[np.int64]
 NO_BLOCKS: BlockIds = np.empty(0, np.int64)
 
 
-def as_slots(slot_mapping: Slots) -> npt.NDArray[np.int64]:
-    """Raises `ValueError` for anything but a list of integers."""
-    slots = np.asarray(slot_mapping)
+def as_slots(slot_mapping: Slots, name: str) -> npt.NDArray[np.int64]:
+    """Raises `ValueError`, under the argument's ``name``, for anything but a list of integers."""
+    try:
+        slots = np.asarray(slot_mapping)
+    except ValueError as error:  # lists of unequal length
+        raise ValueError(f"{name}: {error}") from None
     if slots.ndim != 1 or (slots.dtype.kind not in "iu" and len(slots)):
-        raise ValueError(f"slots must be a 1-D array of integers, not {slots.ndim}-D {slots.dtype}")
+        raise ValueError(
+            f"{name} must be a 1-D array of integers, not {slots.ndim}-D of {slots.dtype}"
+        )
     return slots.astype(np.int64, copy=False)
 
 
@@ -41,19 +46,19 @@ def matched_slots(
     return slots[mask[token_mask]]
 
 
-def gpu_blocks(slots: npt.NDArray[np.int64], tokens_per_block: int) -> BlockIds:
-    """The GPU blocks that slots make up.
+def gpu_blocks(slots: npt.NDArray[np.int64], tokens_per_block: int, name: str) -> BlockIds:
+    """The GPU blocks that slots, given as the argument ``name``, make up.
 
     Raises:
         ValueError: They are not whole blocks of consecutive slots.
     """
     size = tokens_per_block
     if len(slots) % size:
-        raise ValueError(f"{len(slots)} slots are not whole blocks of {size} tokens")
+        raise ValueError(f"{name}: {len(slots)} slots are not whole blocks of {size} tokens")
     grid = slots.reshape(-1, size)
     blocks = grid[:, 0] // size
     if not np.array_equal(grid, (blocks * size)[:, None] + np.arange(size)):
-        raise ValueError(f"slots must be whole GPU blocks of {size} consecutive slots each")
+        raise ValueError(f"{name} must be whole GPU blocks of {size} consecutive slots each")
     if len(blocks) and int(blocks.min()) < 0:
-        raise ValueError("slots must not be negative")
+        raise ValueError(f"{name} must not be negative")
     return blocks

@@ -16,6 +16,7 @@ from flexcache.config.tiers import TierConfig
 from flexcache.config.values import (
     Count,
     Megabytes,
+    Patience,
     Seconds,
     check_writable,
     parse,
@@ -42,7 +43,7 @@ class CacheConfig(TierConfig):
         None,
         "Directory made by `flexcache server --keygen DIR`. Required for TCP beyond loopback.",
     )
-    server_timeout_s: Seconds = setting(
+    server_timeout_s: Patience = setting(
         3.0, "A server silent for this long is given up; every get misses until one is back.", "s"
     )
     client_timeout_s: Seconds = setting(

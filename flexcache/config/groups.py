@@ -60,7 +60,8 @@ class KVGroup:
         if not isinstance(self.window, int) or (self.window > 0) != has_window:
             allowed = "must be at least 1" if has_window else f"a group of {self.kind} has none"
             raise reject("window", self.window, allowed)
-        if self.blocks_per_state < 1 or (self.blocks_per_state > 1 and self.kind != "state"):
+        is_count = isinstance(self.blocks_per_state, int) and self.blocks_per_state >= 1
+        if not is_count or (self.blocks_per_state > 1 and self.kind != "state"):
             raise reject("blocks_per_state", self.blocks_per_state, "must be at least 1; of states")
 
     @classmethod

@@ -66,7 +66,11 @@ class ModelConfig:
                 raise reject(name, value, "must be an integer of at least 1")
         if not isinstance(self.dtype, torch.dtype):
             raise reject("dtype", self.dtype, "must be a torch.dtype")
-        if not all(isinstance(group, KVGroup) for group in self.groups):
+        for name in ("use_mla", "sized_by_ranks"):
+            if not isinstance(getattr(self, name), bool):
+                raise reject(name, getattr(self, name), "must be True or False")
+        are_listed = isinstance(self.groups, (tuple, list))
+        if not are_listed or not all(isinstance(group, KVGroup) for group in self.groups):
             raise reject("groups", self.groups, "must be a tuple of KVGroup")
         if not self.use_mla and max(self.num_kv_heads, self.tp_size) % min(
             self.num_kv_heads, self.tp_size

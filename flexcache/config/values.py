@@ -15,6 +15,8 @@ from flexcache.errors import ConfigError
 
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
+Patience = Annotated[float, Meta(gt=0, le=1e9)]
+"""Seconds after which a peer is given up, in any case."""
 Megabytes = Annotated[float, Meta(gt=0, le=1e12)]
 Gigabytes = Annotated[float, Meta(gt=0, le=1e9)]
 """At most an exabyte: a larger number is a typing error."""

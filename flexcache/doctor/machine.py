@@ -76,7 +76,7 @@ def explain_io_uring(
         release: Kernel release.
     """
     if problem.startswith(MissingDependencyError.__module__):
-        return problem.partition(": ")[2], "pip install 'flexcache[uring]'"
+        return problem.partition(": ")[2], "pip install '.[uring]'"
     if "dies by" in problem:
         why, _, remedy = problem.partition("; ")
         return why, f"pip install {remedy.split(' ')[0]}"

@@ -34,7 +34,7 @@ def check_python(subject: Subject) -> Iterator[Finding]:
     if find_spec("numba") is None and not has_gpu(subject):
         yield warning(
             "no numba: copies between KV tensors and DRAM hold the interpreter lock",
-            "pip install 'flexcache[cpu]'",
+            "pip install '.[cpu]'",
         )
 
 

@@ -22,8 +22,8 @@ try:
     from prometheus_client.utils import floatToGoString
 except ImportError as error:
     raise MissingDependencyError(
-        "metrics need the package prometheus-client: pip install 'flexcache[http]', "
-        "or 'flexcache[router]' for a router",
+        "metrics need the package prometheus-client: pip install '.[http]', "
+        "or '.[router]' for a router",
         name=error.name,
     ) from None
 

@@ -46,6 +46,14 @@ def secure_server(socket: zmq.Socket[bytes], directory: str) -> ThreadAuthentica
     return authenticator
 
 
+def check_client_keys(directory: object) -> None:
+    """Raise `ConfigError` unless a client finds its keys in the directory."""
+    if not isinstance(directory, (str, Path)):
+        raise ConfigError(f"curve_keys = {directory!r}: must be a directory of CURVE keys")
+    _load(str(directory), "server.key", needs_secret=False)
+    _load(str(directory), "client.key_secret")
+
+
 def secure_client(socket: zmq.Socket[bytes], directory: str) -> None:
     """Authenticate this process, and accept only the server as its peer."""
     socket.curve_serverkey, _ = _load(directory, "server.key", needs_secret=False)

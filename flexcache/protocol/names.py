@@ -6,6 +6,8 @@ import os
 import re
 import uuid
 
+MAX_NAME_LENGTH = 256
+"""A server refuses greetings with a longer name of an engine."""
 _ANONYMOUS = re.compile(r"dp\d+")
 
 

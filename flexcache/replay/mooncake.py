@@ -61,16 +61,19 @@ def hash_key(hash_id: int) -> bytes:
 
 
 def read_requests(path: Path) -> Iterator[MooncakeRequest]:
-    """Yield the requests of a file.
+    """Yield the requests of a file, without a last line that was torn as it was written.
 
     Raises:
         TraceError: A line is not a request, or the file cannot be read.
     """
-    number = 0
+    number, line = 0, b""
     try:
         for number, line in enumerate(_lines(path), 1):  # noqa: B007
             yield _decoder.decode(line)
     except DECODE_ERRORS as error:
+        is_json = isinstance(error, msgspec.ValidationError)  # a whole line, if not a request
+        if number > 1 and not is_json and not line.endswith(b"\n"):
+            return
         raise TraceError(f"{path}, line {number}: {error}") from None
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error

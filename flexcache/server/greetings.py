@@ -13,17 +13,16 @@ from flexcache.protocol.messages import (
     HelloRank,
     Refused,
 )
-from flexcache.protocol.names import is_anonymous
+from flexcache.protocol.names import MAX_NAME_LENGTH, is_anonymous
 from flexcache.server.guard import Buffer
 from flexcache.storage.shards import Shards
 
-_MAX_NAME_LENGTH = 256
 _decoder = msgspec.msgpack.Decoder(Greeting)
 
 
 def malformed_greeting(hello: HelloRank | HelloEngine) -> str | None:
     """What makes a greeting malformed."""
-    if len(hello.engine) > _MAX_NAME_LENGTH or len(hello.client) > _MAX_NAME_LENGTH:
+    if len(hello.engine) > MAX_NAME_LENGTH or len(hello.client) > MAX_NAME_LENGTH:
         return "a name is too long"
     return None
 

@@ -50,7 +50,7 @@ try:
     from flexcache.server.http_connections import HttpConnection, accept_connections
 except ImportError as error:
     raise MissingDependencyError(
-        f"HTTP needs the package {error.name}: pip install 'flexcache[http]'"
+        f"HTTP needs the package {error.name}: pip install '.[http]'"
     ) from None
 
 logger = logging.getLogger(__name__)

@@ -123,5 +123,5 @@ def open_compressor(codec: Codec) -> Compressor:
 
 def _missing(package: str) -> MissingDependencyError:
     return MissingDependencyError(
-        f"{package} is not installed; install the extra: pip install 'flexcache[compression]'"
+        f"{package} is not installed; install the extra: pip install '.[compression]'"
     )

@@ -11,8 +11,10 @@ from flexcache.transfer.graph import BlockIds
 
 def check_slot_mappings(task_ids: Sequence[int], gpu_blocks: Sequence[object]) -> None:
     """Raise `ValueError` unless each task is named once and has its blocks."""
-    if len(task_ids) != len(gpu_blocks) or len(set(task_ids)) != len(task_ids):
-        raise ValueError(f"{len(task_ids)} distinct tasks need {len(task_ids)} slot mappings")
+    if len(task_ids) != len(gpu_blocks):
+        raise ValueError(f"{len(task_ids)} tasks need as many slot mappings, not {len(gpu_blocks)}")
+    if len(set(task_ids)) != len(task_ids):
+        raise ValueError("task_ids name a task twice")
 
 
 def check_launchable(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster import running_cluster
 from paths import ROOT
 from typer.testing import CliRunner
 
@@ -32,6 +33,18 @@ def test_the_readmes_python_example_runs(tmp_path: Path) -> None:
 def blocks_of(page: str, language: str) -> list[str]:
     text = (ROOT / "docs" / page).read_text()
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def test_the_example_of_a_continued_chain_is_true() -> None:
+    (code,) = [code for code in blocks_of("architecture.md", "python") if "parent_key" in code]
+    with running_cluster() as cluster:
+        names: dict[str, Any] = {
+            "manager": cluster.manager, "tokens": range(128), "slots": range(128),
+            "keys": [bytes([number]) * 16 for number in range(8)],
+        }  # fmt: skip
+        exec(code, names)
+        assert "# all True" in code and names["mask"].all()
+        cluster.manager.cancel([names["task"]])
 
 
 def test_the_routers_python_example_runs() -> None:

@@ -520,7 +520,7 @@ def test_what_cannot_work_is_refused_in_one_line() -> None:
 def test_a_missing_package_is_named_with_its_extra(tmp_path: Path) -> None:
     (tmp_path / "aiohttp.py").write_text("raise ImportError('gone', name='aiohttp')\n")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    assert "pip install 'flexcache[router]'" in refusal(PYTHONPATH=path)
+    assert "pip install '.[router]'" in refusal(PYTHONPATH=path)
 
 
 # -- several routers -------------------------------------------------------------------------------

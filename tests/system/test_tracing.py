@@ -368,6 +368,21 @@ def test_an_id_that_is_not_a_hash_is_not_a_mooncake_trace(tmp_path: Path, number
         list(read_requests(path))
 
 
+@pytest.mark.parametrize(
+    "torn", ['{"timestamp": 3, "hash_', '{"timestamp": 3, "hash_ids": [1]', ""]
+)
+def test_a_torn_last_line_of_a_mooncake_trace_is_ignored(tmp_path: Path, torn: str) -> None:
+    path = tmp_path / "requests.jsonl"
+    lines = [json.dumps({"timestamp": number, "hash_ids": [number]}) for number in range(2)]
+    path.write_text("\n".join([*lines, torn]))
+    assert [request.timestamp for request in read_requests(path)] == [0, 1]
+    path.write_text("\n".join(lines))  # whole, though it has no end of line
+    assert [request.timestamp for request in read_requests(path)] == [0, 1]
+    path.write_text("\n".join([*lines, torn, lines[0]]))
+    with pytest.raises(TraceError, match="line 3"):
+        list(read_requests(path))
+
+
 HEADER = {"block_bytes": 256, "tokens_per_block": BLOCK, "capacities": {"CPU": 8}}
 MATCH = {
     "type": "match", "time": 0.0, "task": 1, "kind": "get", "start": 0, "stop": 1,

@@ -58,6 +58,11 @@ def test_the_fingerprint_differs_wherever_bytes_could() -> None:
         ({"cp_size": 2}, "sized_by_ranks"),
         ({"tp_size": 4, "kv_replicas": 3}, "kv_replicas = 3"),
         ({"kv_replicas": 0}, "kv_replicas = 0"),
+        ({"groups": None}, "groups = None: must be a tuple of KVGroup"),
+        ({"groups": 5}, "groups = 5"),
+        ({"groups": ""}, "groups = ''"),
+        ({"use_mla": "x"}, "use_mla = 'x': must be True or False"),
+        ({"sized_by_ranks": None}, "sized_by_ranks = None"),
     ],
 )
 def test_a_bad_model_is_refused_by_name(change: dict[str, Any], named: str) -> None:
@@ -86,6 +91,7 @@ def test_a_bad_model_is_refused_by_name(change: dict[str, Any], named: str) -> N
         ({**BASE, "remote_url": "ftp://host/kv"}, "must begin with one of"),
         ({**BASE, "op_timeout_s": 0}, r"op_timeout_s = 0\.0: must be a number greater than 0"),
         ({**BASE, "op_timeout_s": float("nan")}, "op_timeout_s = nan"),
+        ({**BASE, "server_timeout_s": float("inf")}, "server_timeout_s = inf"),
         ({**BASE, "ssd_write_mb_s": float("inf")}, "ssd_write_mb_s = inf"),
         ({**BASE, "retention_s": 1e-320}, "retention_s = 1e-320"),
         ({**BASE, "write_back_max_dirty": 0.8}, "greater than 0 and at most 0.75"),

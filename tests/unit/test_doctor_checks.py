@@ -60,7 +60,7 @@ def test_old_kernels_are_named(release: str, level: Level) -> None:
         (ENOMEM, "", False, "5.10", "before Linux 5.12", "ulimit -l"),
         (
             "flexcache.errors.MissingDependencyError: io_uring needs the package liburing",
-            "0", False, "6.1", "needs the package liburing", "pip install 'flexcache[uring]'",
+            "0", False, "6.1", "needs the package liburing", "pip install '.[uring]'",
         ),
         (
             "the liburing binding dies by SIGILL on this CPU; liburing==2024.5.3 builds for it",
@@ -469,4 +469,4 @@ def test_the_package_of_the_codec_on_ssd_must_be_installed(
     }  # fmt: skip
     found = list(check_ssd_compression(Subject(environ=environ)))
     assert [finding.level.value for finding in found] == expected
-    assert all("flexcache[compression]" in finding.remedy for finding in found)
+    assert all(".[compression]" in finding.remedy for finding in found)

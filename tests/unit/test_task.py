@@ -515,7 +515,7 @@ def test_a_second_launch_of_a_task_that_failed_does_nothing() -> None:
 def test_a_task_twice_in_one_launch_is_refused() -> None:
     world = World()
     task_id = world.match(TaskKind.PUT, "abc")
-    with pytest.raises(ValueError, match="distinct"):
+    with pytest.raises(ValueError, match="twice"):
         world.engine.launch([task_id, task_id], [np.arange(3), np.arange(3)], world.now)
     assert world.result(task_id) is None
     assert world.engine.take_instructions() == []

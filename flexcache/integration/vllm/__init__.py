@@ -12,7 +12,7 @@ except ModuleNotFoundError as error:
     from flexcache.errors import MissingDependencyError
 
     raise MissingDependencyError(
-        "flexcache.integration.vllm needs vLLM 0.28 to 0.33 (extra flexcache[vllm])"
+        "flexcache.integration.vllm needs vLLM 0.28 to 0.33 (extra vllm)"
     ) from error
 
 with contextlib.suppress(ValueError):  # there already

@@ -29,7 +29,7 @@ try:
     import aiohttp
 except ImportError as error:
     raise MissingDependencyError(
-        f"http+k8s needs the package {error.name}: pip install 'flexcache[router]'"
+        f"http+k8s needs the package {error.name}: pip install '.[router]'"
     ) from None
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ try:
     )
 except ImportError as error:
     raise MissingDependencyError(
-        f"the endpoint picker needs the package {error.name}: pip install 'flexcache[gateway]'"
+        f"the endpoint picker needs the package {error.name}: pip install '.[gateway]'"
     ) from None
 
 _REFUSALS = ("429", "502", "503")

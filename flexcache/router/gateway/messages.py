@@ -34,7 +34,7 @@ try:
     from google.protobuf.struct_pb2 import Struct
 except ImportError as error:
     raise MissingDependencyError(
-        f"the endpoint picker needs the package {error.name}: pip install 'flexcache[gateway]'"
+        f"the endpoint picker needs the package {error.name}: pip install '.[gateway]'"
     ) from None
 
 DESTINATION = "x-gateway-destination-endpoint"

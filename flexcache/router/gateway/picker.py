@@ -23,7 +23,7 @@ try:
     from envoy.service.ext_proc.v3.external_processor_pb2_grpc import ExternalProcessorServicer
 except ImportError as error:
     raise MissingDependencyError(
-        f"the endpoint picker needs the package {error.name}: pip install 'flexcache[gateway]'"
+        f"the endpoint picker needs the package {error.name}: pip install '.[gateway]'"
     ) from None
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ try:
     from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 except ImportError as error:
     raise MissingDependencyError(
-        f"the endpoint picker needs the package {error.name}: pip install 'flexcache[gateway]'"
+        f"the endpoint picker needs the package {error.name}: pip install '.[gateway]'"
     ) from None
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ def check_plot(path: Path) -> None:
     if path.suffix not in _FORMATS:
         raise ConfigError(f"{path}: a plot ends with one of {', '.join(_FORMATS)}")
     if find_spec("matplotlib") is None:
-        raise MissingDependencyError("a plot needs matplotlib: pip install 'flexcache[bench]'")
+        raise MissingDependencyError("a plot needs matplotlib: pip install '.[bench]'")
 
 
 def write_plot(comparison: Comparison, title: str, path: Path) -> None:

@@ -44,7 +44,7 @@ class _Binding:
             liburing = _import_binding()
         except ImportError as error:
             raise MissingDependencyError(
-                f"io_uring needs the package liburing (extra flexcache[uring]): {error}"
+                f"io_uring needs the package liburing (extra uring): {error}"
             ) from None
         self.lib: Any = liburing
         self._is_cython = hasattr(liburing, "io_uring")

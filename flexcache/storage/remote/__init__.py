@@ -31,7 +31,7 @@ def check_packages(url: str, compression: str) -> None:
         package, extra = _PACKAGES.get(need, (None, None))
         if package is not None and find_spec(package) is None:
             raise MissingDependencyError(
-                f"{need} needs the package {package}: pip install 'flexcache[{extra}]'"
+                f"{need} needs the package {package}: pip install '.[{extra}]'"
             )
 
 

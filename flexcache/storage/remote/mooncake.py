@@ -232,7 +232,7 @@ def _load_client(timeout_s: float) -> Any:
     except ImportError as error:
         raise MissingDependencyError(
             f"the Mooncake client cannot be loaded ({error}); install the extra: "
-            "pip install 'flexcache[mooncake]'; it also needs the system's libibverbs"
+            "pip install '.[mooncake]'; it also needs the system's libibverbs"
         ) from error
     return mooncake.store
 

@@ -49,7 +49,7 @@ def open_object_store(url: RemoteUrl, timeout_s: float, concurrency: int) -> Rem
         from obstore.store import from_url
     except ImportError as error:
         raise MissingDependencyError(
-            "obstore is not installed; install the extra: pip install 'flexcache[object-store]'"
+            "obstore is not installed; install the extra: pip install '.[object-store]'"
         ) from error
     limit = timedelta(seconds=timeout_s)
     settings: dict[str, Any] = dict(url.options)

@@ -71,7 +71,7 @@ def load_copy_runs() -> CopyRuns:
     except ImportError:
         log_event(
             logger, logging.INFO, "numba_missing", effect="copies hold the interpreter lock",
-            remedy="pip install 'flexcache[cpu]'",
+            remedy="pip install '.[cpu]'",
         )  # fmt: skip
         return _copy_with_ctypes
 
