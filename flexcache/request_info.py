@@ -26,7 +26,12 @@ class RequestInfo(msgspec.Struct, frozen=True):
 
 
 NO_INFO = RequestInfo()
-_encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(RequestInfo)
+_encoder = msgspec.msgpack.Encoder()
+_NOTHING = type(None)
+_TYPES = {
+    "request_id": (str,), "lora_id": (int, _NOTHING), "lora_name": (str, _NOTHING),
+    "extra_keys": (list, tuple, _NOTHING),
+}  # fmt: skip
 
 
 def check_request_info(info: object) -> None:
@@ -34,8 +39,11 @@ def check_request_info(info: object) -> None:
     no call could be refused any more."""
     if not isinstance(info, RequestInfo):
         raise ValueError(f"request_info must be a RequestInfo, not {type(info).__name__}")
+    for name, types in _TYPES.items():
+        if type(value := getattr(info, name)) not in types:  # a bool is no number of an adapter
+            raise ValueError(f"request_info: {name} is of type {type(value).__name__}")
     try:
-        _decoder.decode(_encoder.encode(info))
+        _encoder.encode(info)
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"request_info: {error}") from None
 

@@ -7,9 +7,10 @@
 Prompts that never repeat, as of a batch job, wear a device and gain nothing. Once the SSD tier has
 evicted as much as it holds since a prompt was last found, whatever comes back comes later than it
 is kept. DRAM goes on to store all prompts, so one that returns soon is found there, and ends this.
-Of what is not written the keys are noted, for as many blocks as the tier holds: a noted prompt that
-comes back would have been found on SSD. If that ends a pause, the tier must be replaced four times
-as often before the next one, so traffic with rare returns loses few of them.
+Of what is not written the keys are noted, for as many blocks as the tier holds, and forgotten once
+the tier has been replaced since: a noted prompt that comes back would have been found on SSD. After
+a pause that cost such a return, the tier must be replaced four times as often before the next one,
+so traffic with rare returns loses few of them; after one that cost none, as often as before that.
 
 Pure: no I/O, no clock. Not thread-safe.
 """
@@ -38,28 +39,29 @@ class ReuseWatch:
         self._stride = stride_for(self._tier.capacity)
         self._is_paused = False
         self._noted: GhostTier | None = None
-        """What was not written since the last pause began."""
+        """What the last pause left out, while the tier would have it."""
+        self._has_cost = False
+        """Whether any of that has come back."""
         self._num_missed = 0
         self._num_replacements = 1
         self._evicted_before = 0
-        self._num_refused = 0
-        self._num_regrets = 0
+        """Blocks, when the first was missed since a prompt was found."""
+        self._evicted_at_end = 0
+        """Likewise when the last pause ended."""
+        self._num_returns = 0
 
     def looked_up(self, keys: PromptKeys, plan: Plan, stop: int) -> None:
-        """Record how an engine's request for a prompt's first ``stop`` blocks was planned.
+        """Record how an engine's request for some of a prompt's first ``stop`` blocks was planned.
 
         What the engine has already, or continues, was there before.
         """
-        if not stop:
-            return
+        self._forget_old_notes()
         if plan.stop or keys.parent_key is not None or self._is_cached(keys):
-            self._num_missed, self._is_paused = 0, False
-        elif self._noted is not None and self._noted.has(Sample(keys, stop, self._stride)):
-            self._num_regrets += 1
-            if self._is_paused:
-                more = _MORE_REPLACEMENTS * self._num_replacements
-                self._num_replacements = min(more, _MOST_REPLACEMENTS)
-            self._num_missed, self._is_paused = 0, False
+            self._go_on()
+        elif self._has_noted(keys, stop):
+            self._num_returns += 1
+            self._has_cost = True
+            self._go_on()
         else:
             if not self._num_missed:
                 self._evicted_before = self._tier.counters.evicted_blocks
@@ -70,24 +72,26 @@ class ReuseWatch:
 
         What is to be kept for a while is written, and so is what needs no other's room.
         """
+        self._forget_old_notes()
         if retain_s > 0 or self._tier.pool.num_free >= stop - start or not self._is_useless():
             return stop
         sample = Sample(keys, stop, self._stride)
         if not sample.num_blocks:
             return stop  # too short to be noted
-        if not self._is_paused or self._noted is None:
+        if self._noted is None:
             self._noted = GhostTier(self._tier.capacity // self._stride)
         self._is_paused = True
         self._noted.see(sample, sample.num_blocks)
-        self._num_refused += stop - start
         return 0
 
     def stats(self) -> dict[str, int]:
-        return {
-            "refused_blocks": self._num_refused,
-            "writes_paused": int(self._is_paused),
-            "refused_returns": self._num_regrets,
-        }
+        return {"writes_paused": int(self._is_paused), "refused_returns": self._num_returns}
+
+    def _go_on(self) -> None:
+        self._num_missed = 0
+        if self._is_paused:
+            self._is_paused = False
+            self._evicted_at_end = self._tier.counters.evicted_blocks
 
     def _is_useless(self) -> bool:
         """Whether nothing was found while the tier was replaced often enough."""
@@ -98,6 +102,27 @@ class ReuseWatch:
             self._num_missed >= MIN_MISSED_BLOCKS
             and num_evicted >= self._num_replacements * self._tier.capacity
         )
+
+    def _forget_old_notes(self) -> None:
+        """Once the tier was replaced since a pause, learn from what that has cost."""
+        if self._noted is None or self._is_paused:
+            return
+        if self._tier.counters.evicted_blocks - self._evicted_at_end < self._tier.capacity:
+            return
+        if self._has_cost:
+            more = _MORE_REPLACEMENTS * self._num_replacements
+            self._num_replacements = min(more, _MOST_REPLACEMENTS)
+        else:
+            self._num_replacements = max(1, self._num_replacements // _MORE_REPLACEMENTS)
+        self._noted, self._has_cost = None, False
+
+    def _has_noted(self, keys: BlockKeys, stop: int) -> bool:
+        """Whether the beginning of a prompt was noted; it is then no longer."""
+        sample = Sample(keys, stop, self._stride)
+        if self._noted is None or not self._noted.has(sample):
+            return False
+        self._noted.index.discard(sample.root, sample.key(0))
+        return True
 
     def _is_cached(self, keys: BlockKeys) -> bool:
         """Whether a tier has the beginning of a prompt: it may not be worth loading."""

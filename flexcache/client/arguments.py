@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from operator import index
+from typing import Any
 
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.config.address import split_address
@@ -37,13 +38,13 @@ def refusal(name: str, value: object, allowed: str) -> ValueError:
 
 
 def wait_s(timeout: float | None) -> float | None:
-    """Return a ``timeout`` in seconds; None, like infinity, stands for no limit."""
+    """Return a ``timeout`` in seconds, 0 if its deadline has passed; None for no limit."""
     if timeout is None:
         return None
     is_number = isinstance(timeout, (float, int, Real)) and not isinstance(timeout, bool)
-    if not is_number or not timeout >= 0:
-        raise refusal("timeout", timeout, "must be None or a number of seconds, at least 0")
-    return timeout if timeout < _FOREVER_S else None
+    if not is_number or timeout != timeout:
+        raise refusal("timeout", timeout, "must be None or a number of seconds")
+    return max(timeout, 0.0) if timeout < _FOREVER_S else None
 
 
 def positive(name: str, value: float) -> float:
@@ -151,10 +152,20 @@ def place_of(rank: int | None, tp_rank: int) -> int:
     return place if rank is None else count_from(0, _MAX_RANKS, "rank", rank)
 
 
-def check_kv_caches(kv_caches: object, kv_replicas: int | None) -> None:
-    """Check that tensors have names; `LentTensors` reads them."""
+def check_kv_caches(
+    kv_caches: object, block_dim: object, description: object, num_blocks: Any,
+    kv_replicas: int | None,
+) -> None:  # fmt: skip
+    """Check what describes KV tensors; `LentTensors` reads the tensors themselves."""
     if not isinstance(kv_caches, Mapping) or not all(isinstance(name, str) for name in kv_caches):
         shown = list(kv_caches) if isinstance(kv_caches, Mapping) else kv_caches
         raise refusal("kv_caches", shown, "must be a dict from names of layers to tensors")
+    if not isinstance(block_dim, Integral) or isinstance(block_dim, bool):
+        raise refusal("block_dim", block_dim, "must be the number of a dimension")
+    if not isinstance(description, str):
+        raise refusal("layout_description", description, "must be a string")
+    counts = num_blocks if isinstance(num_blocks, (list, tuple)) else [num_blocks]
+    for count in () if num_blocks is None else counts:
+        count_from(1, 2**63, "num_blocks", count)
     if kv_replicas is not None:
         count_from(1, _MAX_RANKS, "kv_replicas", kv_replicas)

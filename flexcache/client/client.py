@@ -18,6 +18,8 @@ from flexcache.errors import ClosedError
 from flexcache.ids import TaskKind
 from flexcache.tasks.instructions import MatchedTask, TaskResult
 
+_NOT_STARTED = "the cache was not started: call start() first"
+
 
 class EngineClient:
     """Thread-safe. Task ids that were never given out are a `KeyError`.
@@ -28,7 +30,7 @@ class EngineClient:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self._tasks = ClientTasks()
-        self._closed: str | None = "the cache was not started: call start() first"
+        self._closed: str | None = _NOT_STARTED
         """Why there is no cache; None while there is one."""
 
     @property
@@ -37,9 +39,12 @@ class EngineClient:
         return self.transport.endpoint
 
     def start(self) -> None:
-        """Connect; returns at once."""
+        """Connect; returns at once. Raises `ClosedError` after a shutdown."""
+        if self._closed not in (None, _NOT_STARTED):
+            raise ClosedError(self._closed)
         self.transport.start(self._tasks)
-        self._closed = None
+        if self._closed is _NOT_STARTED:  # else it was shut down meanwhile
+            self._closed = None
 
     def is_ready(self) -> bool:
         """Whether all ranks and workers serve."""

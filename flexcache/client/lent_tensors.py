@@ -14,6 +14,7 @@ In an engine with a pool for each group, every group counts its own blocks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 
 import torch
 
@@ -122,8 +123,9 @@ def _counts(
     """Return the number of blocks for each group that the engine has. Raises `ValueError`."""
     if num_blocks is None:
         return None
-    if isinstance(num_blocks, int):
-        return [num_blocks] * len(held)
+    if isinstance(num_blocks, Integral):
+        return [int(num_blocks)] * len(held)
+    assert not isinstance(num_blocks, int)
     if len(num_blocks) != len(held):
         raise ValueError(f"num_blocks of {len(num_blocks)} groups, but there are {len(held)}")
     return num_blocks

@@ -143,7 +143,7 @@ class KVTPClient:
         Raises:
             UnsupportedLayoutError: A tensor, which it names, cannot be moved as whole blocks.
         """
-        arguments.check_kv_caches(kv_caches, kv_replicas)
+        arguments.check_kv_caches(kv_caches, block_dim, layout_description, num_blocks, kv_replicas)
         if self._closing:
             raise ClosedError("the client is closed")
         if self._thread is not None:

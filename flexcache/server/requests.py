@@ -168,8 +168,9 @@ class Requests:
         key_bytes = max(request.key_bytes, len(request.parent_key or b""))
         if len(request.root) != ROOT_BYTES or key_bytes > MAX_KEY_BYTES:
             raise ValueError(f"a root has {ROOT_BYTES} bytes, a key at most {MAX_KEY_BYTES}")
-        if not math.isfinite(request.retain_s):
-            raise ValueError(f"retain_s = {request.retain_s}")
+        for name in ("retain_s", "prefill_blocks_per_s"):
+            if not math.isfinite(getattr(request, name)):
+                raise ValueError(f"{name} = {getattr(request, name)}")
         if request.scratch_bytes:
             if caller.scratch is None:
                 raise ValueError("the session has no scratch memory")

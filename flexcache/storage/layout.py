@@ -105,15 +105,15 @@ def describe_kv_caches(
     Raises:
         UnsupportedLayoutError: A tensor cannot be moved as whole blocks; the message says why.
     """
-    layers = _without_aliases(kv_caches, block_dim)
+    layers, hint = _without_aliases(kv_caches, block_dim), ""
     if num_blocks is None:
         num_blocks = _count_blocks(layers, block_dim)
+        hint = "; or the tensors count parts of blocks, and num_blocks is missing"
     if bytes_per_block(kv_caches, num_blocks, block_dim) != block_bytes:
         raise UnsupportedLayoutError(
             f"a block has {bytes_per_block(kv_caches, num_blocks, block_dim)} bytes in the "
             f"{len(layers)} KV tensors, but {block_bytes} in the cache: layers, heads, head size, "
-            "dtype or tokens per block do not agree, or the tensors count parts of blocks and "
-            "num_blocks is missing"
+            f"dtype or tokens per block do not agree{hint}"
         )
     segments: list[_Segment] = []
     forms: list[str] = []

@@ -113,7 +113,7 @@ class Matcher:
             tail_at += num_before if tail_at else 0
         plan = self._plan(owner, kind, keys, start, stop, retain_s, tail_at)
         plan.num_before = num_before
-        if kind is TaskKind.GET and self._cache.reuse is not None:
+        if kind is TaskKind.GET and start < stop and self._cache.reuse is not None:
             self._cache.reuse.looked_up(keys, plan, stop)
         if kind is TaskKind.PREFETCH and not plan.is_empty:
             self._cache.early.begin(task_id, plan, keys, now)

@@ -82,7 +82,7 @@ class TierStats(_Part, frozen=True, kw_only=True):
     known_absent: int | None = None
     """Blocks that a remote store is known to lack."""
     seen_blocks: int | None = None
-    """Only for a tier that does not take every block, like the next five."""
+    """Only for a tier that does not take every block, like the next four."""
     refused_blocks: int | None = None
     writes_paused: int | None = None
     """1 while nothing is written (`ReuseWatch`), else 0."""

@@ -18,7 +18,7 @@ MODEL = ModelConfig("m", 1, 1, 8, torch.float32)
 CONFIG = CacheConfig(num_cpu_blocks=8)
 TOKENS = np.arange(64)
 HUGE = 10**400
-NO_TIMEOUTS = ("a", [1], True, -1, -0.5, -HUGE, math.nan)
+NO_TIMEOUTS = ("a", [1], True, math.nan)
 NO_RATES = ("x", None, True, [1], 0, -1, HUGE, math.inf, math.nan)
 NO_RANKS = (-1, "x", None, 1.5, True, 2**70)
 
@@ -110,6 +110,16 @@ def test_a_long_timeout_is_one(cluster: Cluster, timeout: Any) -> None:
     task_id, _ = cluster.manager.put_async(TOKENS, cluster.slots(range(4)))
     response = cluster.manager.wait([np.uint64(task_id)], timeout)[task_id]  # type: ignore[list-item]
     assert response.status in (KVStatus.SUCCESS, KVStatus.NOT_FOUND)
+
+
+@pytest.mark.parametrize("timeout", [-1, -1e-6, -HUGE])
+def test_a_deadline_that_has_passed_is_no_error(cluster: Cluster, timeout: Any) -> None:
+    cluster.manager.wait_ready(timeout)
+    cluster.clients[0].wait_registered(timeout)
+    task_id, _ = cluster.manager.put_match(TOKENS + 10**6)
+    response = cluster.manager.wait([task_id], timeout)[task_id]
+    assert response.status is KVStatus.TIMEOUT
+    cluster.manager.cancel([task_id])
 
 
 def manager(**changes: Any) -> KVManager:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -514,6 +515,8 @@ def test_every_request_is_answered_even_if_it_cannot_be_carried_out(world: World
         (msgspec.structs.replace(good, key_bytes=-8), keys("ab")),
         (msgspec.structs.replace(good, key_bytes=0), b"odd"),
         (msgspec.structs.replace(good, token_bytes=-8), keys("ab")),
+        (msgspec.structs.replace(good, retain_s=math.nan), keys("ab")),
+        (msgspec.structs.replace(good, prefill_blocks_per_s=math.inf), keys("ab")),
         (msgspec.structs.replace(good, token_bytes=999), keys("ab")),
         (msgspec.structs.replace(good, task_id=3), keys("ab")),
         (Clear(1, "NOWHERE"), None),

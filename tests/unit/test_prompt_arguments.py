@@ -44,7 +44,6 @@ HALF_A_PAIR = "\ud800"
         ("info", RequestInfo(extra_keys=5)),  # type: ignore[arg-type]
         ("info", RequestInfo(extra_keys=[object()])),
     ],
-    ids=str,
 )
 def test_what_makes_no_prompt_is_refused_by_name(
     name: str, value: Any, detail: PromptDetail

@@ -139,6 +139,49 @@ def test_each_loss_makes_the_next_pause_take_more_replacements() -> None:
     assert engine.is_paused()
 
 
+def test_a_pause_that_a_hit_has_ended_costs_what_comes_back_after_it() -> None:
+    engine = Engine(MIN_MISSED_BLOCKS // 9 + 1, cpu=2000, ssd=MIN_MISSED_BLOCKS + 9)
+    engine.pause()
+    text = engine.serve_new()
+    assert engine.serve(engine.serve_new() + "more")
+    assert not engine.is_paused()
+    engine.serve_new(3)
+    assert engine.serve(text) == 0
+    assert engine.num_regrets() == 1
+    engine.serve_new(4 * 9 - 1)
+    assert not engine.is_paused()
+
+
+def test_after_a_pause_that_cost_nothing_the_next_takes_as_little_as_before_a_loss() -> None:
+    engine = Engine(MIN_MISSED_BLOCKS // 9 + 1, cpu=2000, ssd=MIN_MISSED_BLOCKS + 9)
+    engine.pause()
+    text = engine.serve_new()
+    engine.serve_new(3)
+    assert engine.serve(text) == 0
+    engine.pause()
+    assert engine.serve(engine.serve_new() + "more")
+    engine.serve_new(9)
+    engine.serve_new(2)
+    assert engine.is_paused()
+
+
+def test_a_noted_prompt_is_counted_once_and_not_long_after_the_pause(paused: Engine) -> None:
+    first, second = paused.serve_new(), paused.serve_new()
+    paused.serve_new(OUT_OF_DRAM)
+    for _ in range(3):
+        paused.world.match(TaskKind.GET, first)
+    assert paused.num_regrets() == 1
+    assert not paused.is_paused()
+    paused.serve_new(SSD // LENGTH + 1)
+    assert paused.serve(second) == 0
+    assert paused.num_regrets() == 1
+
+
+def test_a_look_up_ahead_of_a_match_is_no_return(paused: Engine) -> None:
+    paused.world.match(TaskKind.GET, paused.new_prompt(), start=LENGTH)
+    assert paused.is_paused()
+
+
 def test_a_prompt_of_which_the_engine_has_the_beginning_counts_as_one_that_returns(
     paused: Engine,
 ) -> None:

@@ -23,7 +23,7 @@ from flexcache.integration.vllm.request_hints import (
 )
 from flexcache.logs import log_event
 from flexcache.manager import KVManager
-from flexcache.request_info import RequestInfo
+from flexcache.request_info import RequestInfo, check_request_info
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +200,9 @@ class CacheCalls(TaskCalls):
         if not self._manager.wants_request_info:
             return None
         try:
-            return read_request_info(request, self._block_size)
+            info = read_request_info(request, self._block_size)
+            check_request_info(info)
+            return info
         except Exception as error:  # reads many vLLM internals, and must not fail a request
             log_event(
                 logger, logging.WARNING, "request_not_described", request=request.request_id,
