@@ -218,7 +218,7 @@ def test_a_rank_with_another_model_is_refused_with_both_sides_named() -> None:
         client.register_kv_caches(
             joined_kv(ModelConfig("other", 5, 4, 32, torch.bfloat16), tokens=16)
         )
-        with pytest.raises(RegistrationError, match="24576 by the model's shape"):
+        with pytest.raises(RegistrationError, match="24576 in the cache"):
             manager.wait_ready(30)
         with pytest.raises(RegistrationError, match="layers=3"):
             client.wait_registered(30)
