@@ -80,9 +80,7 @@ def wakes() -> dict[str, int]:
 
 def measure(num_requests: int) -> Iterator[Result]:
     engine_us, all_us = list[float](), list[float]()
-    with running_cluster(
-        num_cpu_blocks=2000, transfer_chunk_mb=64.0, skip_useless_ssd_writes=False
-    ) as cluster:
+    with running_cluster(num_cpu_blocks=2000, transfer_chunk_mb=64.0) as cluster:
         cache = CacheCalls(cluster.manager, BLOCK, ("bench",))
         made = make_requests(num_requests + WARM_UP)
         for request in made[:WARM_UP]:

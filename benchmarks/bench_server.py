@@ -261,10 +261,7 @@ def measure_server(
         endpoint, echo_endpoint = f"ipc://{directory}/s", f"ipc://{directory}/e"
         num_blocks = 2 * BLOCKS * min(most, MOST_PROMPTS) + 64
         config = Path(directory, "server.json")
-        settings = {
-            "num_cpu_blocks": num_blocks, "endpoint": endpoint, "log_level": "WARNING",
-            "skip_useless_ssd_writes": False,
-        }  # fmt: skip
+        settings = {"num_cpu_blocks": num_blocks, "endpoint": endpoint, "log_level": "WARNING"}
         config.write_text(json.dumps({**settings, "idle_exit_s": 15.0}))
         opened.enter_context(_process("-m", "flexcache.cli", "server", "--config", str(config)))
         opened.enter_context(_process(str(ECHO), echo_endpoint))

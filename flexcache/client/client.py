@@ -59,8 +59,7 @@ class EngineClient:
 
     def match(self, kind: TaskKind, prompt: Prompt) -> MatchedTask:
         """Make a task for what can be done of a prompt. Waits for the remote store's answer."""
-        if self._closed is not None:
-            raise ClosedError(self._closed)
+        self._require_open()
         matched = self.transport.match(kind, prompt, True, True, False)
         assert matched is not None  # it may wait
         self._tasks.add(kind, matched, prompt.num_tokens)

@@ -33,8 +33,10 @@ def replay_config(
     Raises:
         ConfigError: A setting is wrong, or the trace does not determine a size.
     """
-    own: dict[str, Any] = {"tokens_per_block": header.tokens_per_block}
-    own["skip_useless_ssd_writes"] = False  # so did versions that do not name it
+    own: dict[str, Any] = {
+        "tokens_per_block": header.tokens_per_block,
+        "skip_useless_ssd_writes": False,  # as in versions that do not name it
+    }
     own |= {name: value for name, value in header.settings.items() if name in SETTINGS}
     sizes = {"num_cpu_blocks": TierName.CPU, "num_ssd_blocks": TierName.SSD}
     own |= {name: header.capacities[t] for name, t in sizes.items() if t in header.capacities}
