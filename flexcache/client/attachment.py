@@ -32,11 +32,13 @@ class Attachment:
 
     Args:
         show_life: Called now and then, since attaching may take long.
+        landed: An eventfd that wakes the rank's thread.
         keeps_loads: The rank ends loads without the server, which takes blocks in DRAM.
 
     Attributes:
         layout: Signature of the tensors' layout.
         registration: What the server has to know of it.
+        wakes: Whether the rank's thread is woken when copies have landed; else it asks.
 
     Raises:
         UnsupportedLayoutError: The tensors do not hold the server's blocks.
@@ -44,7 +46,7 @@ class Attachment:
 
     def __init__(
         self, welcome: WelcomeRank, tensors: LentTensors, show_life: Callable[[], None],
-        keeps_loads: bool = False,
+        landed: int, keeps_loads: bool = False,
     ) -> None:  # fmt: skip
         block_bytes = welcome.block_bytes // welcome.blocks_per_unit
         layouts = tensors.layouts(block_bytes, welcome.num_groups)
@@ -57,7 +59,7 @@ class Attachment:
             held.callback(segment.close)
             permit = CopyPermit(fence.words)
             copier = show_life_during(
-                lambda: open_copier(tensors.device, permit, tensors.stream), show_life
+                lambda: open_copier(tensors.device, permit, tensors.stream, landed), show_life
             )
             held.callback(copier.close)
             segment.map(show_life, node=copier.numa_node)
@@ -75,6 +77,7 @@ class Attachment:
             self.worker = DeviceWorker(
                 layouts, segment, copier, permit, welcome.blocks_per_unit, welcome.may_skip, direct
             )
+            self.wakes = copier.wakes and direct is None
             held.callback(self.worker.close)
             fence.hold()
             self._held = held.pop_all()

@@ -67,8 +67,9 @@ class ServerLink:
         """When the oldest ping was sent that no message has followed."""
         self.heard_s = 0.0
         """When the last message came from the server."""
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poller.register(self._wake, zmq.POLLIN)
+        self.event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """What `wake` writes."""
+        self._poller.register(self.event, zmq.POLLIN)
 
     def greet(self, hello: HelloRank | HelloEngine) -> None:
         """Send Hello to the server, if there is one: under an unguessable identity, and on a new
@@ -187,9 +188,9 @@ class ServerLink:
         if self._unsent:
             self._flush()
         ready = dict(self._poller.poll(self._patience_ms(timeout_s)))
-        if self._wake in ready:
+        if self.event in ready:
             with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake)
+                os.eventfd_read(self.event)
         now, messages = time.monotonic(), []
         with contextlib.suppress(zmq.Again):
             while self._socket is not None and self._socket in ready:
@@ -222,13 +223,13 @@ class ServerLink:
     def rest(self, timeout_s: float) -> None:
         """Wait for a call of `wake` or for ``timeout_s``, without listening to the server."""
         poller = select.poll()
-        poller.register(self._wake, select.POLLIN)
+        poller.register(self.event, select.POLLIN)
         if poller.poll(max(0.0, timeout_s) * 1000):
-            os.eventfd_read(self._wake)
+            os.eventfd_read(self.event)
 
     def wake(self) -> None:
         """Make `receive` or `rest` return. Thread-safe."""
-        os.eventfd_write(self._wake, 1)
+        os.eventfd_write(self.event, 1)
 
     def hang_up(self) -> None:
         """End the conversation. Idempotent."""
@@ -251,4 +252,4 @@ class ServerLink:
         """Release everything; sockets made by `connect` must be closed first."""
         self.hang_up()
         self._context.term()
-        os.close(self._wake)
+        os.close(self.event)

@@ -316,6 +316,8 @@ class KVTPClient:
         if self._worker is None or not self._worker.has_work:
             return None
         if self._worker.only_waits:
+            if self._attachment is not None and self._attachment.wakes:
+                return None
             time.sleep(EVENT_POLL_S)
         return 0.0
 
@@ -348,7 +350,9 @@ class KVTPClient:
         assert self._tensors is not None
         try:
             alive = partial(self._link.offer, Ping())
-            attachment = Attachment(welcome, self._tensors, alive, self._tasks.keeps_loads)
+            attachment = Attachment(
+                welcome, self._tensors, alive, self._link.event, self._tasks.keeps_loads
+            )
             self._attachment = attachment
             self._ops.begin(attachment.worker, welcome.server_pid, welcome.epoch)
             self._hello = msgspec.structs.replace(self._hello, layout=attachment.layout)

@@ -51,6 +51,7 @@ class FailingCopier:
     def __init__(self) -> None:
         self._copier = CpuCopier()
         self.numa_node = None
+        self.wakes = False
         self.fails_at: set[str] = set()
         self.is_sticky = False
         self.num_closed = 0
@@ -78,7 +79,7 @@ class FailingCopier:
 
     def start(
         self, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, kind: OpKind,
-        after: None, urgent: bool = False,
+        after: None, urgent: bool = False, alone: bool = False,
     ) -> Landed:  # fmt: skip
         self.reach("start")
         self._copier.start(destinations, sources, sizes, kind, after)

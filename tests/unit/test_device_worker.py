@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -56,17 +57,29 @@ def segment() -> Iterator[HostSegment]:
 
 
 @pytest.fixture
-def worker(memory: EngineMemory, tensors: Tensors, segment: HostSegment) -> Iterator[DeviceWorker]:
-    """A worker that copies for real: in host memory, or on a fake GPU."""
-    with open_worker(memory, [layout_of(memory.lend(tensors))], segment) as worker:
+def landed() -> Iterator[int]:
+    """An eventfd that says that queued copies have landed."""
+    event = os.eventfd(0, os.EFD_NONBLOCK)
+    yield event
+    os.close(event)
+
+
+@pytest.fixture
+def worker(
+    memory: EngineMemory, tensors: Tensors, segment: HostSegment, landed: int
+) -> Iterator[DeviceWorker]:
+    """A worker that copies for real: in host memory, several ops on a thread of native code; or on
+    a fake GPU."""
+    with open_worker(memory, [layout_of(memory.lend(tensors))], segment, landed) as worker:
         yield worker
 
 
 @contextmanager
 def open_worker(
-    memory: EngineMemory, layouts: Sequence[BlockLayout], segment: HostSegment, **options: Any
-) -> Iterator[DeviceWorker]:
-    copier = open_copier(memory.device)
+    memory: EngineMemory, layouts: Sequence[BlockLayout], segment: HostSegment,
+    landed: int | None = None, **options: Any,
+) -> Iterator[DeviceWorker]:  # fmt: skip
+    copier = open_copier(memory.device, landed=landed)
     copier.attach(segment, lambda: None)
     worker = DeviceWorker(layouts, segment, copier, **options)
     yield worker
@@ -376,6 +389,8 @@ class FakeFence:
 class LateCopier:
     """Accepts copies and moves nothing until the test lets them land."""
 
+    wakes = False
+
     def __init__(self) -> None:
         self.moment = "the start"
         self.closed = False
@@ -390,7 +405,7 @@ class LateCopier:
 
     def start(
         self, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, kind: OpKind,
-        after: FakeFence | None, urgent: bool = False,
+        after: FakeFence | None, urgent: bool = False, alone: bool = False,
     ) -> FakeFence:  # fmt: skip
         if self.refusal is not None:
             raise RuntimeError(self.refusal)
@@ -428,8 +443,6 @@ def test_the_next_op_starts_while_the_one_before_is_on_its_way(segment: HostSegm
     worker, copier = late_worker(segment)
     worker.execute(store(1, [0], [0]))
     worker.execute(store(2, [1], [1]))
-    worker.advance()
-    assert not worker.only_waits
     worker.advance()
     assert worker.only_waits
     assert len(copier.started) == 2
@@ -568,8 +581,9 @@ def test_a_large_op_is_queued_in_pieces_and_few_are_in_flight(segment: HostSegme
 @pytest.mark.usefixtures("one_block_pieces")
 @pytest.mark.parametrize("end", ["drop", "revoke", "refuse"])
 def test_an_op_that_must_not_go_on_ends_when_what_was_queued_has_landed(
-    segment: HostSegment, end: str
+    segment: HostSegment, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
+    monkeypatch.setattr(device, "_TURN_STARTS", 1)
     copier, words = LateCopier(), memoryview(bytearray(16)).cast("Q")
     permit = CopyPermit(words)
     worker = DeviceWorker([layout_of(make_tensors())], segment, copier, permit)
@@ -966,3 +980,32 @@ def test_units_of_several_blocks_are_whole_without_tails(
             worker.execute(op)
             assert run_dry(worker) == [Done(op.op_id, 1)]
         assert all(torch.equal(t[[2, 3]], expected[name]) for name, t in tensors.items())
+
+
+def test_ops_that_are_queued_together_fail_if_their_task_is_revoked_meanwhile(
+    memory: EngineMemory, tensors: Tensors, segment: HostSegment, landed: int
+) -> None:
+    if memory.device.type != "cpu":
+        pytest.skip("what a GPU has been given cannot be recalled")
+    words = memoryview(bytearray(16)).cast("Q")
+    permit = CopyPermit(words)
+    copier = open_copier(memory.device, permit, landed=landed)
+    worker = DeviceWorker([layout_of(tensors)], segment, copier, permit)
+    worker.execute(order(1, OpKind.D2H, [0], [0], task_id=2))
+    worker.execute(order(2, OpKind.D2H, [1], [1], task_id=3))
+    worker.execute(order(3, OpKind.D2H, [2], [2], task_id=4))
+    start, copies = copier.start, []
+
+    def revoke_before_the_second(*arguments: Any) -> Any:
+        copies.append(arguments)
+        if len(copies) == 2:
+            words[0] = 3  # between its check and the copy
+        return start(*arguments)
+
+    copier.start = revoke_before_the_second  # type: ignore[method-assign]
+    done = {each.op_id: each for each in run_dry(worker)}
+    worker.close()
+    assert done[2].error
+    assert done[2].num_ok == 0
+    assert done[3] == Done(3, 1)
+    assert worker.failure is None

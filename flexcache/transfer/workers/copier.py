@@ -37,6 +37,10 @@ class Copier(Protocol):
     def numa_node(self) -> int | None:
         """The NUMA node next to the device; None if it is unknown or makes no difference."""
 
+    @property
+    def wakes(self) -> bool:
+        """Whether the thread that starts copies is woken when they have landed; else it asks."""
+
     def attach(self, segment: HostSegment, after_each_step: Callable[[], None]) -> None:
         """Prepare the host pool for copies. This may take long, with a sign of life at each step.
 
@@ -52,12 +56,13 @@ class Copier(Protocol):
 
     def start(
         self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind,
-        after: Fence | None, urgent: bool = False,
+        after: Fence | None, urgent: bool = False, alone: bool = False,
     ) -> Fence | None:  # fmt: skip
         """Start the copies; return the point at which they have landed, or None if they are done.
 
         Args:
             urgent: A load by layer, which does not queue behind other loads.
+            alone: Nothing else is in flight, or about to be started.
 
         Raises:
             DeviceLostError: No copy will succeed any more.
@@ -75,6 +80,7 @@ def open_copier(
     device: torch.device,
     permit: CopyPermit | None = None,
     engine_stream: torch.Stream | None = None,
+    landed: int | None = None,
 ) -> Copier:
     """Open the copier for a device's memory.
 
@@ -82,6 +88,8 @@ def open_copier(
         permit: Checked between pieces by a copier whose `start` takes as long as the copy. Copies
             queued on a GPU cannot be recalled; they complete even if the process is stopped.
         engine_stream: The stream of a GPU that the engine computes on; None for its default stream.
+        landed: An eventfd that a copier which `wakes` writes when queued copies have landed; None:
+            none does.
 
     Raises:
         UnsupportedLayoutError: There is no copier for this device.
@@ -94,5 +102,5 @@ def open_copier(
     if device.type == "cpu":
         from flexcache.transfer.workers.copy_cpu import CpuCopier
 
-        return CpuCopier(permit)
+        return CpuCopier(permit, landed)
     raise UnsupportedLayoutError(f"KV tensors on {device} cannot be moved, only on cpu or cuda")

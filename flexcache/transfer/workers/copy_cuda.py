@@ -73,6 +73,7 @@ class CudaCopier:
         self.device = device
         self._engine_stream = engine_stream
         self.verdicts: Sequence[Verdict] = ()
+        self.wakes = False
         self._driver = load_driver()
         self._streams: CudaStreams | None = None
         self._pinned: PinnedSegment | None = None
@@ -127,12 +128,13 @@ class CudaCopier:
 
     def start(
         self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind,
-        after: object, urgent: bool = False, way: CopyWay | None = None,
+        after: object, urgent: bool = False, alone: bool = False, way: CopyWay | None = None,
     ) -> torch.cuda.Event:  # fmt: skip
         """Queue the copies after ``after``; the returned event fires when they have landed.
 
         Args:
             urgent: A load by layer, which does not queue behind other loads.
+            alone: Makes no difference here.
             way: One that passed the self-test; None for the one that should be quickest.
 
         Raises:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
-from numba import njit, types
+from numba import cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -136,12 +136,12 @@ def _fence(typing: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _shared_word(typing: Any, address: Any) -> Any:
-    """Load a word that another process may write at any time."""
+def shared_word(typing: Any, address: Any) -> Any:
+    """Load a word that another thread or process may write at any time, before what follows."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = builder.inttoptr(arguments[0], _INT.as_pointer())
-        return builder.load_atomic(pointer, "monotonic", WORD_BYTES)
+        return builder.load_atomic(pointer, "acquire", WORD_BYTES)
 
     return types.uint64(types.int64), generate
 
@@ -158,21 +158,31 @@ def _copy_run(destination: int, source: int, size: int) -> None:
     _memcpy(destination, source, size)
 
 
-_ADDRESSES = types.Array(types.int64, 1, "C", readonly=True)
+@intrinsic  # type: ignore[untyped-decorator]
+def _word(typing: Any, address: Any) -> Any:
+    """Load a word."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load(builder.inttoptr(arguments[0], _INT.as_pointer()))
+
+    return types.int64(types.int64), generate
 
 
-def _copy_runs(
-    destinations: Addresses, sources: Addresses, sizes: Addresses, words: int, task_id: int
+@cfunc(  # type: ignore[untyped-decorator]
+    types.boolean(types.int64, types.int64, types.int64, types.int64, types.int64, types.uint64)
+)
+def _copy_table(
+    destinations: int, sources: int, sizes: int, count: int, words: int, task_id: int
 ) -> bool:
     until_look = 0
-    for i in range(destinations.size):
-        if i + 1 < destinations.size:
-            _begin_to_load(sources[i + 1], sizes[i + 1])
-        destination, source, size = destinations[i], sources[i], sizes[i]
+    for at in range(0, count * WORD_BYTES, WORD_BYTES):
+        if at + WORD_BYTES < count * WORD_BYTES:
+            _begin_to_load(_word(sources + at + WORD_BYTES), _word(sizes + at + WORD_BYTES))
+        destination, source, size = _word(destinations + at), _word(sources + at), _word(sizes + at)
         while size > 0:
             if until_look == 0:
                 for word in range(NUM_WORDS):
-                    if _shared_word(words + word * WORD_BYTES) >= task_id:
+                    if shared_word(words + word * WORD_BYTES) >= task_id:
                         _fence()
                         return False
                 until_look = PIECE_BYTES
@@ -184,8 +194,16 @@ def _copy_runs(
     return True
 
 
-copy_runs: Callable[[Addresses, Addresses, Addresses, int, int], bool] = njit(
-    types.boolean(_ADDRESSES, _ADDRESSES, _ADDRESSES, types.int64, types.uint64), nogil=True
-)(_copy_runs)
-"""Copy each run of ``sizes[i]`` bytes for a task; False if one of the words at ``words`` (`permit`)
-revoked it during the copy. Runs do not overlap. Does not need the interpreter lock."""
+copy_table: Callable[[int, int, int, int, int, int], bool] = _copy_table.ctypes
+"""`copy_runs` for compiled code, of tables at addresses."""
+
+
+def copy_runs(
+    destinations: Addresses, sources: Addresses, sizes: Addresses, words: int, task_id: int
+) -> bool:
+    """Copy each run of ``sizes[i]`` bytes for a task; False if one of the words at ``words``
+    (`permit`) revoked it during the copy. Runs do not overlap. Does not need the interpreter lock.
+    """
+    return copy_table(
+        destinations.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes), words, task_id
+    )

@@ -41,6 +41,7 @@ from flexcache.transfer.workers.permit import CopyPermit
 _MIN_PART_BYTES = 4 << 20  # of a load by layer: below this, starting a copy costs what it gains
 _PIECE_BYTES = 32 << 20
 _TURN_BYTES = 16 << 20  # copied by a turn to which no further op is added; reported together
+_TURN_STARTS = 32  # of copies that are queued, and take a turn no time
 
 
 class DeviceWorker:
@@ -179,13 +180,13 @@ class DeviceWorker:
             for message in self._parked.pop(task_id):
                 self.execute(message)
         done = self._end_dropped()
-        # On the CPU a start is the whole copy: few of them per turn, so that messages get through.
-        self._turn_bytes = 0
-        while self._turn_bytes < _TURN_BYTES and (start := self._next_start()) is not None:
-            ended = start()
-            done.extend(ended)
-            if not ended or self._lost is not None:
+        # Where a start is the whole copy few of them make a turn, so that messages get through.
+        self._turn_bytes = num_started = 0
+        while self._turn_bytes < _TURN_BYTES and num_started < _TURN_STARTS:
+            if self._lost is not None or (start := self._next_start()) is None:
                 break
+            done.extend(start())
+            num_started += 1
         done.extend(self._in_flight.take_landed())
         if self._direct is not None:
             done.extend(self._direct.advance())
@@ -285,10 +286,13 @@ class DeviceWorker:
         self._permit.task_id = message.task_id
         self._permit.check()
         after = self._fence_of(message)
-        landed = self._copier.start(*copies, message.kind, after, urgent)
+        is_next = any(self._queues.values()) or self._in_pieces or self._in_parts
+        alone = not is_next and not self._in_flight
+        landed = self._copier.start(*copies, message.kind, after, urgent, alone)
         num_bytes = int(copies[2].sum())
-        self._turn_bytes += num_bytes
-        if landed is not None:
+        if landed is None:
+            self._turn_bytes += num_bytes
+        else:
             self._in_flight.add(op, num_bytes, landed, urgent)
         return landed
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from flexcache.errors import TaskRevokedError
 from flexcache.ids import OpKind
 from flexcache.transfer.messages import Done
 from flexcache.transfer.workers.copier import Fence
@@ -96,6 +97,9 @@ class InFlight:
     def _has_landed(self, piece: _Piece) -> bool:
         try:
             return piece.landed.query()
+        except TaskRevokedError as error:  # it ended early, like what follows of the op
+            piece.op.failure = piece.op.failure or str(error)
+            return True
         except Exception as error:  # the driver or its wrapper may raise any class
             self.failure = f"{type(error).__name__}: {error}"
             return False
