@@ -22,10 +22,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
-from numba import cfunc, types
+from numba import types
 from numba.extending import intrinsic
 
 from flexcache.errors import TaskRevokedError
+from flexcache.transfer.workers.compiled import compiled
 from flexcache.transfer.workers.copy_streams import copy_table, shared_word
 from flexcache.transfer.workers.permit import WORD_BYTES, CopyPermit
 
@@ -45,11 +46,10 @@ _CLOSING, _ONE, _EVENT, _LANES = range(4)  # words of the queue
 _ENTRIES = _LANES + NUM_LANES * _LANE_WORDS
 _QUEUE_WORDS = _ENTRIES + NUM_LANES * _SLOTS * _ENTRY_WORDS
 
-_libc = ctypes.CDLL(None)
-_read, _write = _libc.read, _libc.write
-for _call in (_read, _write):
-    _call.argtypes = (ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t)
-    _call.restype = ctypes.c_ssize_t
+_read, _write = (
+    types.ExternalFunction(name, types.int64(types.int32, types.int64, types.int64))
+    for name in ("read", "write")
+)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -64,16 +64,36 @@ def _publish(typing: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, types.int64), generate
 
 
-@cfunc(types.void(types.int64, types.int64, types.int64, types.int32))  # type: ignore[untyped-decorator]
+@intrinsic  # type: ignore[untyped-decorator]
+def _call(
+    typing: Any, function: Any, to: Any, start: Any, sizes: Any, count: Any, words: Any, task: Any
+) -> Any:
+    """Call `copy_table` at its address, so that it is not compiled again as a part of others."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(64)
+        form = ir.FunctionType(ir.IntType(8), [word] * 6)
+        pointer = builder.inttoptr(arguments[0], form.as_pointer())
+        whole = builder.call(pointer, arguments[1:])
+        return builder.icmp_unsigned("!=", whole, ir.IntType(8)(0))
+
+    return types.boolean(*[types.int64] * 5, types.int64, types.int64), generate
+
+
+@compiled(types.void(types.int64, types.int64, types.int64, types.int32))
 def _give(queue: int, lane: int, given: int, work: int) -> None:
     """Show the native thread ``given`` entries of a lane, and wake it."""
     _publish(queue + (_LANES + lane * _LANE_WORDS + _GIVEN) * WORD_BYTES, given)
     _write(work, queue + _ONE * WORD_BYTES, WORD_BYTES)
 
 
-@cfunc(types.void(types.int64, types.int64, types.int32, types.int32))  # type: ignore[untyped-decorator]
-def _make_copies(queue: int, permit: int, work: int, landed: int) -> None:
-    """Make copies until the queue is closed and empty."""
+@compiled(types.void(types.int64, types.int64, types.int64, types.int32, types.int32))
+def _make_copies(queue: int, permit: int, copy_table: int, work: int, landed: int) -> None:
+    """Make copies until the queue is closed and empty.
+
+    Args:
+        copy_table: Address of the function.
+    """
     unreported = 0
     while True:
         lane, number = 0, 0
@@ -89,7 +109,8 @@ def _make_copies(queue: int, permit: int, work: int, landed: int) -> None:
         if lane < NUM_LANES:
             slot = lane * _SLOTS + number % _SLOTS
             entry = queue + (_ENTRIES + slot * _ENTRY_WORDS) * WORD_BYTES
-            is_whole = copy_table(
+            is_whole = _call(
+                copy_table,
                 shared_word(entry + _TO * WORD_BYTES),
                 shared_word(entry + _FROM * WORD_BYTES),
                 shared_word(entry + _SIZES * WORD_BYTES),
@@ -107,7 +128,6 @@ def _make_copies(queue: int, permit: int, work: int, landed: int) -> None:
             _read(work, queue + _EVENT * WORD_BYTES, WORD_BYTES)
 
 
-_make_copies_unlocked = _make_copies.ctypes
 # Keeps the interpreter lock: to let go of it for a call that does not wait would be to wait for it.
 _give_locked = ctypes.PYFUNCTYPE(
     None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32
@@ -185,8 +205,14 @@ class CopyQueue:
             return None
         if self._thread is None:
             self._thread = threading.Thread(
-                target=_make_copies_unlocked,
-                args=(self._words.ctypes.data, self._permit.address, self._work, self._landed),
+                target=_make_copies.ctypes,
+                args=(
+                    self._words.ctypes.data,
+                    self._permit.address,
+                    copy_table.address,
+                    self._work,
+                    self._landed,
+                ),
                 name="flexcache-copies",
                 daemon=True,
             )
