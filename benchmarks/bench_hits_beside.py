@@ -1,11 +1,14 @@
 """Hits that arrive while other requests run: their TTFT, and the wait for a next token meanwhile.
 
-    python benchmarks/bench_hits_beside.py [--rounds 30] [--tokens 1500] [--json FILE]
+    python benchmarks/bench_hits_beside.py [--rounds 30] [--tokens 1500] [--spare 1] [--json FILE]
 
 One engine with the 136 M model; requests generate all the time, and every 12 of their tokens a hit
 arrives, or four at once. In each round the same prompts, with other last tokens, are hit on SSD, in
 DRAM and in vLLM's own GPU cache, which is the bound. *DRAM, between steps* is with
 ``layerwise_load = off``. The benchmark ends if a prompt did not come from where it was to be.
+
+The model computes on all processors, so that a copy within its step displaces it; `--spare 1`
+leaves it one fewer, as vLLM's server does by itself (see `bench_overhead`).
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import search_path  # noqa: F401
 import typer
 from engine_systems import Settings, llm_arguments
 from engines import ENGINE_ENV, Engine
-from reporting import Say, run_and_show
+from reporting import Say, computing_threads, run_and_show
 
 from flexcache.bench.results import Case, Result
 
@@ -191,12 +194,16 @@ def run(directory: Path, num_tokens: int, rounds: int, say: Say) -> Iterator[Res
 def main(
     rounds: Annotated[int, typer.Option(help="After one to warm up.")] = 30,
     tokens: Annotated[int, typer.Option(help="Of a prompt; all whole blocks are cached.")] = 1500,
+    spare: Annotated[
+        int, typer.Option(min=0, help="Processors that the model does not compute on.")
+    ] = 0,
     directory: Annotated[Path, typer.Option("--dir", help="For the SSD tier.")] = Path("."),
     json_file: Annotated[Path | None, typer.Option("--json", help="Keep every sample.")] = None,
 ) -> None:
+    num_threads = computing_threads(spare)
     os.environ.update(
         ENGINE_ENV,
-        OMP_NUM_THREADS=str(len(os.sched_getaffinity(0))),
+        OMP_NUM_THREADS=str(num_threads),
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_LOGGING_LEVEL="ERROR",
     )
@@ -204,7 +211,10 @@ def main(
     def sections(say: Say) -> dict[str, list[Case]]:
         return {
             "hits beside running requests": [
-                Case("136 M model", partial(run, directory, tokens, rounds, say))
+                Case(
+                    f"136 M model, {num_threads} compute threads",
+                    partial(run, directory, tokens, rounds, say),
+                )
             ]
         }
 

@@ -18,7 +18,6 @@ write everything.
 
 from __future__ import annotations
 
-import os
 import random
 import statistics
 import sys
@@ -36,7 +35,7 @@ import search_path  # noqa: F401
 import typer
 from driven_engine import DrivenEngine, running
 from engine_systems import Settings
-from reporting import Say, run_and_show
+from reporting import Say, computing_threads, run_and_show
 
 from flexcache.bench.results import Case, Result
 
@@ -222,9 +221,7 @@ def cases(
     Args:
         spare: Processors that the model does not compute on.
     """
-    num_threads = len(os.sched_getaffinity(0)) - spare
-    if num_threads < 1:
-        raise typer.BadParameter(f"--spare {spare} leaves the model no processor")
+    num_threads = computing_threads(spare)
     return [
         Case(
             f"distinct prompts, {model} model, {num_threads} compute threads",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -51,3 +53,15 @@ def run_and_show(
     if json_file is not None:
         write_json(report, json_file)
     return int(report.has_failed or report.was_interrupted)
+
+
+def computing_threads(spare: int) -> int:
+    """Return how many threads a model computes with that leaves so many processors.
+
+    Raises:
+        BadParameter: That leaves it none.
+    """
+    num_threads = len(os.sched_getaffinity(0)) - spare
+    if num_threads < 1:
+        raise typer.BadParameter(f"--spare {spare} leaves the model no processor")
+    return num_threads
