@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paths import ROOT
 
 from flexcache.errors import TaskRevokedError
 from flexcache.transfer.workers import copy_queue
@@ -151,3 +155,37 @@ def test_a_queue_without_copies_has_no_thread(rig: Rig) -> None:
     assert rig.queue._thread is None
     rig.queue.close()
     assert threading.active_count() == before
+
+
+_COPY_ONE = """
+import os
+import subprocess
+import sys
+import numpy as np
+from flexcache.transfer.workers.copy_queue import CopyQueue
+from flexcache.transfer.workers.permit import CopyPermit
+
+source, target = np.arange(100_000), np.zeros(100_000, np.int64)
+queue = CopyQueue(CopyPermit(), os.eventfd(0))
+table = [np.array([each], np.int64) for each in (target.ctypes.data, source.ctypes.data, 800_000)]
+queue.add(0, *table, 1).wait()
+assert np.array_equal(source, target)
+"""
+
+
+def copy_in_new_process(cache: str) -> None:
+    environment = {**os.environ, "NUMBA_CACHE_DIR": cache, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", _COPY_ONE], env=environment, check=True)
+
+
+def test_copies_need_no_place_for_compiled_code() -> None:
+    copy_in_new_process("/proc/nowhere")
+
+
+def test_damaged_compiled_code_is_not_used(tmp_path: Path) -> None:
+    copy_in_new_process(str(tmp_path))
+    kept = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert kept
+    for path in kept:
+        path.write_bytes(path.read_bytes()[:100])
+    copy_in_new_process(str(tmp_path))

@@ -18,7 +18,7 @@ def compiled(signature: Any) -> Callable[[Callable[..., Any]], Any]:
     def compile_or_load(function: Callable[..., Any]) -> Any:
         try:
             return cfunc(signature, cache=True)(function)
-        except (RuntimeError, OSError):  # there is no place for a cache, or it cannot be read
+        except Exception:  # no place for a cache, or a damaged one: numba raises various classes
             return cfunc(signature)(function)
 
     return compile_or_load

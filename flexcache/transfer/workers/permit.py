@@ -3,7 +3,8 @@
 A rank that hangs or is stopped cannot be asked to release GPU slots; its engine is answered all the
 same and reuses them. So the task is revoked before the answer is sent, in memory that rank, server
 and scheduler share (`protocol.fence`), and the rank checks it before each piece of a copy. If the
-rank resumes, only the piece that it was copying lands late.
+rank resumes, only the pieces that it was copying land late: one of its own thread's, and one of
+the thread that makes queued copies (`copy_queue`).
 
     | revoked by the server | revoked by the scheduler |      uint64 each; one writer per word
 
@@ -23,7 +24,7 @@ WORD_BYTES = 8
 
 
 class CopyPermit:
-    """One rank's permit. Used only by the thread that copies.
+    """One rank's permit. Used only by the rank's thread; compiled code looks at its words.
 
     Args:
         words: The shared words; without them no task is ever revoked.
