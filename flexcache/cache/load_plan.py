@@ -133,14 +133,14 @@ class LoadPlanner:
         prefill_blocks_per_s: float = 0.0,
     ) -> None:
         self._tiers.num_holders += 1
-        if plan.kind is TaskKind.GET:  # what is loaded early is looked up by its get
-            self._tiers.look_up(keys)
         if self._shape is not None:
             plan.take_shape(self._shape)
         if self.tails is None:
             self._add_blocks(plan, keys, start, stop, prefill_blocks_per_s)
         else:
             self._add_up_to_tail(self.tails, plan, keys, start, stop, prefill_blocks_per_s)
+        if plan.kind is TaskKind.GET:  # what is loaded early is looked up by its get
+            self._tiers.look_up(keys, plan.num_cached)
 
     def _add_up_to_tail(
         self, tails: TailLoads, plan: Plan, keys: BlockKeys, start: int, stop: int, rate: float
@@ -163,7 +163,8 @@ class LoadPlanner:
         """Load the cached part of blocks ``[start, stop)``."""
         is_use = plan.kind is TaskKind.GET  # a prefetch may be for nothing
         on_host = self._host.match(keys, is_use=is_use)
-        covered = min(on_host.num_blocks, stop)
+        num_cached = on_host.num_blocks
+        covered = min(num_cached, stop)
         segments: list[_Segment] = []
         for tier in self._tiers.lower:
             if covered >= stop:
@@ -171,6 +172,7 @@ class LoadPlanner:
             if tier.name in self._tiers.unavailable:
                 continue
             match = tier.match(keys, is_use=is_use)
+            num_cached = max(num_cached, match.num_blocks)
             begin, end = max(covered, start), min(match.num_blocks, stop)
             if begin >= end:
                 continue
@@ -179,6 +181,7 @@ class LoadPlanner:
                 continue
             segments.append(_Segment(tier, match, begin, end))
             covered = end
+        plan.num_cached = num_cached
         if covered <= start:
             return
         if on_host.num_blocks:

@@ -91,6 +91,8 @@ class Plan:
         may_go_direct: Whether the engine's ranks also move blocks between GPU and SSD past DRAM.
         way: How such a get loads its blocks from SSD, if there are any.
         terms: What a prefetch may take; None without limits.
+        num_cached: For a load, how many of the prompt's blocks some tier has, among those that were
+            asked; None if none was.
     """
 
     kind: TaskKind
@@ -120,6 +122,7 @@ class Plan:
     may_go_direct: bool = False
     way: Way | None = None
     terms: EarlyTerms | None = None
+    num_cached: int | None = None
 
     @property
     def num_blocks(self) -> int:

@@ -61,10 +61,15 @@ class Tiers:
         for tier in self._tiers:
             tier.advance(now)
 
-    def look_up(self, keys: BlockKeys) -> None:
-        """Record the look-up of a prompt, later."""
+    def look_up(self, keys: BlockKeys, num_cached: int | None = None) -> None:
+        """Record the look-up of a prompt, later.
+
+        Args:
+            num_cached: How many of its blocks some tier has, if that is known.
+        """
         if self.forecaster is not None:
-            self._defer(keys, partial(self._look_up, self.forecaster, keys, self.now))
+            near = self._most_cached(keys) if num_cached is None else num_cached
+            self._defer(keys, partial(self.forecaster.look_up, keys, self.now, near))
 
     def name(self, keys: BlockKeys, session_id: str) -> None:
         """Record whose look-up of a prompt that was, later."""
@@ -102,9 +107,6 @@ class Tiers:
         for record in self._deferred:
             record()
         self._deferred.clear()
-
-    def _look_up(self, forecaster: Forecaster, keys: BlockKeys, now: float) -> None:
-        forecaster.look_up(keys, now, self._most_cached(keys))
 
     def _name(self, forecaster: Forecaster, keys: BlockKeys, session_id: str) -> None:
         forecaster.name(keys, session_id, self._most_cached(keys))

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 _READY_TIMEOUT_S = 60.0
 _IDLE_WAIT_S = 0.001
-_STATS_INTERVAL_S = 5.0  # reading and passing on costs more than a put, and nobody reads more often
+_STATS_INTERVAL_S = 5.0  # reading and passing them on takes longer than a put
 _LOADS_INTERVAL_S = 0.1  # between readings of how fast loads are, where that takes no round trip
 
 
