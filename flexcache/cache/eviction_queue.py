@@ -153,9 +153,7 @@ class EvictionQueue:
         kind = end % self._num_kinds
         tails = self._tails[kind]
         entry = tails.pop_oldest() if end == kind else tails.pop_youngest()
-        if tails:
-            self._weigh(end)
-        else:
+        if self._weigh(end) == math.inf and self._has_kinds:  # the last of its kind has gone
             self._weigh_both(kind)
         return entry
 
@@ -183,28 +181,29 @@ class EvictionQueue:
         if self._has_kinds:
             self._weigh(self._num_kinds + kind)
 
-    def _weigh(self, end: int) -> None:
-        order, worth = self._order, self._worth_of(end)
-        outdated = self._worths[end]
-        if worth == outdated:
-            return
-        self._worths[end] = worth
-        if order and order[0] == (outdated, end):  # as after each eviction
-            heapq.heapreplace(order, (worth, end))
-            return
-        heapq.heappush(order, (worth, end))
-        if len(order) > _GROWTH * len(self._worths) + _SPARE_ENTRIES:
-            order[:] = sorted(zip(self._worths, range(len(self._worths)), strict=True))
-
-    def _worth_of(self, end: int) -> float:
-        """Return what the tail at an end is worth; infinity if there is none, or under LRU at the
-        young end."""
-        kind = end % self._num_kinds
+    def _weigh(self, end: int) -> float:
+        """Note and return what the tail at an end is worth; infinity if there is none, or under LRU
+        at the young end."""
+        kind, is_lru = end % self._num_kinds, self._ranking.is_lru
         if end == kind:
             entry = self._tails[kind].oldest
         else:
-            entry = None if self._ranking.is_lru else self._tails[kind].youngest
-        return math.inf if entry is None else self.worth(entry[0], kind)
+            entry = None if is_lru else self._tails[kind].youngest
+        worth = math.inf
+        if entry is not None:
+            worth = entry[0] if is_lru else self.worth(entry[0], kind)
+        outdated = self._worths[end]
+        if worth == outdated:
+            return worth
+        order = self._order
+        self._worths[end] = worth
+        if order and order[0] == (outdated, end):  # as after each eviction
+            heapq.heapreplace(order, (worth, end))
+            return worth
+        heapq.heappush(order, (worth, end))
+        if len(order) > _GROWTH * len(self._worths) + _SPARE_ENTRIES:
+            order[:] = sorted(zip(self._worths, range(len(self._worths)), strict=True))
+        return worth
 
     def check(self, queued: set[Entry]) -> None:
         """Raise `InternalError` if the queue has others than these entries, or an end that has one

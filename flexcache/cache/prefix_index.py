@@ -443,7 +443,8 @@ class PrefixIndex:
             time, run_id, kind = entry
             run = self._runs[run_id]
             run.queued = None
-            recency, length, start = run.recency, len(run.keys), run.held_length
+            recency, length = run.recency, len(run.keys)
+            start = run.held_length if run.longest_holds else 0
             if length <= start:
                 continue
             _, last_use, last_kind = recency[-1]

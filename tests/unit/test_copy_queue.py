@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from pathlib import Path
+import time
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paths import ROOT
 
 from flexcache.errors import TaskRevokedError
-from flexcache.transfer.workers import copy_queue
+from flexcache.transfer.workers import copy_loop, copy_queue
 from flexcache.transfer.workers.copy_queue import CopyQueue, QueuedCopy
 from flexcache.transfer.workers.permit import PIECE_BYTES, CopyPermit
 
 LOADS, STORES = range(2)
 TASK = 1 << 63 | 7  # ids have a server's epoch in their highest bits
+WAIT_S = 60.0
+Run = tuple[int, int, int]
+"""Destination, source and size."""
 
 
 class Rig:
@@ -34,10 +35,10 @@ class Rig:
         self.source = np.random.default_rng(3).integers(0, 256, num_bytes, np.uint8)
         self.target = np.zeros(num_bytes, np.uint8)
 
-    def add(
-        self, runs: list[tuple[int, int, int]], lane: int = STORES, task_id: int = TASK
-    ) -> QueuedCopy | None:
-        """Queue a copy of runs: destination, source and size."""
+    def add(self, runs: list[Run], lane: int = STORES, task_id: int = TASK) -> QueuedCopy:
+        """Queue a copy of runs."""
+        wait_until(self.queue.is_ready)
+        assert self.queue.has_room(lane)
         to, start, sizes = (np.array(each, np.int64) for each in zip(*runs, strict=True))
         to, start = to + self.target.ctypes.data, start + self.source.ctypes.data
         return self.queue.add(lane, to, start, sizes, task_id)
@@ -54,6 +55,13 @@ class Rig:
         os.close(self.landed)
 
 
+def wait_until(is_so: Callable[[], bool]) -> None:
+    give_up_s = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < give_up_s
+        time.sleep(0.001)
+
+
 @pytest.fixture
 def rig() -> Iterator[Rig]:
     made = Rig(4 * PIECE_BYTES)
@@ -61,18 +69,26 @@ def rig() -> Iterator[Rig]:
     made.close()
 
 
-def wait(copy: QueuedCopy | None) -> None:
-    assert copy is not None
-    copy.wait()
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """The loop makes no copy before this is set."""
+    may_begin, make_copies = threading.Event(), copy_loop.make_copies
+
+    def make_copies_later(*arguments: int) -> None:
+        assert may_begin.wait(WAIT_S)
+        make_copies(*arguments)
+
+    monkeypatch.setattr(copy_loop, "make_copies", make_copies_later)
+    return may_begin
 
 
 def test_queued_copies_move_their_bytes(rig: Rig) -> None:
     size = len(rig.source) // 8
     copies = [rig.add([(i * size, i * size, size)], lane=i % 2) for i in range(8)]
     for copy in copies:
-        wait(copy)
+        copy.wait()
     assert np.array_equal(rig.source, rig.target)
-    assert rig.was_told()
+    wait_until(rig.was_told)
 
 
 @settings(max_examples=60, deadline=None)
@@ -88,9 +104,7 @@ def test_queued_copies_move_their_bytes(rig: Rig) -> None:
         max_size=12,
     )
 )  # fmt: skip
-def test_copies_of_a_lane_keep_their_order(
-    copies: list[tuple[int, list[tuple[int, int, int]]]],
-) -> None:
+def test_copies_of_a_lane_keep_their_order(copies: list[tuple[int, list[Run]]]) -> None:
     rig = Rig(2 * 4096)
     half = len(rig.target) // 2
     expected = rig.target.copy()
@@ -102,90 +116,102 @@ def test_copies_of_a_lane_keep_their_order(
                 expected[to : to + size] = rig.source[start : start + size]
             queued.append(rig.add(placed, lane))
         for copy in queued:
-            wait(copy)
+            copy.wait()
         assert np.array_equal(rig.target, expected)
     finally:
         rig.close()
 
 
+def test_loads_come_before_stores_that_were_queued_earlier(gate: threading.Event, rig: Rig) -> None:
+    store = rig.add([(0, 0, 100)], STORES)
+    load = rig.add([(0, 200, 100)], LOADS)
+    gate.set()
+    store.wait()
+    assert load.query()
+    assert np.array_equal(rig.target[:100], rig.source[:100])  # the store's bytes are on top
+
+
 def test_a_copy_of_a_revoked_task_does_not_begin(rig: Rig) -> None:
     rig.words[1] = TASK
+    revoked = rig.add([(0, 0, 100)])
     with pytest.raises(TaskRevokedError):
-        wait(rig.add([(0, 0, 100)]))
-    wait(rig.add([(100, 100, 100)], task_id=TASK + 1))
+        revoked.wait()
+    rig.add([(100, 100, 100)], task_id=TASK + 1).wait()
     assert not rig.target[:100].any()
     assert np.array_equal(rig.target[100:200], rig.source[100:200])
 
 
-def test_how_a_copy_ended_is_known_after_its_place_was_given_to_another(rig: Rig) -> None:
+def test_how_a_copy_ended_is_known_after_its_entry_was_given_to_another(rig: Rig) -> None:
     rig.words[0] = TASK
     revoked = rig.add([(0, 0, 100)])
-    later = [rig.add([(0, 0, 100)], task_id=TASK + 1) for _ in range(copy_queue._SLOTS - 1)]
-    wait(later[-1])
-    wait(rig.add([(0, 0, 100)], task_id=TASK + 1))  # in the place of the first
-    assert revoked is not None
+    for _ in range(copy_queue.NUM_SLOTS):
+        rig.add([(0, 0, 100)], task_id=TASK + 1).wait()
     with pytest.raises(TaskRevokedError):
         revoked.query()
-    assert all(copy is not None and copy.query() for copy in later)
 
 
-def test_a_full_lane_takes_no_more_until_a_copy_has_ended(rig: Rig) -> None:
-    size = len(rig.source)
-    large = rig.add([(0, 0, size)] * 200)  # takes far longer than to fill the queue
-    queued = [rig.add([(0, 0, 1)]) for _ in range(copy_queue._SLOTS)]
-    assert queued[-1] is None
-    wait(rig.add([(1, 1, 1)], LOADS))  # the other lane has room
-    wait(large)
-    wait(queued[-2])
-    wait(rig.add([(0, 0, 1)]))
+@pytest.mark.parametrize("size", [1, PIECE_BYTES])
+def test_a_full_lane_takes_no_more_until_a_copy_has_ended(
+    gate: threading.Event, rig: Rig, size: int
+) -> None:
+    copies = []
+    wait_until(rig.queue.is_ready)
+    while rig.queue.has_room(STORES):
+        copies.append(rig.add([(0, 0, size)]))
+    limit = copy_queue.NUM_SLOTS if size == 1 else copy_queue._MOST_BYTES // size
+    assert len(copies) == limit
+    assert rig.queue.has_room(LOADS)
+    gate.set()
+    copies[0].wait()
+    wait_until(lambda: rig.queue.has_room(STORES))
+    rig.add([(0, 0, size)]).wait()
 
 
-def test_closing_waits_for_what_is_queued(rig: Rig) -> None:
-    size = len(rig.source)
-    copies = [rig.add([(0, 0, size)]) for _ in range(4)]
+def test_what_has_not_begun_is_not_copied_after_the_end(gate: threading.Event, rig: Rig) -> None:
+    copies = [rig.add([(0, 0, 100)], lane) for lane in (LOADS, STORES) for _ in range(4)]
+    closing = threading.Thread(target=rig.queue.close)
+    closing.start()
+    wait_until(lambda: bool(rig.queue._words[copy_queue.CLOSING]))
+    gate.set()
+    closing.join(WAIT_S)
+    for copy in copies:
+        with pytest.raises(TaskRevokedError):
+            copy.query()
+    assert not rig.target.any()
     rig.queue.close()
-    assert all(copy is not None and copy.query() for copy in copies)
-    assert np.array_equal(rig.source, rig.target)
-    assert not [thread for thread in threading.enumerate() if thread.name == "flexcache-copies"]
-    rig.queue.close()
 
 
-def test_a_queue_without_copies_has_no_thread(rig: Rig) -> None:
+def test_a_queue_that_was_not_asked_for_has_no_thread(rig: Rig) -> None:
     before = threading.active_count()
     assert rig.queue._thread is None
     rig.queue.close()
     assert threading.active_count() == before
 
 
-_COPY_ONE = """
-import os
-import subprocess
-import sys
-import numpy as np
-from flexcache.transfer.workers.copy_queue import CopyQueue
-from flexcache.transfer.workers.permit import CopyPermit
+def test_a_thread_that_cannot_start_is_tried_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
 
-source, target = np.arange(100_000), np.zeros(100_000, np.int64)
-queue = CopyQueue(CopyPermit(), os.eventfd(0))
-table = [np.array([each], np.int64) for each in (target.ctypes.data, source.ctypes.data, 800_000)]
-queue.add(0, *table, 1).wait()
-assert np.array_equal(source, target)
-"""
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fail)
+        assert not rig.queue.is_ready()
+    rig.add([(0, 0, 100)]).wait()
 
 
-def copy_in_new_process(cache: str) -> None:
-    environment = {**os.environ, "NUMBA_CACHE_DIR": cache, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", _COPY_ONE], env=environment, check=True)
+def test_without_compiled_code_nothing_is_queued(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, copy_loop.__name__, None)
+    assert not rig.queue.is_ready()
+    thread = rig.queue._thread
+    assert thread is not None
+    thread.join(WAIT_S)
+    assert not rig.queue.is_ready()
+    assert "copy_thread_failed" in caplog.text
 
 
-def test_copies_need_no_place_for_compiled_code() -> None:
-    copy_in_new_process("/proc/nowhere")
-
-
-def test_damaged_compiled_code_is_not_used(tmp_path: Path) -> None:
-    copy_in_new_process(str(tmp_path))
-    kept = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert kept
-    for path in kept:
-        path.write_bytes(path.read_bytes()[:100])
-    copy_in_new_process(str(tmp_path))
+def test_addresses_are_whole_numbers_in_compiled_code() -> None:
+    for function in (copy_loop._make_copies, copy_loop._give):
+        assert "double" not in function.inspect_llvm()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -22,7 +23,7 @@ from flexcache.storage.layout import BlockLayout, bytes_per_index, describe_kv_c
 from flexcache.transfer.group_ids import name_blocks
 from flexcache.transfer.messages import Done, Execute, pack_ids
 from flexcache.transfer.workers import device, in_flight
-from flexcache.transfer.workers.copier import open_copier
+from flexcache.transfer.workers.copier import Copier, open_copier
 from flexcache.transfer.workers.copy_cpu import CpuCopier
 from flexcache.transfer.workers.device import DeviceWorker
 from flexcache.transfer.workers.permit import CopyPermit
@@ -81,9 +82,17 @@ def open_worker(
 ) -> Iterator[DeviceWorker]:  # fmt: skip
     copier = open_copier(memory.device, landed=landed)
     copier.attach(segment, lambda: None)
+    wait_for_queue(copier)
     worker = DeviceWorker(layouts, segment, copier, **options)
     yield worker
     worker.close()
+
+
+def wait_for_queue(copier: Copier) -> None:
+    """Wait until what is copied by a queue is: until then, copies are made at once."""
+    queue = copier._queue if isinstance(copier, CpuCopier) else None
+    while queue is not None and not queue.is_ready():
+        time.sleep(0.001)
 
 
 def layout_of(tensors: Tensors) -> BlockLayout:
@@ -444,6 +453,8 @@ def test_the_next_op_starts_while_the_one_before_is_on_its_way(segment: HostSegm
     worker.execute(store(1, [0], [0]))
     worker.execute(store(2, [1], [1]))
     worker.advance()
+    assert not worker.only_waits
+    worker.advance()
     assert worker.only_waits
     assert len(copier.started) == 2
     copier.started[0][2].is_past = True
@@ -581,9 +592,8 @@ def test_a_large_op_is_queued_in_pieces_and_few_are_in_flight(segment: HostSegme
 @pytest.mark.usefixtures("one_block_pieces")
 @pytest.mark.parametrize("end", ["drop", "revoke", "refuse"])
 def test_an_op_that_must_not_go_on_ends_when_what_was_queued_has_landed(
-    segment: HostSegment, monkeypatch: pytest.MonkeyPatch, end: str
+    segment: HostSegment, end: str
 ) -> None:
-    monkeypatch.setattr(device, "_TURN_STARTS", 1)
     copier, words = LateCopier(), memoryview(bytearray(16)).cast("Q")
     permit = CopyPermit(words)
     worker = DeviceWorker([layout_of(make_tensors())], segment, copier, permit)
@@ -990,6 +1000,7 @@ def test_ops_that_are_queued_together_fail_if_their_task_is_revoked_meanwhile(
     words = memoryview(bytearray(16)).cast("Q")
     permit = CopyPermit(words)
     copier = open_copier(memory.device, permit, landed=landed)
+    wait_for_queue(copier)
     worker = DeviceWorker([layout_of(tensors)], segment, copier, permit)
     worker.execute(order(1, OpKind.D2H, [0], [0], task_id=2))
     worker.execute(order(2, OpKind.D2H, [1], [1], task_id=3))

@@ -45,6 +45,7 @@ class Copier:
     """
 
     numa_node = None
+    wakes = False
 
     def __init__(self) -> None:
         self.may_close = threading.Event()
@@ -61,7 +62,7 @@ class Copier:
 
     def start(
         self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind,
-        after: None, urgent: bool = False,
+        after: None, urgent: bool = False, alone: bool = False,
     ) -> None:  # fmt: skip
         for target, source, size in zip(destinations, sources, sizes, strict=True):
             ctypes.memmove(int(target), int(source), int(size))

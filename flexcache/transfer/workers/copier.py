@@ -70,7 +70,8 @@ class Copier(Protocol):
         """
 
     def may_start(self, kind: OpKind, after: Fence | None) -> bool:
-        """Whether `start` would not wait, on the calling thread, until ``after`` is past."""
+        """Whether `start` would not wait, on the calling thread, until ``after`` is past, and the
+        copier takes more."""
 
     def close(self) -> None:
         """Wait for copies in flight and release the host pool. Never raises. Idempotent."""
@@ -85,8 +86,8 @@ def open_copier(
     """Open the copier for a device's memory.
 
     Args:
-        permit: Checked between pieces by a copier whose `start` takes as long as the copy. Copies
-            queued on a GPU cannot be recalled; they complete even if the process is stopped.
+        permit: Checked between pieces of a copy that a processor makes. Copies queued on a GPU
+            cannot be recalled; they complete even if the process is stopped.
         engine_stream: The stream of a GPU that the engine computes on; None for its default stream.
         landed: An eventfd that a copier which `wakes` writes when queued copies have landed; None:
             none does.

@@ -21,12 +21,12 @@ from flexcache.errors import TaskRevokedError
 from flexcache.ids import OpKind
 from flexcache.logs import log_event
 from flexcache.storage.host_pool import HostSegment
+from flexcache.transfer.workers.copy_queue import CopyQueue
 from flexcache.transfer.workers.copy_runs import merge_runs
 from flexcache.transfer.workers.permit import PIECE_BYTES, CopyPermit
 
 if TYPE_CHECKING:
     from flexcache.transfer.workers.copier import Fence
-    from flexcache.transfer.workers.copy_queue import CopyQueue
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ CopyRuns = Callable[[Addresses, Addresses, Addresses, CopyPermit], None]
 
 class CpuCopier:
     """KV tensors in host memory. A copy is done when `start` returns, if it is urgent or the only
-    one; others are queued, where that is possible (`copy_queue`).
+    one; others are queued (`copy_queue`), once the queue is ready.
 
     Args:
         permit: Checked before each piece of a copy.
@@ -46,7 +46,9 @@ class CpuCopier:
     def __init__(self, permit: CopyPermit | None = None, landed: int | None = None) -> None:
         self._permit = permit or CopyPermit()
         self._copy = load_copy_runs()
-        self._queue = None if landed is None else _open_queue(self._permit, landed)
+        self._queue: CopyQueue | None = None
+        if landed is not None and self._copy is not _copy_with_ctypes:
+            self._queue = CopyQueue(self._permit, landed)
         self.numa_node = None
         self.wakes = self._queue is not None
 
@@ -62,29 +64,29 @@ class CpuCopier:
         self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind,
         after: object, urgent: bool = False, alone: bool = False,
     ) -> Fence | None:  # fmt: skip
-        """Copy everything. Raises `TaskRevokedError` if the permit is revoked during the copy."""
-        runs = merge_runs(destinations, sources, sizes)
-        if self._queue is not None and not (urgent or alone):
-            lane = int(kind is not OpKind.H2D)
-            if (queued := self._queue.add(lane, *runs, self._permit.task_id)) is not None:
-                return queued
+        """Copy or queue everything.
+
+        Raises:
+            TaskRevokedError: The permit was revoked during the copy.
+        """
+        runs, lane = merge_runs(destinations, sources, sizes), _lane_of(kind)
+        queue = None if urgent or alone else self._queue
+        if queue is not None and queue.is_ready() and queue.has_room(lane):
+            return queue.add(lane, *runs, self._permit.task_id)
         self._copy(*runs, self._permit)
         return None
 
     def may_start(self, kind: OpKind, after: object) -> bool:
-        return True
+        return self._queue is None or self._queue.has_room(_lane_of(kind))
 
     def close(self) -> None:
         if self._queue is not None:
             self._queue.close()
 
 
-def _open_queue(permit: CopyPermit, landed: int) -> CopyQueue | None:
-    try:
-        from flexcache.transfer.workers.copy_queue import CopyQueue
-    except ImportError:
-        return None
-    return CopyQueue(permit, landed)
+def _lane_of(kind: OpKind) -> int:
+    """Return the lane of the queue: loads go first."""
+    return 0 if kind is OpKind.H2D else 1
 
 
 @cache

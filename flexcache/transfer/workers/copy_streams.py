@@ -19,16 +19,16 @@ Importing this module requires numba, and compiles the functions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
-from numba import njit, types
+from numba import cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from flexcache.transfer.workers.compiled import compiled
 from flexcache.transfer.workers.permit import NUM_WORDS, PIECE_BYTES, WORD_BYTES
 
 Addresses = npt.NDArray[np.int64]
@@ -168,13 +168,12 @@ def _word(typing: Any, address: Any) -> Any:
     return types.int64(types.int64), generate
 
 
-@compiled(
+@cfunc(  # type: ignore[untyped-decorator]
     types.boolean(types.int64, types.int64, types.int64, types.int64, types.int64, types.uint64)
 )
-def copy_table(
+def _copy_table(
     destinations: int, sources: int, sizes: int, count: int, words: int, task_id: int
 ) -> bool:
-    """Make the copies of `copy_runs`, from tables at addresses."""
     until_look = 0
     for at in range(0, count * WORD_BYTES, WORD_BYTES):
         if at + WORD_BYTES < count * WORD_BYTES:
@@ -195,13 +194,16 @@ def copy_table(
     return True
 
 
+copy_table: Callable[[int, int, int, int, int, int], bool] = _copy_table.ctypes
+"""`copy_runs` for compiled code, of tables at addresses, and their length."""
+
+
 def copy_runs(
     destinations: Addresses, sources: Addresses, sizes: Addresses, words: int, task_id: int
 ) -> bool:
     """Copy each run of ``sizes[i]`` bytes for a task; False if one of the words at ``words``
     (`permit`) revoked it during the copy. Runs do not overlap. Does not need the interpreter lock.
     """
-    is_whole: bool = copy_table.ctypes(
-        destinations.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes), words, task_id
-    )
-    return is_whole
+    runs = [np.ascontiguousarray(each, np.int64) for each in (destinations, sources, sizes)]
+    at, start, length = (each.ctypes.data for each in runs)
+    return copy_table(at, start, length, len(sizes), words, task_id)

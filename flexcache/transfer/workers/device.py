@@ -41,7 +41,7 @@ from flexcache.transfer.workers.permit import CopyPermit
 _MIN_PART_BYTES = 4 << 20  # of a load by layer: below this, starting a copy costs what it gains
 _PIECE_BYTES = 32 << 20
 _TURN_BYTES = 16 << 20  # copied by a turn to which no further op is added; reported together
-_TURN_STARTS = 32  # of copies that are queued, and take a turn no time
+_TURN_STARTS = 32  # where most of them only queue what another thread copies
 
 
 class DeviceWorker:
@@ -182,11 +182,13 @@ class DeviceWorker:
         done = self._end_dropped()
         # Where a start is the whole copy few of them make a turn, so that messages get through.
         self._turn_bytes = num_started = 0
-        while self._turn_bytes < _TURN_BYTES and num_started < _TURN_STARTS:
-            if self._lost is not None or (start := self._next_start()) is None:
-                break
-            done.extend(start())
+        while self._turn_bytes < _TURN_BYTES and (start := self._next_start()) is not None:
+            done.extend(ended := start())
             num_started += 1
+            if self._lost is not None or num_started == _TURN_STARTS:
+                break
+            if not ended and not self._copier.wakes:  # on a GPU a start may take long
+                break
         done.extend(self._in_flight.take_landed())
         if self._direct is not None:
             done.extend(self._direct.advance())

@@ -2,7 +2,7 @@
 
 A GPU makes queued copies in its own order and cannot be told to stop. So only a few milliseconds'
 worth of each direction is queued: a load by layer comes soon after it was asked for, and an op that
-is dropped or revoked stops soon.
+is dropped or revoked stops soon. (A copier may take less: `Copier.may_start`.)
 
     op      | piece | piece | piece |        in flight: at most `MOST_BYTES` of a direction
               landed  queued   not yet
@@ -67,7 +67,7 @@ class InFlight:
 
     def end(self, op: OpCopies, failure: str | None = None) -> list[Done]:
         """End an op of which no more will be queued: now, or when what is in flight has landed."""
-        op.is_over, op.failure = True, failure
+        op.is_over, op.failure = True, op.failure or failure
         return [] if op.num_in_flight else [_done(op)]
 
     def take_landed(self) -> list[Done]:
