@@ -509,7 +509,7 @@ EXPECTED: dict[Callable[[Server, Path], None], Expected] = {
         "published_event_batches_total": CHANGES,
         "dropped_event_batches_total": CHANGES,
         "queued_event_batches": CHANGES,
-        "replayed_event_batches_total": 1,
+        "replayed_event_batches_total": CHANGES,
         "event_snapshot_pages_total": 1,
         "bad_replay_requests_total": 1,
         "untaken_event_batches": CHANGES,
