@@ -33,7 +33,7 @@ NUM_LANES = 2
 """Copies of the first lane go first; within a lane they keep their order."""
 NUM_SLOTS = 256
 """Entries of a lane that may be unfinished."""
-_MOST_BYTES = 64 << 20  # of a lane: they take as long as the rank's thread waits for the lock
+_MOST_BYTES = 128 << 20  # of a lane: they last while the rank's thread waits for the lock, twice
 _POLL_S = 0.0001
 
 CLOSING, ONE, EVENT, LANES = range(4)
