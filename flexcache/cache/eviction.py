@@ -23,7 +23,7 @@ import numpy as np
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.eviction_guard import Guard, Seen
 from flexcache.cache.eviction_history import NUM_LEVELS, NUM_SPELLS, History, Snapshot, Visit
-from flexcache.cache.eviction_kinds import NUM_KINDS, Kinds, bin_of, make_kinds
+from flexcache.cache.eviction_kinds import AGE_EDGES, NUM_KINDS, Kinds, make_kinds
 from flexcache.cache.eviction_queue import Outlook, Ranking
 from flexcache.cache.eviction_returns import LOW, Hazards, Levels, Spells, fit_hazards, gains
 from flexcache.ids import RootId
@@ -48,28 +48,26 @@ class DensityRanking:
     """Ranks by hit density, unless ``is_lru``."""
 
     num_kinds = NUM_KINDS
+    edges: Sequence[float] = AGE_EDGES
 
     def __init__(self, is_lru: bool) -> None:
         self.is_lru = is_lru
         self.version = 0
         as_lru: list[float] = (1.0 / (1.0 + LOW)).tolist()
-        self._worths = [as_lru] * NUM_KINDS
+        self.worths: Sequence[Sequence[float]] = [as_lru] * NUM_KINDS
 
     def set_worths(self, worths: list[list[float]]) -> None:
-        self._worths = worths
+        self.worths = worths
         self.version += 1
 
     def set_lru(self, is_lru: bool) -> None:
         self.version += is_lru != self.is_lru
         self.is_lru = is_lru
 
-    def worth(self, kind: int, age: float) -> float:
-        return self._worths[kind][bin_of(age)]
-
     def bar(self, outlook: Outlook) -> float:
         if self.is_lru:
             return math.inf
-        return min(self._worths[outlook.front][0], self._worths[outlook.rear][0])
+        return min(self.worths[outlook.front][0], self.worths[outlook.rear][0])
 
 
 class Study:

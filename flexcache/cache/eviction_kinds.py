@@ -10,7 +10,6 @@ Pure. Not thread-safe.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -38,7 +37,8 @@ _GRID = (16, 16, 24)
 """Steps of the grid in the three ranges of age."""
 _MIN_EXAMPLES = 3
 """Prompts of a kind, from which on its worth is its own and not that of the fit before."""
-_EDGES: list[float] = HIGH[:-1].tolist()
+AGE_EDGES: list[float] = HIGH[:-1].tolist()
+"""Where the bins of age end, in seconds; the last has no end."""
 
 
 class _Axis(NamedTuple):
@@ -178,8 +178,3 @@ def _divide(
     for kind, of_kind in zip(known, worth_by_age(means).tolist(), strict=True):
         worths[kind] = of_kind
     return classifier, worths
-
-
-def bin_of(age: float) -> int:
-    """Return the bin of an age."""
-    return bisect_right(_EDGES, age)

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import NamedTuple, Protocol
 
@@ -29,9 +30,9 @@ from flexcache.errors import InternalError
 RETIRED = -1e300
 """Time of use of tails that go before all that are not retired."""
 _REFRESH_S = 1.0
-"""Ages change all the time: the worths that are compared are at most this old."""
+"""Worths change with age: those that are compared are at most this old."""
 _TURNS = 64
-"""Parts of the ends that are weighed in turn, so that seldom an eviction weighs them all."""
+"""Parts of the ends that are seen to in turn, so that seldom an eviction weighs them all."""
 _SPARE_ENTRIES = 64
 _GROWTH = 3
 """Times the number of ends, at which their order is sorted again without what is outdated."""
@@ -59,14 +60,15 @@ class Ranking(Protocol):
         num_kinds: Number of kinds; one if they do not matter.
         is_lru: Whether age alone counts.
         version: Rises whenever anything else changes.
+        edges: Ages at which the worth of a kind may change; they rise.
+        worths: What blocks are worth, by kind and by the number of edges that their age has passed.
     """
 
     num_kinds: int
     is_lru: bool
     version: int
-
-    def worth(self, kind: int, age: float) -> float:
-        """Return what a block of this kind and age is worth. O(1)."""
+    edges: Sequence[float]
+    worths: Sequence[Sequence[float]]
 
     def bar(self, outlook: Outlook) -> float:
         """Return the worth from which on a block is not evicted for those of a new prompt."""
@@ -78,9 +80,8 @@ class LruRanking:
     num_kinds = 1
     is_lru = True
     version = 0
-
-    def worth(self, kind: int, age: float) -> float:
-        return -age
+    edges: Sequence[float] = ()
+    worths: Sequence[Sequence[float]] = ((0.0,),)
 
     def bar(self, outlook: Outlook) -> float:
         return math.inf
@@ -106,6 +107,8 @@ class EvictionQueue:
         num_ends = self._num_kinds * (2 if self._has_kinds else 1)
         self._worths = [math.inf] * num_ends
         """Worth of the oldest tail of each kind, then of the youngest of each."""
+        self._changes_at = [math.inf] * num_ends
+        """When each of them changes, if the tail stays."""
         self._order: list[tuple[float, int]] = []
         """A heap of worths and ends; outdated unless it is the end's present worth."""
         self._version = ranking.version
@@ -141,14 +144,6 @@ class EvictionQueue:
             return None
         return self._pop_from(order[0][1])
 
-    def worth(self, time: float, kind: int) -> float:
-        """Return what a tail is worth now; under LRU the time itself."""
-        if self._ranking.is_lru or time <= RETIRED:
-            return time
-        if time > self.now:
-            return _RETAINED + time
-        return self._ranking.worth(kind, self.now - time)
-
     def _pop_from(self, end: int) -> Entry:
         kind = end % self._num_kinds
         tails = self._tails[kind]
@@ -158,12 +153,16 @@ class EvictionQueue:
         return entry
 
     def _refresh(self) -> None:
-        """Weigh the ends whose turn it is, or all if the ranking has changed."""
+        """Weigh the ends whose turn it is and whose worth changes; all, if the ranking has."""
         begin, self._turn = self._turn, int(self.now / _REFRESH_S * _TURNS)
-        if self._version != self._ranking.version or begin < self._turn - _TURNS:
+        due = math.inf if self._version != self._ranking.version else self.now
+        if due == math.inf or begin < self._turn - _TURNS:
             begin = self._turn - _TURNS
+        changes_at = self._changes_at
         for turn in range(begin, self._turn):
-            for end in range(turn % _TURNS, len(self._worths), _TURNS):
+            for end in range(turn % _TURNS, len(changes_at), _TURNS):
+                if changes_at[end] > due:
+                    continue
                 tails = self._tails[end % self._num_kinds]
                 while entry := tails.oldest if end < self._num_kinds else tails.youngest:
                     if self._is_evictable(entry[1]):
@@ -184,14 +183,25 @@ class EvictionQueue:
     def _weigh(self, end: int) -> float:
         """Note and return what the tail at an end is worth; infinity if there is none, or under LRU
         at the young end."""
-        kind, is_lru = end % self._num_kinds, self._ranking.is_lru
+        ranking, kind = self._ranking, end % self._num_kinds
         if end == kind:
             entry = self._tails[kind].oldest
         else:
-            entry = None if is_lru else self._tails[kind].youngest
-        worth = math.inf
+            entry = None if ranking.is_lru else self._tails[kind].youngest
+        worth = changes_at = math.inf
         if entry is not None:
-            worth = entry[0] if is_lru else self.worth(entry[0], kind)
+            time = entry[0]
+            if ranking.is_lru or time <= RETIRED:
+                worth = time
+            elif time > self.now:
+                worth, changes_at = _RETAINED + time, time
+            else:
+                edges = ranking.edges
+                passed = bisect_right(edges, self.now - time)
+                worth = ranking.worths[kind][passed]
+                if passed < len(edges):
+                    changes_at = time + edges[passed]
+        self._changes_at[end] = changes_at
         outdated = self._worths[end]
         if worth == outdated:
             return worth

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 import tracemalloc
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from flexcache.cache.block_keys import EngineBlockKeys, TokenBlockKeys
 from flexcache.cache.eviction import Forecaster, Study, make_forecaster
 from flexcache.cache.eviction_guard import Guard, Seen, Shadow, unshared
-from flexcache.cache.eviction_kinds import NUM_KINDS
+from flexcache.cache.eviction_kinds import AGE_EDGES, NUM_KINDS
 from flexcache.cache.eviction_queue import LruRanking, Outlook
 from flexcache.cache.prefix_index import PrefixIndex
 from flexcache.cache.prompt import PromptMaker
@@ -255,9 +256,8 @@ class Backwards:
     """Ranks what was used last the lowest."""
 
     num_kinds, is_lru, version = NUM_KINDS, False, 0
-
-    def worth(self, kind: int, age: float) -> float:
-        return age
+    edges: Sequence[float] = range(1, 10_000)
+    worths: Sequence[Sequence[float]] = [range(10_000)] * NUM_KINDS
 
     def bar(self, outlook: Outlook) -> float:
         return 1e18
@@ -397,5 +397,5 @@ def test_sessions_that_tell_when_they_are_over_are_kept_until_then() -> None:
         world.ask(1e5, numbers, name)
         outlook = forecaster.recall(prompt_of(numbers))
         assert outlook is not None
-        fresh.append(world.tier.index.ranking.worth(outlook.rear, 16.0))
+        fresh.append(world.tier.index.ranking.worths[outlook.rear][bisect_right(AGE_EDGES, 16.0)])
     assert fresh[0] > 1.5 * fresh[1], "those who name themselves and are not over return"

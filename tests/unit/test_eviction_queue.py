@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -23,6 +24,8 @@ class Scripted:
     """Ranks by the table, or by age alone."""
 
     num_kinds = NUM_KINDS
+    edges: Sequence[float] = (1, 2, 3, 4, 5)
+    worths: Sequence[Sequence[float]] = WORTHS
 
     def __init__(self) -> None:
         self.is_lru = False

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexcache.cache.eviction_kinds import NUM_KINDS, bin_of, kinds_of, make_kinds
+from flexcache.cache.eviction_kinds import AGE_EDGES, NUM_KINDS, kinds_of, make_kinds
 from flexcache.cache.eviction_returns import (
     HIGH,
     LOW,
@@ -96,8 +98,8 @@ def test_a_constant_rate_is_worth_that_rate_at_any_age(rate: float) -> None:
 
 @given(st.floats(0.0, 1e9))
 def test_every_age_has_a_bin(age: float) -> None:
-    assert LOW[bin_of(age)] <= age * (1 + 1e-9)
-    assert age <= HIGH[bin_of(age)] * (1 + 1e-9) or bin_of(age) == NUM_BINS - 1
+    assert LOW[bisect_right(AGE_EDGES, age)] <= age * (1 + 1e-9)
+    assert age <= HIGH[bisect_right(AGE_EDGES, age)] * (1 + 1e-9) or age > AGE_EDGES[-1]
 
 
 def fitted_and_levels(seed: int) -> tuple[Hazards, Levels]:
@@ -120,7 +122,7 @@ def test_kinds_are_made_of_prompts_that_are_all_alone_in_theirs() -> None:
 
 def test_kinds_separate_what_returns_from_what_does_not_and_fronts_from_rears() -> None:
     kinds = make_kinds(fitted_and_levels(1), fitted_and_levels(2), None)
-    age = bin_of(60.0)
+    age = bisect_right(AGE_EDGES, 60.0)
     seldom, often = kinds.rear.kind((0, 0)), kinds.rear.kind((2, 1))
     assert kinds.worths[often][age] > 10 * kinds.worths[seldom][age]
     fronts = {kinds.front.kind((a, b)) for a in range(3) for b in range(2)}
@@ -133,8 +135,8 @@ def test_tables_assign_nearly_the_kinds_that_the_worths_do() -> None:
     kinds = make_kinds((fitted, levels), (fitted, levels), None)
     for some in np.unique(levels, axis=0):
         hazards: Floats = fitted.of(fitted.log_multipliers(some[None, :]))
-        worth = worth_at(hazards, bin_of(60.0))[0]
-        found = kinds.worths[kinds.front.kind(some.tolist())][bin_of(60.0)]
+        worth = worth_at(hazards, bisect_right(AGE_EDGES, 60.0))[0]
+        found = kinds.worths[kinds.front.kind(some.tolist())][bisect_right(AGE_EDGES, 60.0)]
         assert found == pytest.approx(worth, rel=0.5)
 
 

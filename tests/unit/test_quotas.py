@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -312,9 +312,8 @@ class _Worthless:
     num_kinds = 1
     is_lru = False
     version = 0
-
-    def worth(self, kind: int, age: float) -> float:
-        return 1.0
+    edges: Sequence[float] = ()
+    worths: Sequence[Sequence[float]] = ((1.0,),)
 
     def bar(self, outlook: Outlook) -> float:
         return 0.5
