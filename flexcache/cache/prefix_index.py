@@ -404,9 +404,12 @@ class PrefixIndex:
         """Add a run that is to have these segments, behind the cached block ``parent``.
 
         None of its keys may be cached; the run keeps the lists. No block may be more recent than
-        one before it. `queue_restored` must follow.
+        one before it; those behind ``parent`` become no more recent than that is.
+        `queue_restored` must follow.
         """
         before = EMPTY_MATCH if parent is None else self.locate(root, parent)
+        if before.run is not None and recency[0][1] > (due := self.due(before)):
+            recency = [(end, min(time, due), kind) for end, time, kind in recency]
         run = self._add_run(root, before.run, before.length)
         run.keys, run.blocks, run.recency = keys, array("q", blocks.tobytes()), recency
         self._enter(run, 0, keys)

@@ -28,7 +28,8 @@ BlockIds = npt.NDArray[np.int64]
 
 OTHERS = 0
 """Number of the tenants that are not named."""
-_NO_ROOT = RootId(b"")
+NO_ROOT = RootId(b"")
+"""Of blocks that are withheld from every plan, or expected after a restart."""
 _FREE = -1
 
 
@@ -76,7 +77,7 @@ class Quotas:
 
     def tenant(self, root: RootId) -> int:
         """Return the number of a root's tenant. O(1)."""
-        if root == _NO_ROOT:
+        if root == NO_ROOT:
             return len(self._names)
         return self._tenants.get(tenant_of(root), OTHERS)
 

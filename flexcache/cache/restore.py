@@ -4,7 +4,11 @@ A slot's record has the key of its block, the key of the block before it, its po
 prompt, and when it was written (generation). Blocks may since have been evicted and overwritten in
 any order, so some records have lost the blocks they build on, and some keys occur twice.
 
-All is done on whole arrays, up to the runs that the tier takes (`restored_runs`).
+All is done on whole arrays, up to the runs that the tier takes (`restored_runs`). Those take the
+longest, so a tier can be used while they are indexed, step by step:
+
+    records --> links (all at once) --> runs, those used last first --> the tier's index
+                                        \\------- not yet found --------> dropped with `give_up`
 """
 
 from __future__ import annotations
@@ -27,7 +31,8 @@ from flexcache.cache.restored_runs import (
     take,
     words_of,
 )
-from flexcache.cache.tier import Tier
+from flexcache.cache.tail_index import Tail
+from flexcache.cache.tier import RestoredRun, Tier
 
 Records = npt.NDArray[Any]
 """As in `SLOT_RECORD`: slot, generation, position, root, key, parent, and the keys' bytes."""
@@ -49,32 +54,74 @@ class RestoreReport:
     """Blocks that lack one before them, and older copies of keys that occur twice."""
 
 
-def restore_tier(tier: Tier, records: Records, written_s: Seconds | None = None) -> RestoreReport:
-    """Index the blocks of ``records`` that can be found from a prompt's start, and whole tails.
+class Restoration:
+    """Indexes the blocks of ``records`` that can be found from a prompt's start, and whole tails.
 
-    O(n log depth).
-
-    The tier must be unused. A block was last used when the last block behind it was written, also
-    for the tier's retention.
+    O(n log depth) to begin with. The tier must be unused until then, not until the end. A block was
+    last used when the last block behind it was written, also for the tier's retention.
 
     Args:
-        written_s: When they were, for a tier with a retention time; rises with the generations.
+        written_s: When the records were written, for a tier with a retention time; rises with the
+            generations.
+
+    Attributes:
+        report: Its result in the end.
     """
-    if written_s is None:
-        written_s = np.zeros(len(records))
-    num_records, tails = len(records), []
-    of_tails = are_tails(records)
-    if of_tails.any():
-        tails = whole_tails(records[of_tails], written_s[of_tails])
-        records, written_s = records[~of_tails], written_s[~of_tails]
-    links = link(records)
-    found = reaches_start(links)
-    with _uncollected():
-        tier.restore(restored_runs(records, links, found, written_s))
-    if tails:
-        tier.restore_tails(tails)
-    num_restored = int(found.sum()) + sum(len(tail.units) for tail in tails)
-    return RestoreReport(num_restored, num_records - num_restored)
+
+    def __init__(self, tier: Tier, records: Records, written_s: Seconds | None = None) -> None:
+        if written_s is None:
+            written_s = np.zeros(len(records))
+        num_records, self._tails = len(records), list[Tail]()
+        of_tails = are_tails(records)
+        if of_tails.any():
+            self._tails = whole_tails(records[of_tails], written_s[of_tails])
+            records, written_s = records[~of_tails], written_s[~of_tails]
+        links = link(records)
+        found = reaches_start(links)
+        self._tier = tier
+        self._runs = restored_runs(records, links, found, written_s)
+        self._is_pending = np.zeros(tier.capacity, np.bool_)
+        self._is_pending[records["slot"][links.by_age[found]]] = True
+        self.num_pending = int(found.sum())
+        """Blocks that are neither indexed nor free yet."""
+        num_restored = self.num_pending + sum(len(tail.units) for tail in self._tails)
+        self.report = RestoreReport(num_restored, num_records - num_restored)
+        tier.expect(np.flatnonzero(self._is_pending))
+
+    def go_on(self, num_blocks: int) -> None:
+        """Index about so many blocks more; all of a tier with tails or a retention time.
+
+        Tails follow the blocks on which they stand, and what is too old is dropped when all is
+        there.
+        """
+        if self._tails or self._tier.retention_s is not None:
+            num_blocks = self.num_pending
+        with _uncollected():
+            self._tier.restore(self._next(num_blocks))
+        if self._tails and not self.num_pending:
+            self._tier.restore_tails(self._tails)
+            self._tails = []
+
+    def _next(self, num_blocks: int) -> Iterator[RestoredRun]:
+        while num_blocks > 0 and (run := next(self._runs, None)) is not None:
+            self._is_pending[run.blocks] = False
+            self.num_pending -= len(run.blocks)
+            num_blocks -= len(run.blocks)
+            yield run
+
+    def give_up(self) -> int:
+        """Free the blocks that are not indexed yet; return how many there were."""
+        num_dropped, self.num_pending = self.num_pending, 0
+        self._tier.give_up(np.flatnonzero(self._is_pending))
+        self._runs = iter(())
+        return num_dropped
+
+
+def restore_tier(tier: Tier, records: Records, written_s: Seconds | None = None) -> RestoreReport:
+    """Do a whole `Restoration` at once."""
+    restoration = Restoration(tier, records, written_s)
+    restoration.go_on(restoration.num_pending)
+    return restoration.report
 
 
 @contextmanager

@@ -1,11 +1,11 @@
-"""Lays restorable records out as the runs of an index, with the last use of each block.
+"""Lays restorable records out as the runs of an index, those used last first.
 
     records, by age      a0 b0 a1 b1 c2 a2           c2 builds on a1: a prompt that branches off
     runs                 |a0 a1 c2| |b0 b1| |a2|     each goes on with the first that was written
     last uses            |a0 a1|c2|                  with a2, and with c2
 
 A block was last used when the last block behind it was written, so last uses never rise along a
-run: a `staircase`.
+run: a `staircase`. And no run comes before the one it builds on.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def follow(pointers: Indices) -> Indices:
 def restored_runs(
     records: Records, links: Links, found: npt.NDArray[np.bool_], written_s: npt.NDArray[np.float64]
 ) -> Iterator[RestoredRun]:  # fmt: skip
-    """Yield the runs of records, each after the one it builds on, and those of a root together.
+    """Yield the runs of records, those used last first, and each after the one it builds on.
 
-    O(1) Python steps per run.
+    O(1) Python steps per run; keys are made as they are needed.
 
     Args:
         found: Which have all the blocks before them, in the order of age; the others are left out.
@@ -87,24 +87,34 @@ def restored_runs(
     laid_out[places] = np.arange(len(kept))
     befores = np.where(parents[firsts] == firsts, -1, places[parents[firsts]])
     uses = _last_uses(laid_out, starts, befores)
-
+    in_order = np.lexsort((positions[firsts], -uses[starts[:-1]]))
     steps = np.flatnonzero(np.append(uses[1:] != uses[:-1], True)) + 1
     steps = np.union1d(steps, starts[1:])
     step_runs = np.searchsorted(starts, steps, side="left") - 1
     ends, last = (steps - starts[step_runs]).tolist(), uses[steps - 1]
     step_starts = np.searchsorted(step_runs, np.arange(len(firsts) + 1)).tolist()
     ages, times = (len(kept) - last).tolist(), written_s[by_age[last]].tolist()
-    keys, slots = _keys_and_slots(records, by_age[laid_out])
-    first_records = take(records, by_age[firsts])
-    roots = [RootId(root) for root in first_records["root"].tolist()]
-    before_keys = _keys_of(first_records, "parent")
-    for root, before, (start, stop), (step, end) in zip(
-        roots, before_keys, pairwise(starts.tolist()), pairwise(step_starts), strict=True
-    ):
-        yield RestoredRun(
-            root, before or None, keys[start:stop], slots[start:stop],
-            ends[step:end], ages[step:end], times[step:end],
-        )  # fmt: skip
+    for group in _groups(in_order, np.diff(starts)):
+        rows = np.concatenate([np.arange(starts[run], starts[run + 1]) for run in group.tolist()])
+        keys, slots = _keys_and_slots(records, by_age[laid_out[rows]])
+        first_records = take(records, by_age[firsts[group]])
+        roots, before_keys = first_records["root"].tolist(), _keys_of(first_records, "parent")
+        stop = 0
+        for run, root, before in zip(group.tolist(), roots, before_keys, strict=True):
+            step, end = step_starts[run], step_starts[run + 1]
+            start, stop = stop, stop + ends[end - 1]
+            yield RestoredRun(
+                RootId(root), before or None, keys[start:stop], slots[start:stop],
+                ends[step:end], ages[step:end], times[step:end],
+            )  # fmt: skip
+
+
+def _groups(runs: Indices, lengths: Indices) -> Iterator[Indices]:
+    """Yield runs by the handful, of `CHUNK_ROWS` records if they are not longer."""
+    last = np.cumsum(lengths[runs])
+    cuts = np.searchsorted(last, np.arange(0, last[-1], CHUNK_ROWS), side="right")
+    bounds = np.unique(np.append(cuts, (0, len(runs))))
+    return (runs[start:stop] for start, stop in pairwise(bounds.tolist()))
 
 
 def _heads(parents: Indices) -> Indices:

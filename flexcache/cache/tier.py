@@ -19,6 +19,7 @@ Not thread-safe, no I/O.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
@@ -32,7 +33,7 @@ from flexcache.cache.block_pool import BlockPool
 from flexcache.cache.eviction_queue import RETIRED, Outlook, Ranking
 from flexcache.cache.prefix_index import EMPTY_MATCH, NO_BLOCKS, PrefixIndex, PrefixMatch
 from flexcache.cache.prompt_content import PromptContent
-from flexcache.cache.quotas import Quotas
+from flexcache.cache.quotas import NO_ROOT, Quotas
 from flexcache.cache.retention import Retention, Seconds
 from flexcache.cache.tail_index import Tail, TailIndex, tail_keys
 from flexcache.errors import InternalError
@@ -151,6 +152,8 @@ class Tier:
         self.counters = TierCounters()
         self._flights: dict[RootId, _Flight] = {}
         self._num_leased = 0
+        self._num_expected = 0
+        self._expected_s = 0.0
         self._now = 0.0
         self.on_stored: list[OnStored] = []
         """Called with blocks that were indexed; `PrefixIndex.on_removed` with removed ones."""
@@ -169,6 +172,11 @@ class Tier:
     @property
     def num_leased(self) -> int:
         return self._num_leased
+
+    @property
+    def num_expected(self) -> int:
+        """Blocks whose bytes are in place, and that are to be indexed (`expect`)."""
+        return self._num_expected
 
     def advance(self, now: float) -> None:
         """Set the time: recency is counted in seconds."""
@@ -427,6 +435,7 @@ class Tier:
             "free": self.pool.num_free,
             "indexed": self.num_indexed,
             "leased": self._num_leased,
+            "restoring": self._num_expected,
             "tails": self.tails.num_tails,
             **asdict(self.counters),
         }
@@ -643,27 +652,64 @@ class Tier:
             self.on_unpublished(lease)
         self._try_publish(followers)
 
-    def restore(self, runs: Iterable[RestoredRun]) -> None:
-        """Index blocks whose bytes are already in place, each run after the one it builds on.
+    def expect(self, blocks: BlockIds) -> None:
+        """Take blocks whose bytes are in place, until `restore` indexes them or `give_up`.
 
-        No block may have been used later than one before it. O(1) Python steps per run.
+        They count as used before now.
         """
-        taken, now, all_added = [NO_BLOCKS], self._tick(), []
+        self.pool.take_exactly(blocks)
+        self._charge(NO_ROOT, blocks)
+        self._num_expected += len(blocks)
+        self._expected_s = self._tick()
+
+    def give_up(self, blocks: BlockIds) -> None:
+        """Free blocks that were expected."""
+        self._num_expected -= len(blocks)
+        self._give_back(blocks)
+
+    def restore(self, runs: Iterable[RestoredRun]) -> None:
+        """Index blocks that were expected, each run after the one it builds on.
+
+        No block may have been used later than one before it. What has been stored since comes
+        first: the rest is freed. O(1) Python steps per run.
+        """
+        now, added = self._expected_s, []
         for run in runs:
+            run = self._restorable(run)
+            if not run.keys:
+                continue
             ends = run.ends or [len(run.keys)]
             recency = [
                 (end, now - age * _TICK_S, 0) for end, age in zip(ends, run.ages, strict=True)
             ]
-            added = self.index.restore(run.root, run.parent, run.keys, run.blocks, recency)
-            all_added.append(added)
+            added.append(self.index.restore(run.root, run.parent, run.keys, run.blocks, recency))
             if self._retention is not None:
-                self._retention.restored(added, zip(ends, run.written_s or [now], strict=True))
-            taken.append(run.blocks)
-            self._charge(run.root, run.blocks)
+                self._retention.restored(added[-1], zip(ends, run.written_s or [now], strict=True))
+            self._num_expected -= len(run.blocks)
+            if (quotas := self.quotas) is not None:
+                quotas.pass_on(quotas.tenant(NO_ROOT), quotas.tenant(run.root), run.blocks)
             for tell in self.on_stored:
                 tell(run.root, run.parent, run.keys, None, 0)
-        self.index.queue_restored(all_added)
-        self.pool.take_exactly(np.concatenate(taken))
+        self.index.queue_restored(added)
+
+    def _restorable(self, run: RestoredRun) -> RestoredRun:
+        """Return a run without what has been stored since or has lost its parent; free that."""
+        index, root, keys = self.index, run.root, run.keys
+        start = 0
+        while start < len(keys) and index.contains(root, keys[start]):
+            start += 1
+        parent, stop = keys[start - 1] if start else run.parent, start
+        if parent is None or index.contains(root, parent):
+            stop += index.num_insertable(root, keys[start:])
+        if stop - start == len(keys):
+            return run
+        self.give_up(np.concatenate((run.blocks[:start], run.blocks[stop:])))
+        first, last = bisect_right(run.ends, start), bisect_left(run.ends, stop) + 1
+        return RestoredRun(
+            root, parent, keys[start:stop], run.blocks[start:stop],
+            [min(end, stop) - start for end in run.ends[first:last]], run.ages[first:last],
+            run.written_s[first:last],
+        )  # fmt: skip
 
     def restore_tails(self, tails: Sequence[Tail]) -> None:
         """Index whole tails whose bytes are already in place, after `restore`.
@@ -698,9 +744,9 @@ class Tier:
 
     def check_counts(self) -> None:
         """Raise `InternalError` if the counts say that ids were lost. O(1)."""
-        total = self.pool.num_free + self.num_indexed + self._num_leased
+        total = self.pool.num_free + self.num_indexed + self._num_leased + self._num_expected
         if total != self.capacity:
             raise InternalError(
                 f"{self.name.value}: {self.pool.num_free} free + {self.num_indexed} indexed "
-                f"+ {self._num_leased} leased != {self.capacity}"
+                f"+ {self._num_leased} leased + {self._num_expected} expected != {self.capacity}"
             )

@@ -22,7 +22,7 @@ from flexcache.cache.load_ways import LoadWays
 from flexcache.cache.plan import Plan
 from flexcache.cache.prompt_sessions import PromptSessions
 from flexcache.cache.remote_tier import RemoteTier
-from flexcache.cache.restore import Records, RestoreReport, Seconds, restore_tier
+from flexcache.cache.restore import Records, Restoration, RestoreReport, Seconds
 from flexcache.cache.reuse_watch import ReuseWatch
 from flexcache.cache.store_plan import StorePlanner
 from flexcache.cache.tail_index import TAIL_FIRST, last_tail_key
@@ -32,6 +32,11 @@ from flexcache.cache.write_budget import WriteBudget
 from flexcache.config.groups import UnitShape
 from flexcache.errors import InternalError
 from flexcache.ids import OpId, TaskKind, TierName
+
+_RESTORED_AT_ONCE = 1 << 16
+"""Blocks of a restart that are found from the start."""
+_RESTORED_A_TURN, _RESTORE_PAUSE_S = 1 << 11, 0.008
+"""Blocks that follow at a time, which takes 2 to 4 ms, and the time from one turn to the next."""
 
 
 class TieredCache:
@@ -81,6 +86,8 @@ class TieredCache:
         self.sessions = PromptSessions(tiers, load_cost)
         self.early = EarlyLoads(tiers.host, early_load_share, early_load_ttl_s)
         self.reuse = reuse
+        self._restoration: Restoration | None = None
+        self._restore_at = 0.0
         self.direct_stores: DirectStores | None = None
         """Plans puts past the host tier, if that only stages."""
         if not keeps_on_host:
@@ -143,20 +150,47 @@ class TieredCache:
         self.tiers.num_holders -= 1
 
     def restore(self, records: Records, ages_s: Seconds, now: float) -> RestoreReport:
-        """Index the blocks of SSD slots that outlived the last process (`restore_tier`).
+        """Index the blocks of SSD slots that outlived the last process (`Restoration`).
+
+        Those used last are found at once; the others follow in `tick`.
 
         Args:
             ages_s: How long ago each record was written; it is dropped if that was too long.
         """
         ssd = self.tiers.by_name[TierName.SSD]
         self.tiers.advance(now)
-        report = restore_tier(ssd, records, now - ages_s)
+        self._restoration = Restoration(ssd, records, now - ages_s)
+        report = self._restoration.report
+        self._restore(_RESTORED_AT_ONCE, now)
         ssd.expire_all(now)
         return report
 
+    def _restore(self, num_blocks: int, now: float) -> None:
+        if self._restoration is None:
+            return
+        self._restoration.go_on(num_blocks)
+        self._restore_at = now + _RESTORE_PAUSE_S
+        if not self._restoration.num_pending:
+            self._restoration = None
+
+    def clear(self, tier: str | None) -> int:
+        """Drop the unheld blocks of one tier, or of all; return how many.
+
+        Raises:
+            ValueError: There is no such tier.
+        """
+        self.early.forget()
+        num_dropped = sum(len(blocks) for blocks in self.tiers.clear(tier).values())
+        if self._restoration is not None and tier in (None, TierName.SSD.value):
+            num_dropped += self._restoration.give_up()
+            self._restoration = None
+        return num_dropped
+
     def tick(self, now: float) -> None:
-        """Let time pass: blocks expire, and budgets of writes grow."""
+        """Let time pass: blocks expire, budgets of writes grow, and a restart's blocks return."""
         self.tiers.advance(now)
+        if self._restoration is not None and now >= self._restore_at:
+            self._restore(_RESTORED_A_TURN, now)
         expiry_s = self.tiers.host.next_expiry
         self.tiers.expire(now)
         if expiry_s is not None and expiry_s <= now:
@@ -166,6 +200,8 @@ class TieredCache:
         """When something is due: to `tick`, or for `stores` to write back."""
         times = [tier.next_expiry for tier in self.tiers]
         times += [self.stores.throttled_until(tier.name) for tier in self.tiers.lower]
+        if self._restoration is not None:
+            times.append(self._restore_at)
         return min((time for time in times if time is not None), default=None)
 
     def stats(self) -> dict[str, dict[str, int]]:

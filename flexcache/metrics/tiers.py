@@ -214,6 +214,11 @@ TIERS = (
         lambda tier: tier.indexed,
     ),
     *_in_blocks_and_bytes("tier_leased", "{} that tasks have reserved.", lambda tier: tier.leased),
+    *_in_blocks_and_bytes(
+        "tier_restoring",
+        "{} that survived a restart and cannot be found yet: a matter of seconds.",
+        lambda tier: tier.restoring,
+    ),
 )
 
 QUOTAS = (

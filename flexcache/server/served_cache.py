@@ -175,6 +175,7 @@ class ServedCache:
             log_event(
                 logger, logging.INFO, "ssd_restored", blocks=report.num_restored,
                 useless_blocks=report.num_dropped, seconds=time.monotonic() - started,
+                found_later=self.tasks.cache.tiers.by_name[TierName.SSD].num_expected,
             )  # fmt: skip
 
     def direct_files(self) -> DirectFilesRef | None:
@@ -217,7 +218,8 @@ class ServedCache:
         if former is not None and (former.model != identity.model or not ssd.num_indexed):
             former = None  # another model's blocks leave as room is needed
         if former is not None and self.config.ssd_on_mismatch == "refuse":
-            raise other_layout(self.config, ssd.num_indexed, former, identity)
+            num_blocks = ssd.num_indexed + ssd.num_expected
+            raise other_layout(self.config, num_blocks, former, identity)
         try:
             pool.adopt(identity)
         except OSError as error:  # the roots keep layouts apart; a restart finds what is recorded
@@ -242,8 +244,7 @@ class ServedCache:
             ValueError: There is no such tier.
         """
         cache, tiers = self.tasks.cache, self.tasks.cache.tiers
-        cache.early.forget()
-        num_dropped = sum(len(blocks) for blocks in tiers.clear(tier).values())
+        num_dropped = cache.clear(tier)
         log_event(logger, logging.INFO, "tier_cleared", tier=tier or "all", blocks=num_dropped)
         if self.tasks.recorder is not None:
             self.tasks.recorder.cleared(tier, num_dropped)

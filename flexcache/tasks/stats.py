@@ -77,6 +77,8 @@ class TierStats(_Part, frozen=True, kw_only=True):
     written_bytes: int
     available: int
     """1 while the tier takes part, else 0."""
+    restoring: int = 0
+    """Survived the last process, and cannot be found yet."""
     tails: int = 0
     """How many tails can be found; their units count as blocks."""
     known_absent: int | None = None

@@ -70,7 +70,7 @@ def make_header(
         capacities={
             tier.name.value: 0 if tier.name is TierName.REMOTE else tier.capacity for tier in tiers
         },
-        indexed={tier.name.value: tier.num_indexed for tier in tiers},
+        indexed={tier.name.value: tier.num_indexed + tier.num_expected for tier in tiers},
         settings={name: settings[name] for name in SETTINGS},
         began_unix_s=round(time.time(), 3),
         pid=os.getpid(),

@@ -177,9 +177,9 @@ TestWriteBackJournal.settings = settings(stateful_step_count=30)
 
 def test_restored_blocks_are_recorded_without_tokens() -> None:
     cache = make_cache(4, 4, tokens_per_block=SIZE)
-    cache.tiers.by_name[TierName.SSD].restore(
-        [RestoredRun(ROOT, None, keys_of("ab"), np.array([0, 1]))]
-    )
+    ssd, slots = cache.tiers.by_name[TierName.SSD], np.array([0, 1])
+    ssd.expect(slots)
+    ssd.restore([RestoredRun(ROOT, None, keys_of("ab"), slots)])
     assert cache.tiers.journal is not None
     assert cache.tiers.journal.take() == [
         Stored(Medium.STORAGE, ROOT, None, keys_of("ab"), block_size=SIZE)

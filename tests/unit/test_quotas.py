@@ -269,6 +269,7 @@ def test_withheld_blocks_are_no_tenants() -> None:
 
 def test_after_a_restart_blocks_are_counted_for_their_tenants_again() -> None:
     tier = tier_of(8, {"*": 2, "a": 6})
+    tier.expect(ids(0, 1, 2, 5))
     tier.restore(
         [
             RestoredRun(A, None, keys_of("xxx"), ids(0, 1, 2)),

@@ -249,7 +249,9 @@ def test_a_retained_tail_outlives_later_ones() -> None:
 def test_restored_tails_are_as_recent_as_their_prefixes(with_prefix: bool) -> None:
     tier = Tier(TierName.SSD, 6)
     if with_prefix:
+        tier.expect(ids(0, 1))
         tier.restore([RestoredRun(ROOT, None, keys_of("aa"), ids(0, 1))])
+    tier.expect(ids(2, 3))
     tier.restore([RestoredRun(ROOT, None, keys_of("bb"), ids(2, 3))])
     tier.restore_tails([Tail(ROOT, key_of("aa"), ids(4)), Tail(ROOT, key_of("bb"), ids(5))])
     tier.check()
