@@ -29,7 +29,7 @@ BlockIds = npt.NDArray[np.int64]
 OTHERS = 0
 """Number of the tenants that are not named."""
 NO_ROOT = RootId(b"")
-"""Of blocks that are withheld from every plan, or expected after a restart."""
+"""The root of blocks that are withheld from every plan, or expected after a restart."""
 _FREE = -1
 
 
