@@ -65,7 +65,7 @@ class DrivenWorker:
         self._pool, self._segment = pool, segment
         self._sums = np.zeros(pool.num_slots, np.uint64)
         self._next_key = 0
-        index = SlotIndex(pool.index_fds, pool.pool_id)
+        index = SlotIndex(pool.index_fds, pool.record_id)
         self._commit = GroupCommit(pool.data_fds, pool.index_fds, index, sync)
 
         def locate(slot: int) -> tuple[int, int]:

@@ -289,6 +289,10 @@ class PrefixIndex:
                 yield run.depth + min(end, length), time, kind
             length, run = run.parent_length, run.parent
 
+    def starts(self) -> list[tuple[RootId, BlockKey]]:
+        """Return the first keys of all prompts, with their roots."""
+        return [(run.root, run.keys[0]) for run in self._runs.values() if run.parent is None]
+
     def blocks_by_root(self) -> Iterator[tuple[RootId, BlockIds]]:
         """Yield the blocks of each run with its root."""
         return ((run.root, _view(run.blocks)) for run in self._runs.values())

@@ -85,6 +85,8 @@ class Lease:
     """Whether blocks that were not published must not be written again on their own."""
     tail: Tail | None = None
     """The tail that the blocks make up, if they do."""
+    era: int = 0
+    """Of the tier, when it was made: what is older than the last `Tier.forget_held` is void."""
     waiting: bool = False
     in_flight: bool = False
     released: bool = False
@@ -152,6 +154,7 @@ class Tier:
         self.counters = TierCounters()
         self._flights: dict[RootId, _Flight] = {}
         self._num_leased = 0
+        self._era = 0
         self._num_expected = 0
         self._expected_s = 0.0
         self._now = 0.0
@@ -298,6 +301,7 @@ class Tier:
         self.index.pin(pin)  # before anything is evicted to make room
         blocks = self._allocate(root, count, below)
         lease = Lease(root, parent_key, first_keys(len(blocks)), blocks, parent_pin=pin)
+        lease.era = self._era
         if len(blocks):
             flight = self._flights.setdefault(root, _Flight())
             flight.num_leases += 1
@@ -337,7 +341,7 @@ class Tier:
         if lease.released or lease.to_publish or lease.published.run is not None:
             raise InternalError("a lease is published once, before its release")
         lease.to_publish = min(count, len(lease.keys))
-        if lease.to_publish:
+        if lease.to_publish and lease.era == self._era:
             self._try_publish([lease])
 
     def release(self, lease: Lease) -> None:
@@ -399,6 +403,22 @@ class Tier:
         freed = np.concatenate([self._evict(self.capacity, tenant=tenant) for tenant in tenants])
         self._give_back(freed)
         return freed
+
+    def forget_held(self) -> None:
+        """Make all blocks unfindable, and have no lease published that there is.
+
+        What is held is freed when it is let go.
+        """
+        self._era += 1
+        for root, key in self.index.starts():
+            self._give_back(self.index.discard(root, key))
+        for tail in self.tails.all_tails():
+            self._give_back(self.tails.discard(tail.root, tail.key))
+        flights, self._flights = self._flights, {}
+        for lease in chain.from_iterable(chain(*f.waiting.values()) for f in flights.values()):
+            lease.waiting = False
+            if lease.released:
+                self._settle(lease)
 
     @property
     def retention_s(self) -> float | None:
@@ -616,9 +636,9 @@ class Tier:
 
     def _land(self, lease: Lease) -> list[Lease]:
         """End the flight of the lease's keys; return the leases that waited for them."""
-        if not lease.in_flight:
+        is_void, lease.in_flight = not lease.in_flight or lease.era < self._era, False
+        if is_void:
             return []
-        lease.in_flight = False
         flight = self._flights[lease.root]
         flight.num_leases -= 1
         if flight.num_leases == 0 and not flight.waiting:
@@ -648,7 +668,7 @@ class Tier:
         self._num_leased -= len(unpublished)
         lease.blocks = NO_BLOCKS
         is_short = lease.num_published < len(lease.keys) and lease.tail is None
-        if is_short and self.on_unpublished is not None:
+        if is_short and lease.era == self._era and self.on_unpublished is not None:
             self.on_unpublished(lease)
         self._try_publish(followers)
 

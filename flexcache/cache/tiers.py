@@ -156,7 +156,9 @@ class Tiers:
         self.lost[f"{tier.name.value.lower()}_never_written"] += num_blocks
 
     def clear(self, name: str | None) -> dict[TierName, BlockIds]:
-        """Drop the unheld blocks of one tier, or of all; return their ids by tier.
+        """Drop the unheld blocks of one tier, or all of all tiers; return ids of unheld by tier.
+
+        With all tiers, what is held can no longer be found, and what is on its way never can.
 
         Raises:
             ValueError: There is no such tier; the message names the existing ones.
@@ -167,6 +169,9 @@ class Tiers:
         mark = 0 if self.journal is None else len(self.journal)
         kept, self.lost = self.lost, Counter()  # blocks dropped on request are not lost
         dropped = {t.name: t.clear() for t in self._tiers if name in (None, t.name.value)}
+        if name is None:
+            for tier in self._tiers:
+                tier.forget_held()
         self.lost = kept
         is_empty = not any(tier.index.num_blocks for tier in self._tiers)
         if self.journal is not None and name is None and is_empty:

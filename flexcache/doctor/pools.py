@@ -10,7 +10,7 @@ import contextlib
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,8 @@ class PoolDoctor:
             at_hand[i].index_fd if i in at_hand else -1 for i in range(header.num_directories)
         ]
         num_slots = header.num_directories * max(_num_rows(d.index_fd) for _, d in parts)
-        index = SlotIndex(index_fds, header.pool_id)
+        era = max(part.era for part, _ in parts)
+        index = SlotIndex(index_fds, replace(header, era=era).record_id)
         contents = index.load(num_slots)
         self._say(
             Level.OK,

@@ -46,6 +46,7 @@ class Clearing:
     _tiers: Tiers | None = None
     _withheld: Lease | None = None
     _pool: DiskPool | None = None
+    _is_reset: bool = False
 
     @property
     def needs_work(self) -> bool:
@@ -54,9 +55,13 @@ class Clearing:
     def work(self) -> None:
         """Erase the records for good: may take seconds, and needs no lock.
 
+        After a reset those of slots in use are void too, whatever is still written there.
+
         Raises:
             OSError: A restart may bring back what was cleared.
         """
+        if self._pool is not None and self._is_reset:
+            self._pool.invalidate()
         if self._pool is not None and self._withheld is not None:
             self._pool.erase(self._withheld.blocks)
 
@@ -235,10 +240,11 @@ class ServedCache:
         return self.clear(ssd.name.value)
 
     def clear(self, tier: str | None) -> Clearing:
-        """Drop the blocks of one tier, or of all, that are not in use.
+        """Drop the blocks of one tier that are not in use, or all of all tiers (a reset).
 
-        After all were cleared, what is stored is not recorded any more: the model's weights may
-        have changed under their name, and a restart may change them back.
+        After a reset nothing that was stored before can be found, also where it is in use or being
+        stored, and what is stored is not recorded any more: the model's weights may have changed
+        under their name, and a restart may change them back.
 
         Raises:
             ValueError: There is no such tier.
@@ -253,4 +259,5 @@ class ServedCache:
         pool = self.store.disk_pool
         if pool is None or tier not in (None, TierName.SSD.value):
             return Clearing(num_dropped)
-        return Clearing(num_dropped, tiers, tiers.withhold_free(TierName.SSD), pool)
+        withheld = tiers.withhold_free(TierName.SSD)
+        return Clearing(num_dropped, tiers, withheld, pool, _is_reset=tier is None)

@@ -150,7 +150,7 @@ class CacheStore:
             num_host_blocks=self._sizes.num_host_blocks,
             data_fds=pool.data_fds,
             index_fds=pool.index_fds,
-            pool_id=pool.pool_id,
+            record_id=pool.record_id,
             slot_bytes=pool.slot_bytes,
             num_slots=pool.num_slots,
             io_engine=config.io_engine,

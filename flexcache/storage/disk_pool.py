@@ -9,6 +9,7 @@ The number of slots may change between restarts: the slots that still exist are 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -55,7 +56,11 @@ class DiskPool:
     ) -> None:
         self.slot_bytes = slot_bytes
         self.num_slots = num_slots
-        self.pool_id = b""
+        self.record_id = b""
+        """What the checks of the records that this process reads and writes depend on."""
+        self._pool_id = b""
+        self._era = 0
+        self._is_void = False
         self.identity: KVIdentity | None = None
         """Identity of the KV in the slots, if all directories agree on it."""
         self._clears = on_mismatch == "clear"
@@ -98,7 +103,7 @@ class DiskPool:
             ConfigError: An index cannot be read.
         """
         try:
-            contents = SlotIndex(self.index_fds, self.pool_id).load(self.num_slots)
+            contents = SlotIndex(self.index_fds, self.record_id).load(self.num_slots)
         except OSError as error:
             paths = ", ".join(str(directory.path) for directory in self._directories)
             raise _unusable(paths, error) from None
@@ -126,8 +131,19 @@ class DiskPool:
         """
         self.identity = identity
         for position, directory in enumerate(self._directories):
-            header = self._header(self.pool_id, position)
-            directory.adopt(replace(header, identity=identity))
+            directory.adopt(self._header(position))
+
+    def invalidate(self) -> None:
+        """Make all records void, durably: those that are there, and those that are yet written.
+
+        A restart finds none of them.
+
+        Raises:
+            OSError: It may find some.
+        """
+        self._era, self._is_void = self._era + 1, True
+        for position, directory in enumerate(self._directories):
+            directory.update(self._header(position))
 
     def erase(self, slots: SlotIds) -> None:
         """Erase the records of slots, durably.
@@ -135,13 +151,16 @@ class DiskPool:
         Raises:
             OSError: Some records may still be on the device.
         """
-        index = SlotIndex(self.index_fds, self.pool_id)
+        index = SlotIndex(self.index_fds, self.record_id)
         index.erase(np.intersect1d(index.in_use(self.num_slots), slots, assume_unique=True))
         for fd in self.index_fds:
             os.fdatasync(fd)
 
     def close(self) -> None:
         """Release the directories. Idempotent."""
+        if self._is_void and self._directories:
+            with contextlib.suppress(OSError):  # a restart drops them as torn
+                self.erase(np.arange(self.num_slots))
         for directory in self._directories:
             directory.close()
         self._directories = []
@@ -173,15 +192,18 @@ class DiskPool:
             mismatches = {each: mismatches.get(each, strangers) for each in self._directories}
             headers, found = [None] * len(headers), {}
         self._clear_or_refuse(mismatches)
-        self.pool_id = next(iter(found), None) or os.urandom(16)
+        self._pool_id = next(iter(found), None) or os.urandom(16)
+        # They differ if a kill came between two headers.
+        self._era = max((header.era for header in headers if header is not None), default=0)
         identities = {None if header is None else header.identity for header in headers}
         self.identity = identities.pop() if len(identities) == 1 else None
+        self.record_id = self._header(0).record_id
         for position, header in enumerate(headers):
             directory = self._directories[position]
             if header is None:
-                directory.create(self._header(self.pool_id, position))
+                directory.create(self._header(position))
             else:
-                directory.update(header)
+                directory.update(replace(header, era=self._era))
 
     def _recognise(self, position: int) -> PoolHeader | None:
         """Return the directory's header; None if the directory is empty.
@@ -193,13 +215,16 @@ class DiskPool:
         header = directory.header()
         if header is None:
             return None
-        expected = replace(self._header(header.pool_id, position), identity=header.identity)
-        if header != expected:
+        expected = (self.slot_bytes, len(self._directories), position)
+        if (header.slot_bytes, header.num_directories, header.position) != expected:
             raise PoolMismatchError(directory.path, self._difference(header, position))
         return header
 
-    def _header(self, pool_id: bytes, position: int) -> PoolHeader:
-        return PoolHeader(pool_id, self.slot_bytes, len(self._directories), position)
+    def _header(self, position: int) -> PoolHeader:
+        return PoolHeader(
+            self._pool_id, self.slot_bytes, len(self._directories), position, self.identity,
+            self._era,
+        )  # fmt: skip
 
     def _difference(self, found: PoolHeader, position: int) -> str:
         if found.slot_bytes != self.slot_bytes:

@@ -45,7 +45,7 @@ OLD_DATA_FILE = "flexcache-ssd.data"
 """FlexCache 0.1's file: slots without a header or an index, useless once their owner is gone."""
 
 _DATA_MAGIC, _INDEX_MAGIC = b"FlexSSDd", b"FlexSSDi"
-_HEADER = struct.Struct(f"<8sI4x16sQII{DIGEST_BYTES}s{DIGEST_BYTES}s")
+_HEADER = struct.Struct(f"<8sII16sQII{DIGEST_BYTES}s{DIGEST_BYTES}s")
 _CHECK = struct.Struct("<Q")
 _UNKNOWN = bytes(DIGEST_BYTES)
 _TEXT_OFFSET = 512  # everything that is checked is in the first sector; the text is for display
@@ -64,13 +64,15 @@ class PoolHeader:
     position: int
     identity: KVIdentity | None = None
     """Identity of the KV in the slots; None until the first rank has registered."""
+    era: int = 0
+    """How often all records were made void at once; only in the index's header."""
     format: int = field(default=FORMAT_VERSION, compare=False)
     """Format of the file that it was read from."""
 
     def page(self, magic: bytes) -> bytes:
         identity = self.identity or KVIdentity(_UNKNOWN, _UNKNOWN)
         fields = _HEADER.pack(
-            magic, FORMAT_VERSION, self.pool_id, self.slot_bytes, self.num_directories,
+            magic, FORMAT_VERSION, self.era, self.pool_id, self.slot_bytes, self.num_directories,
             self.position, identity.model, identity.layout,
         )  # fmt: skip
         sector = (fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))).ljust(_TEXT_OFFSET, b"\0")
@@ -83,14 +85,26 @@ class PoolHeader:
         fields = page[: _HEADER.size].ljust(_HEADER.size, b"\0")
         if page[_HEADER.size :][: _CHECK.size] != _CHECK.pack(xxhash.xxh3_64_intdigest(fields)):
             return None
-        _, version, pool_id, slot_bytes, directories, position, model, layout = _HEADER.unpack(
+        _, version, era, pool_id, slot_bytes, directories, position, model, layout = _HEADER.unpack(
             fields
         )
         identity = None
         if layout != _UNKNOWN:
             text = page[_TEXT_OFFSET:].rstrip(b"\0").decode(errors="replace")
             identity = KVIdentity(model, layout, text)
-        return cls(pool_id, slot_bytes, directories, position, identity, version)
+        return cls(pool_id, slot_bytes, directories, position, identity, era, version)
+
+    @property
+    def data_header(self) -> PoolHeader:
+        """The header of the data file that belongs to this index."""
+        return replace(self, identity=None, era=0)
+
+    @property
+    def record_id(self) -> bytes:
+        """What the checks of sound records depend on."""
+        if not self.era:
+            return self.pool_id
+        return xxhash.xxh3_128_digest(self.pool_id + self.era.to_bytes(4, "little"))
 
 
 class PoolMismatchError(ConfigError):
@@ -157,7 +171,7 @@ class PoolDirectory:
             return None
         if data is None:
             raise missing_data_file(self.path)
-        if data != replace(index, identity=None):
+        if data != index.data_header:
             raise PoolMismatchError(self.path, f"{INDEX_FILE} is not the index of {DATA_FILE}")
         return index
 
@@ -195,11 +209,10 @@ class PoolDirectory:
         return header
 
     def update(self, header: PoolHeader) -> None:
-        """Give files of an older format the current one, durably. Their contents stay."""
-        data_header = replace(header, identity=None)
+        """Give the files this header, durably, where theirs differs. Their contents stay."""
         for fd, magic, page_header in (
             (self.index_fd, _INDEX_MAGIC, header),
-            (self.data_fd, _DATA_MAGIC, data_header),
+            (self.data_fd, _DATA_MAGIC, header.data_header),
         ):
             page = page_header.page(magic)
             if _first_page(fd) != page:
@@ -216,8 +229,10 @@ class PoolDirectory:
     def create(self, header: PoolHeader) -> None:
         """Make the files of an empty part of a pool, durably. Discards previous content."""
         self.clear()
-        for fd, magic in ((self.data_fd, _DATA_MAGIC), (self.index_fd, _INDEX_MAGIC)):
-            os.pwrite(fd, header.page(magic), 0)
+        for fd, magic, page_header in (
+            (self.data_fd, _DATA_MAGIC, header.data_header), (self.index_fd, _INDEX_MAGIC, header),
+        ):  # fmt: skip
+            os.pwrite(fd, page_header.page(magic), 0)
             os.fsync(fd)
         _sync_directory(self.path)
 

@@ -51,7 +51,7 @@ def write(
         os.pwrite(fd, content, offset)
     sums = np.array([xxhash.xxh3_64_intdigest(content) for content in contents], np.uint64)
     records = make_records(b"root of a model!", position, parent, keys, sums)
-    SlotIndex(pool.index_fds, pool.pool_id).write(slots, records)
+    SlotIndex(pool.index_fds, pool.record_id).write(slots, records)
     pool.close()
 
 

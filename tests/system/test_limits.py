@@ -95,7 +95,7 @@ def make_older(directory: Path, age_s: int) -> None:
     opened.close()
     assert header is not None
     pool = DiskPool([str(directory)], header.slot_bytes, NUM_SLOTS, direct_io=False)
-    index = SlotIndex(pool.index_fds, pool.pool_id)
+    index = SlotIndex(pool.index_fds, pool.record_id)
     found = index.load(NUM_SLOTS).records
     assert len(found) == 24
     found["generation"] -= np.uint64(age_s * 1_000_000)

@@ -114,7 +114,7 @@ def test_a_codec_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
     with running_cluster([tmp_path], make_kv=noise_in_kv, ssd_compression="zstd") as cluster:
         cluster.put(TOKENS, SOURCE)
     pool = DiskPool([str(tmp_path)], SLOT_BYTES, 96, direct_io=False)
-    index = SlotIndex(pool.index_fds, pool.pool_id)
+    index = SlotIndex(pool.index_fds, pool.record_id)
     found = index.load(96).records
     found["codec"] = 77
     index.write(found["slot"], found.view(RECORD))

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import logging
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import pytest
 from flexcache.errors import ConfigError
 from flexcache.storage import pool_directory
 from flexcache.storage.disk_pool import DiskPool, locate_slot
+from flexcache.storage.kv_identity import KVIdentity
 from flexcache.storage.pool_directory import (
     DATA_FILE,
     FORMAT_VERSION,
@@ -44,7 +46,7 @@ def fill(opened: DiskPool) -> None:
         os.ftruncate(fd, HEADER_BYTES + opened.num_rows * opened.slot_bytes)
     keys = [b"block %d" % i for i in range(opened.num_slots)]
     records = make_records(b"r" * 16, 0, b"", keys, np.zeros(len(keys), np.uint64))
-    SlotIndex(opened.index_fds, opened.pool_id).write(np.arange(len(keys)), records)
+    SlotIndex(opened.index_fds, opened.record_id).write(np.arange(len(keys)), records)
 
 
 def slots(opened: DiskPool) -> list[int]:
@@ -69,10 +71,54 @@ def test_files_and_their_contents_survive_a_restart(num_dirs: int, tmp_path: Pat
         os.pwrite(fd, b"seven", offset)
     assert sorted(os.listdir(paths[0])) == [INDEX_FILE, DATA_FILE]
     with pool(*paths) as second:
-        assert second.pool_id == first.pool_id
+        assert second.record_id == first.record_id
         assert slots(second) == list(range(10))
         fd, offset = locate_slot(7, second.data_fds, SLOT_BYTES)
         assert os.pread(fd, 5, offset) == b"seven"
+
+
+@pytest.mark.parametrize("num_dirs", [1, 2])
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_what_was_made_void_does_not_return_though_it_is_written_later(
+    num_dirs: int, is_killed: bool, tmp_path: Path
+) -> None:
+    paths = [tmp_path / str(number) for number in range(num_dirs)]
+    with pool(*paths) as opened:
+        fill(opened)
+        opened.invalidate()
+        fill(opened)  # by a worker that was at it
+        opened.adopt(KVIdentity.of("model", "layout"))
+        if is_killed:  # nothing of what an orderly end does reaches these files
+            copies = [tmp_path / f"{path.name}-killed" for path in paths]
+            for path, copy in zip(paths, copies, strict=True):
+                shutil.copytree(path, copy)
+            paths = copies
+    with pool(*paths) as again:
+        assert slots(again) == []
+        fill(again)
+    with pool(*paths) as third:
+        assert slots(third) == list(range(10))
+
+
+def test_after_an_orderly_end_no_void_record_is_left(filled: Path) -> None:
+    with pool(filled) as opened:
+        opened.invalidate()
+    with pool(filled) as again:
+        assert len(SlotIndex(again.index_fds, again.record_id).in_use(again.num_slots)) == 0
+
+
+def test_a_kill_between_two_headers_leaves_a_pool_of_which_nothing_is_found(
+    tmp_path: Path,
+) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    with pool(*paths) as opened:
+        fill(opened)
+    before = (paths[1] / INDEX_FILE).read_bytes()
+    with pool(*paths) as opened:
+        opened.invalidate()
+    (paths[1] / INDEX_FILE).write_bytes(before)
+    with pool(*paths) as again:
+        assert slots(again) == []
 
 
 def test_slots_are_striped_behind_the_header_page() -> None:
@@ -131,7 +177,7 @@ def test_a_half_created_pool_is_recreated(filled: Path) -> None:
     (third / INDEX_FILE).unlink()
     (third / DATA_FILE).write_bytes(bytes(HEADER_BYTES))  # a power cut before the sync
     with pool(first, second, third) as again:
-        assert again.pool_id == made.pool_id
+        assert again.record_id == made.record_id
         assert slots(again) == [0, 3, 6, 9]
         fill(again)
     with pool(first, second, third) as filled_again:
@@ -191,7 +237,7 @@ def test_another_slot_size_is_refused_or_cleared(filled: Path) -> None:
     with pool(filled, size=4096, on_mismatch="clear") as cleared:
         assert slots(cleared) == []
     with pool(filled, size=4096) as again:
-        assert again.pool_id == cleared.pool_id
+        assert again.record_id == cleared.record_id
 
 
 def test_directories_in_another_order_or_number_are_refused(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_ssd_files_of_format_2_are_kept_and_get_the_current_one(tmp_path: Path) 
         opened = pool(tmp_path)
         found = opened.load()
         opened.close()
-        assert opened.pool_id == b"p" * 16
+        assert opened.record_id == b"p" * 16
         assert found[["slot", "checksum", "codec", "filled"]].tolist() == [(3, 5, 0, 0)]
     for name in (DATA_FILE, INDEX_FILE):
         assert (tmp_path / name).read_bytes()[8:12] == struct.pack("<I", 3)

@@ -321,7 +321,7 @@ class Template:
             for fd, name in enumerate(names)
         }
         pool.close()
-        return cls(paths, pool.pool_id, images)
+        return cls(paths, pool.record_id, images)
 
     def reopen(self, images: dict[int, bytes]) -> DiskPool:
         names = [path / name for name in (DATA_FILE, INDEX_FILE) for path in self.paths]

@@ -45,6 +45,7 @@ class Reservation:
     block_ids: list[int]
     num_arrived: int | None = None
     released: bool = False
+    is_void: bool = False
 
     @property
     def parent(self) -> Path | None:
@@ -234,7 +235,7 @@ class TierMachine(RuleBasedStateMachine):
             self.content[block] = path
         self.tier.publish(reservation.lease, num_arrived)
         reservation.num_arrived = num_arrived
-        if num_arrived:
+        if num_arrived and not reservation.is_void:
             self.model.publish(reservation)
 
     @precondition(lambda self: self.open)
@@ -262,6 +263,13 @@ class TierMachine(RuleBasedStateMachine):
         num_indexed = self.tier.index.num_blocks
         assert len(self.tier.clear()) == num_indexed - len(held)
         self.forget_evicted(held, before)
+
+    @rule()
+    def forget_held(self) -> None:
+        self.tier.forget_held()
+        self.model = Model()
+        for reservation in self.leases:
+            reservation.is_void = True
 
     @invariant()
     def every_id_has_one_owner(self) -> None:

@@ -61,6 +61,7 @@ class Reserved:
     word: str
     count: int
     arrived: int | None = None
+    is_void: bool = False
 
 
 class TailedTier(RuleBasedStateMachine):
@@ -87,7 +88,7 @@ class TailedTier(RuleBasedStateMachine):
     @rule(root=some_root, word=some_word, count=st.integers(1, 3))
     def reserve(self, root: RootId, word: str, count: int) -> None:
         is_awaited = any(
-            (r.root, r.word, r.count) == (root, word, count) and not r.arrived
+            (r.root, r.word, r.count) == (root, word, count) and not r.arrived and not r.is_void
             for r in self.open  # nothing that arrived is in flight until its release
         )
         assert self.tier.is_tail_in_flight(root, key_of(word), count) == is_awaited
@@ -112,7 +113,7 @@ class TailedTier(RuleBasedStateMachine):
         was_there = has_tail(self.tier, reserved.word, reserved.root)
         self.tier.publish(reserved.lease, reserved.arrived)
         is_there = has_tail(self.tier, reserved.word, reserved.root)
-        assert is_there == (was_there or is_whole)
+        assert is_there == (was_there or (is_whole and not reserved.is_void))
 
     @precondition(lambda self: self.open)
     @rule(number=some_number)
@@ -142,6 +143,13 @@ class TailedTier(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         self.tier.clear()
+
+    @rule()
+    def forget_held(self) -> None:
+        self.tier.forget_held()
+        assert not self.tier.tails.num_tails
+        for reserved in self.open:
+            reserved.is_void = True
 
     @rule()
     def pass_time(self) -> None:

@@ -264,7 +264,7 @@ class DiskWorkerConfig(WorkerConfig, frozen=True):
 
     data_fds: list[int]
     index_fds: list[int]
-    pool_id: bytes
+    record_id: bytes
     slot_bytes: int
     num_slots: int
     io_engine: str
@@ -279,7 +279,7 @@ def main() -> None:
     _reserve_files(config)
     io = open_block_io(config.io_engine, config.queue_depth)
     segments = map_segments(config)
-    index = SlotIndex(config.index_fds, config.pool_id)
+    index = SlotIndex(config.index_fds, config.record_id)
     commit = GroupCommit(config.data_fds, config.index_fds, index, config.sync)
 
     def locate(slot: int) -> tuple[int, int]:
