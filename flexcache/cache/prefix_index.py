@@ -413,7 +413,8 @@ class PrefixIndex:
         """
         before = EMPTY_MATCH if parent is None else self.locate(root, parent)
         if before.run is not None and recency[0][1] > (due := self.due(before)):
-            recency = [(end, min(time, due), kind) for end, time, kind in recency]
+            recent = sum(time >= due for _, time, _ in recency)
+            recency = [(recency[recent - 1][0], due, 0), *recency[recent:]]
         run = self._add_run(root, before.run, before.length)
         run.keys, run.blocks, run.recency = keys, array("q", blocks.tobytes()), recency
         self._enter(run, 0, keys)

@@ -8,7 +8,6 @@ All is done on whole arrays, up to the runs that the tier takes (`restored_runs`
 longest, so a tier can be used while they are indexed, step by step:
 
     records --> links (all at once) --> runs, those used last first --> the tier's index
-                                        \\------- not yet found --------> dropped with `give_up`
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from flexcache.cache.restored_runs import (
     CHUNK_ROWS,
     Links,
     follow,
+    lay_out,
     restored_runs,
     take,
     words_of,
 )
-from flexcache.cache.tail_index import Tail
 from flexcache.cache.tier import RestoredRun, Tier
 
 Records = npt.NDArray[Any]
@@ -40,6 +39,9 @@ Indices = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
 _Words = npt.NDArray[np.uint64]
 
+_ALL = 1 << 62
+_BLOCKS_A_RUN = 16
+"""What a run costs beside its blocks, in blocks."""
 _ORPHAN = -1
 # Odd, so that no bit of a key is lost; more than a root and a key have words.
 _FACTORS = np.random.default_rng(0).integers(1 << 64, size=16, dtype=np.uint64) | np.uint64(1)
@@ -57,71 +59,60 @@ class RestoreReport:
 class Restoration:
     """Indexes the blocks of ``records`` that can be found from a prompt's start, and whole tails.
 
-    O(n log depth) to begin with. The tier must be unused until then, not until the end. A block was
-    last used when the last block behind it was written, also for the tier's retention.
+    The tier is unused to begin with; it may be used while the blocks that are not indexed at once
+    follow. A block was last used when the last block behind it was written, also for the tier's
+    retention. O(n log depth) at once.
 
     Args:
         written_s: When the records were written, for a tier with a retention time; rises with the
             generations.
+        at_once: About how many blocks are indexed at once; all of a tier with a retention time,
+            which needs all to drop those too old, or with tails, which stand on blocks.
 
     Attributes:
-        report: Its result in the end.
+        report: What comes of it if nothing is stored or dropped meanwhile.
     """
 
-    def __init__(self, tier: Tier, records: Records, written_s: Seconds | None = None) -> None:
+    def __init__(
+        self, tier: Tier, records: Records, written_s: Seconds | None, at_once: int
+    ) -> None:
         if written_s is None:
             written_s = np.zeros(len(records))
-        num_records, self._tails = len(records), list[Tail]()
+        num_records, tails = len(records), []
         of_tails = are_tails(records)
         if of_tails.any():
-            self._tails = whole_tails(records[of_tails], written_s[of_tails])
+            tails = whole_tails(records[of_tails], written_s[of_tails])
             records, written_s = records[~of_tails], written_s[~of_tails]
         links = link(records)
-        found = reaches_start(links)
+        layout = lay_out(records, links, reaches_start(links), written_s)
         self._tier = tier
-        self._runs = restored_runs(records, links, found, written_s)
-        self._is_pending = np.zeros(tier.capacity, np.bool_)
-        self._is_pending[records["slot"][links.by_age[found]]] = True
-        self.num_pending = int(found.sum())
-        """Blocks that are neither indexed nor free yet."""
-        num_restored = self.num_pending + sum(len(tail.units) for tail in self._tails)
+        self._runs = restored_runs(records, layout)
+        num_restored = len(layout.rows) + sum(len(tail.units) for tail in tails)
         self.report = RestoreReport(num_restored, num_records - num_restored)
-        tier.expect(np.flatnonzero(self._is_pending))
+        tier.expect(_slots(records, layout.rows))
+        with _uncollected():
+            self.go_on(_ALL if tails or tier.retention_s is not None else at_once)
+        if tails:
+            tier.restore_tails(tails)
+
+    @property
+    def is_over(self) -> bool:
+        return not self._tier.num_expected
 
     def go_on(self, num_blocks: int) -> None:
-        """Index about so many blocks more; all of a tier with tails or a retention time.
-
-        Tails follow the blocks on which they stand, and what is too old is dropped when all is
-        there.
-        """
-        if self._tails or self._tier.retention_s is not None:
-            num_blocks = self.num_pending
-        with _uncollected():
-            self._tier.restore(self._next(num_blocks))
-        if self._tails and not self.num_pending:
-            self._tier.restore_tails(self._tails)
-            self._tails = []
+        """Index about as many blocks more, and fewer the shorter the runs: each takes time, too."""
+        self._tier.restore(self._next(num_blocks))
 
     def _next(self, num_blocks: int) -> Iterator[RestoredRun]:
-        while num_blocks > 0 and (run := next(self._runs, None)) is not None:
-            self._is_pending[run.blocks] = False
-            self.num_pending -= len(run.blocks)
-            num_blocks -= len(run.blocks)
+        while num_blocks > 0 and not self.is_over:
+            run = next(self._runs)
+            num_blocks -= len(run.blocks) + _BLOCKS_A_RUN
             yield run
-
-    def give_up(self) -> int:
-        """Free the blocks that are not indexed yet; return how many there were."""
-        num_dropped, self.num_pending = self.num_pending, 0
-        self._tier.give_up(np.flatnonzero(self._is_pending))
-        self._runs = iter(())
-        return num_dropped
 
 
 def restore_tier(tier: Tier, records: Records, written_s: Seconds | None = None) -> RestoreReport:
-    """Do a whole `Restoration` at once."""
-    restoration = Restoration(tier, records, written_s)
-    restoration.go_on(restoration.num_pending)
-    return restoration.report
+    """Index all at once."""
+    return Restoration(tier, records, written_s, _ALL).report
 
 
 @contextmanager
@@ -176,6 +167,15 @@ def reaches_start(links: Links) -> npt.NDArray[np.bool_]:
     first = follow(np.where(parents == _ORPHAN, itself, parents))
     is_start: npt.NDArray[np.bool_] = parents == itself
     return is_start[first]
+
+
+def _slots(records: Records, rows: Indices) -> Indices:
+    """Return the slots of some records."""
+    slots = np.empty(len(rows), np.int64)
+    for start in range(0, len(rows), CHUNK_ROWS):
+        which = slice(start, start + CHUNK_ROWS)
+        slots[which] = records["slot"][rows[which]]
+    return slots
 
 
 def _digests(records: Records, field: str) -> _Words:

@@ -57,12 +57,30 @@ def follow(pointers: Indices) -> Indices:
     return found
 
 
-def restored_runs(
-    records: Records, links: Links, found: npt.NDArray[np.bool_], written_s: npt.NDArray[np.float64]
-) -> Iterator[RestoredRun]:  # fmt: skip
-    """Yield the runs of records, those used last first, and each after the one it builds on.
+class Layout(NamedTuple):
+    """Records as runs, those used last first, and each after the one it builds on.
 
-    O(1) Python steps per run; keys are made as they are needed.
+    Attributes:
+        rows: Indices of the records in this order.
+        starts: Where each run begins among them, and the end.
+        steps: Index of each run's first step, and the end: a step is blocks last used at once.
+        ends: Where each step ends in its run.
+        ages: How many of these records were written since its last use, and one.
+        times: When that was.
+    """
+
+    rows: Indices
+    starts: Indices
+    steps: list[int]
+    ends: list[int]
+    ages: list[int]
+    times: list[float]
+
+
+def lay_out(
+    records: Records, links: Links, found: npt.NDArray[np.bool_], written_s: npt.NDArray[np.float64]
+) -> Layout:  # fmt: skip
+    """Lay records out as runs. O(1) Python steps per run.
 
     Args:
         found: Which have all the blocks before them, in the order of age; the others are left out.
@@ -70,7 +88,7 @@ def restored_runs(
     """
     kept = np.flatnonzero(found)
     if not len(kept):
-        return
+        return Layout(kept, np.zeros(1, np.int64), [0], [], [], [])
     numbers = np.empty(len(records), np.int64)
     numbers[kept] = np.arange(len(kept))
     parents, positions = numbers[links.parents[kept]], links.positions[kept]
@@ -87,34 +105,49 @@ def restored_runs(
     laid_out[places] = np.arange(len(kept))
     befores = np.where(parents[firsts] == firsts, -1, places[parents[firsts]])
     uses = _last_uses(laid_out, starts, befores)
-    in_order = np.lexsort((positions[firsts], -uses[starts[:-1]]))
+    # Stable: of runs last used at once, which are a chain, the one before the others stays there.
+    laid_out, starts, uses = _reordered(
+        np.argsort(-uses[starts[:-1]], kind="stable"), starts, laid_out, uses
+    )
     steps = np.flatnonzero(np.append(uses[1:] != uses[:-1], True)) + 1
     steps = np.union1d(steps, starts[1:])
     step_runs = np.searchsorted(starts, steps, side="left") - 1
-    ends, last = (steps - starts[step_runs]).tolist(), uses[steps - 1]
-    step_starts = np.searchsorted(step_runs, np.arange(len(firsts) + 1)).tolist()
-    ages, times = (len(kept) - last).tolist(), written_s[by_age[last]].tolist()
-    for group in _groups(in_order, np.diff(starts)):
-        rows = np.concatenate([np.arange(starts[run], starts[run + 1]) for run in group.tolist()])
-        keys, slots = _keys_and_slots(records, by_age[laid_out[rows]])
-        first_records = take(records, by_age[firsts[group]])
-        roots, before_keys = first_records["root"].tolist(), _keys_of(first_records, "parent")
-        stop = 0
-        for run, root, before in zip(group.tolist(), roots, before_keys, strict=True):
-            step, end = step_starts[run], step_starts[run + 1]
-            start, stop = stop, stop + ends[end - 1]
+    last = uses[steps - 1]
+    return Layout(
+        by_age[laid_out], starts,
+        np.searchsorted(step_runs, np.arange(len(starts))).tolist(),
+        (steps - starts[step_runs]).tolist(), (len(kept) - last).tolist(),
+        written_s[by_age[last]].tolist(),
+    )  # fmt: skip
+
+
+def _reordered(
+    runs: Indices, starts: Indices, laid_out: Indices, uses: Indices
+) -> tuple[Indices, Indices, Indices]:
+    """Return what is laid out in runs with the runs in another order; their starts second."""
+    lengths = np.diff(starts)[runs]
+    new_starts = np.concatenate(([0], np.cumsum(lengths)))
+    places = np.arange(len(laid_out)) + np.repeat(starts[runs] - new_starts[:-1], lengths)
+    return laid_out[places], new_starts, uses[places]
+
+
+def restored_runs(records: Records, layout: Layout) -> Iterator[RestoredRun]:
+    """Yield the runs; their keys and slots are made some thousands at a time."""
+    starts = layout.starts.tolist()
+    marks = np.searchsorted(layout.starts, np.arange(0, starts[-1], CHUNK_ROWS))
+    for first, stop in pairwise([*np.unique(marks).tolist(), len(starts) - 1]):
+        begin = starts[first]
+        rows = layout.rows[begin : starts[stop]]
+        keys, slots = _keys_and_slots(records, rows)
+        heads = take(records, layout.rows[layout.starts[first:stop]])
+        roots, parents = heads["root"].tolist(), _keys_of(heads, "parent")
+        for run, root, parent in zip(range(first, stop), roots, parents, strict=True):
+            blocks = slice(starts[run] - begin, starts[run + 1] - begin)
+            steps = slice(layout.steps[run], layout.steps[run + 1])
             yield RestoredRun(
-                RootId(root), before or None, keys[start:stop], slots[start:stop],
-                ends[step:end], ages[step:end], times[step:end],
+                RootId(root), parent or None, keys[blocks], slots[blocks], layout.ends[steps],
+                layout.ages[steps], layout.times[steps],
             )  # fmt: skip
-
-
-def _groups(runs: Indices, lengths: Indices) -> Iterator[Indices]:
-    """Yield runs by the handful, of `CHUNK_ROWS` records if they are not longer."""
-    last = np.cumsum(lengths[runs])
-    cuts = np.searchsorted(last, np.arange(0, last[-1], CHUNK_ROWS), side="right")
-    bounds = np.unique(np.append(cuts, (0, len(runs))))
-    return (runs[start:stop] for start, stop in pairwise(bounds.tolist()))
 
 
 def _heads(parents: Indices) -> Indices:

@@ -155,7 +155,7 @@ class Tier:
         self._flights: dict[RootId, _Flight] = {}
         self._num_leased = 0
         self._era = 0
-        self._num_expected = 0
+        self._expected = NO_BLOCKS
         self._expected_s = 0.0
         self._now = 0.0
         self.on_stored: list[OnStored] = []
@@ -179,7 +179,7 @@ class Tier:
     @property
     def num_expected(self) -> int:
         """Blocks whose bytes are in place, and that are to be indexed (`expect`)."""
-        return self._num_expected
+        return len(self._expected)
 
     def advance(self, now: float) -> None:
         """Set the time: recency is counted in seconds."""
@@ -398,11 +398,11 @@ class Tier:
         return len(freed)
 
     def clear(self) -> BlockIds:
-        """Drop every unheld block; return their ids."""
+        """Drop every unheld block, and those that are expected; return their ids."""
         tenants = range(1 if self.quotas is None else self.quotas.num_tenants)
         freed = np.concatenate([self._evict(self.capacity, tenant=tenant) for tenant in tenants])
         self._give_back(freed)
-        return freed
+        return np.concatenate((freed, self._give_up(self.num_expected)))
 
     def forget_held(self) -> None:
         """Make all blocks unfindable, and have no lease published that there is.
@@ -455,7 +455,7 @@ class Tier:
             "free": self.pool.num_free,
             "indexed": self.num_indexed,
             "leased": self._num_leased,
-            "restoring": self._num_expected,
+            "restoring": self.num_expected,
             "tails": self.tails.num_tails,
             **asdict(self.counters),
         }
@@ -485,11 +485,13 @@ class Tier:
 
     def _allocate(self, root: RootId, count: int, below: float = math.inf) -> BlockIds:
         """Take free blocks, and evict as many as are missing, of those that are worth less than
-        ``below``.
+        ``below``. Before that, blocks that are only expected go: they are the oldest.
 
         Evicted blocks are handed over directly: through the free stack they would cost twice as
         much.
         """
+        if count > self.pool.num_free and self.num_expected:
+            self._give_up(count - self.pool.num_free)
         num_free, blocks = min(count, self.pool.num_free), NO_BLOCKS
         if num_free:
             blocks = self.pool.take(num_free)
@@ -673,22 +675,28 @@ class Tier:
         self._try_publish(followers)
 
     def expect(self, blocks: BlockIds) -> None:
-        """Take blocks whose bytes are in place, until `restore` indexes them or `give_up`.
+        """Take blocks whose bytes are in place, until `restore` indexes them, or they are freed
+        since there is no other room, or by `clear`.
 
         They count as used before now.
+
+        Args:
+            blocks: Those used last come first.
         """
         self.pool.take_exactly(blocks)
         self._charge(NO_ROOT, blocks)
-        self._num_expected += len(blocks)
+        self._expected = blocks
         self._expected_s = self._tick()
 
-    def give_up(self, blocks: BlockIds) -> None:
-        """Free blocks that were expected."""
-        self._num_expected -= len(blocks)
-        self._give_back(blocks)
+    def _give_up(self, count: int) -> BlockIds:
+        """Free up to ``count`` expected blocks, those used first; return them."""
+        kept = max(0, self.num_expected - count)
+        self._expected, given_up = self._expected[:kept], self._expected[kept:]
+        self._give_back(given_up)
+        return given_up
 
     def restore(self, runs: Iterable[RestoredRun]) -> None:
-        """Index blocks that were expected, each run after the one it builds on.
+        """Index blocks that are expected, in that order: each run after the one it builds on.
 
         No block may have been used later than one before it. What has been stored since comes
         first: the rest is freed. O(1) Python steps per run.
@@ -705,7 +713,6 @@ class Tier:
             added.append(self.index.restore(run.root, run.parent, run.keys, run.blocks, recency))
             if self._retention is not None:
                 self._retention.restored(added[-1], zip(ends, run.written_s or [now], strict=True))
-            self._num_expected -= len(run.blocks)
             if (quotas := self.quotas) is not None:
                 quotas.pass_on(quotas.tenant(NO_ROOT), quotas.tenant(run.root), run.blocks)
             for tell in self.on_stored:
@@ -713,20 +720,22 @@ class Tier:
         self.index.queue_restored(added)
 
     def _restorable(self, run: RestoredRun) -> RestoredRun:
-        """Return a run without what has been stored since or has lost its parent; free that."""
-        index, root, keys = self.index, run.root, run.keys
+        """Take a run from what is expected; return it without what is given up, what has been
+        stored since, and what has lost its parent. The latter two are freed."""
+        index, root, keys = self.index, run.root, run.keys[: self.num_expected]
+        blocks, self._expected = self._expected[: len(keys)], self._expected[len(keys) :]
         start = 0
         while start < len(keys) and index.contains(root, keys[start]):
             start += 1
         parent, stop = keys[start - 1] if start else run.parent, start
         if parent is None or index.contains(root, parent):
             stop += index.num_insertable(root, keys[start:])
-        if stop - start == len(keys):
+        if stop - start == len(run.keys):
             return run
-        self.give_up(np.concatenate((run.blocks[:start], run.blocks[stop:])))
+        self._give_back(np.concatenate((blocks[:start], blocks[stop:])))
         first, last = bisect_right(run.ends, start), bisect_left(run.ends, stop) + 1
         return RestoredRun(
-            root, parent, keys[start:stop], run.blocks[start:stop],
+            root, parent, keys[start:stop], blocks[start:stop],
             [min(end, stop) - start for end in run.ends[first:last]], run.ages[first:last],
             run.written_s[first:last],
         )  # fmt: skip
@@ -764,9 +773,9 @@ class Tier:
 
     def check_counts(self) -> None:
         """Raise `InternalError` if the counts say that ids were lost. O(1)."""
-        total = self.pool.num_free + self.num_indexed + self._num_leased + self._num_expected
+        total = self.pool.num_free + self.num_indexed + self._num_leased + self.num_expected
         if total != self.capacity:
             raise InternalError(
                 f"{self.name.value}: {self.pool.num_free} free + {self.num_indexed} indexed "
-                f"+ {self._num_leased} leased + {self._num_expected} expected != {self.capacity}"
+                f"+ {self._num_leased} leased + {self.num_expected} expected != {self.capacity}"
             )

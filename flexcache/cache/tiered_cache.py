@@ -152,52 +152,39 @@ class TieredCache:
     def restore(self, records: Records, ages_s: Seconds, now: float) -> RestoreReport:
         """Index the blocks of SSD slots that outlived the last process (`Restoration`).
 
-        Those used last are found at once; the others follow in `tick`.
+        Those used last are found at once; the others follow in `catch_up`.
 
         Args:
             ages_s: How long ago each record was written; it is dropped if that was too long.
         """
         ssd = self.tiers.by_name[TierName.SSD]
         self.tiers.advance(now)
-        self._restoration = Restoration(ssd, records, now - ages_s)
-        report = self._restoration.report
-        self._restore(_RESTORED_AT_ONCE, now)
+        restoration = Restoration(ssd, records, now - ages_s, _RESTORED_AT_ONCE)
         ssd.expire_all(now)
-        return report
-
-    def _restore(self, num_blocks: int, now: float) -> None:
-        if self._restoration is None:
-            return
-        self._restoration.go_on(num_blocks)
+        self._restoration = None if restoration.is_over else restoration
         self._restore_at = now + _RESTORE_PAUSE_S
-        if not self._restoration.num_pending:
-            self._restoration = None
+        return restoration.report
 
-    def clear(self, tier: str | None) -> int:
-        """Drop the unheld blocks of one tier, or of all; return how many.
-
-        Raises:
-            ValueError: There is no such tier.
-        """
-        self.early.forget()
-        num_dropped = sum(len(blocks) for blocks in self.tiers.clear(tier).values())
-        if self._restoration is not None and tier in (None, TierName.SSD.value):
-            num_dropped += self._restoration.give_up()
+    def catch_up(self, now: float) -> None:
+        """Do what no answer waits for: record look-ups, and index more blocks of a restart."""
+        self.tiers.settle()
+        if self._restoration is None or now < self._restore_at:
+            return
+        self._restoration.go_on(_RESTORED_A_TURN)
+        self._restore_at = now + _RESTORE_PAUSE_S
+        if self._restoration.is_over:
             self._restoration = None
-        return num_dropped
 
     def tick(self, now: float) -> None:
-        """Let time pass: blocks expire, budgets of writes grow, and a restart's blocks return."""
+        """Let time pass: blocks expire, and budgets of writes grow."""
         self.tiers.advance(now)
-        if self._restoration is not None and now >= self._restore_at:
-            self._restore(_RESTORED_A_TURN, now)
         expiry_s = self.tiers.host.next_expiry
         self.tiers.expire(now)
         if expiry_s is not None and expiry_s <= now:
             self.early.let_go_expired(now)
 
     def next_deadline(self) -> float | None:
-        """When something is due: to `tick`, or for `stores` to write back."""
+        """When something is due: to `tick`, to `catch_up`, or for `stores` to write back."""
         times = [tier.next_expiry for tier in self.tiers]
         times += [self.stores.throttled_until(tier.name) for tier in self.tiers.lower]
         if self._restoration is not None:

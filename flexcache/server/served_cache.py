@@ -220,10 +220,10 @@ class ServedCache:
 
     def _give_ssd_to(self, identity: KVIdentity, pool: DiskPool) -> Clearing | None:
         former, ssd = pool.identity, self.tasks.cache.tiers.by_name[TierName.SSD]
-        if former is not None and (former.model != identity.model or not ssd.num_indexed):
+        num_blocks = ssd.num_indexed + ssd.num_expected
+        if former is not None and (former.model != identity.model or not num_blocks):
             former = None  # another model's blocks leave as room is needed
         if former is not None and self.config.ssd_on_mismatch == "refuse":
-            num_blocks = ssd.num_indexed + ssd.num_expected
             raise other_layout(self.config, num_blocks, former, identity)
         try:
             pool.adopt(identity)
@@ -250,7 +250,8 @@ class ServedCache:
             ValueError: There is no such tier.
         """
         cache, tiers = self.tasks.cache, self.tasks.cache.tiers
-        num_dropped = cache.clear(tier)
+        cache.early.forget()
+        num_dropped = sum(len(blocks) for blocks in tiers.clear(tier).values())
         log_event(logger, logging.INFO, "tier_cleared", tier=tier or "all", blocks=num_dropped)
         if self.tasks.recorder is not None:
             self.tasks.recorder.cleared(tier, num_dropped)

@@ -1,4 +1,4 @@
-"""`KVManager.reset`: nothing that was stored before is found after it, wherever it was at the time."""
+"""`KVManager.reset`: nothing that was stored before it is found after it, wherever it was then."""
 
 from __future__ import annotations
 

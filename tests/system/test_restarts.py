@@ -49,7 +49,7 @@ def num_found(cluster: Cluster, number: int) -> int:
 @pytest.fixture
 def two_at_once(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Two prompts are found at once; no others follow."""
-    monkeypatch.setattr(tiered_cache, "_RESTORED_AT_ONCE", 2 * BLOCKS)
+    monkeypatch.setattr(tiered_cache, "_RESTORED_AT_ONCE", BLOCKS + 17)
     monkeypatch.setattr(tiered_cache, "_RESTORED_A_TURN", BLOCKS)
     monkeypatch.setattr(tiered_cache, "_RESTORE_PAUSE_S", 3600.0)
     return monkeypatch
@@ -96,6 +96,21 @@ def test_what_is_cleared_before_it_could_be_found_does_not_return(
     with running_cluster([tmp_path], num_ssd_blocks=SSD_BLOCKS) as cluster:
         assert cluster.manager.clear("SSD") == SSD_BLOCKS
         assert (ssd(cluster)["restoring"], ssd(cluster)["free"]) == (0, SSD_BLOCKS)
+    two_at_once.undo()
+    with running_cluster([tmp_path], num_ssd_blocks=SSD_BLOCKS) as cluster:
+        assert [num_found(cluster, number) for number in range(NUM_PROMPTS)] == [0] * NUM_PROMPTS
+
+
+def test_a_reset_drops_what_cannot_be_found_yet_too(
+    tmp_path: Path, two_at_once: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path)
+    with running_cluster([tmp_path], num_ssd_blocks=SSD_BLOCKS) as cluster:
+        assert ssd(cluster)["restoring"]
+        cluster.manager.reset()
+        two_at_once.setattr(tiered_cache, "_RESTORE_PAUSE_S", 0.0)
+        assert ssd(cluster)["restoring"] == 0
+        assert [num_found(cluster, number) for number in range(NUM_PROMPTS)] == [0] * NUM_PROMPTS
     two_at_once.undo()
     with running_cluster([tmp_path], num_ssd_blocks=SSD_BLOCKS) as cluster:
         assert [num_found(cluster, number) for number in range(NUM_PROMPTS)] == [0] * NUM_PROMPTS
