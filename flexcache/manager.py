@@ -89,8 +89,12 @@ class _WholeCache:
         return self._client.clear(tier)
 
     def reset(self) -> None:
-        """Drop the unused blocks of every tier. SSD blocks stored afterwards do not survive a
-        restart: the model's weights may have changed under the same name."""
+        """Drop all blocks: the model's weights may have changed under the same name.
+
+        What is in use or being stored can no longer be found either, and tasks that were matched
+        before go on with it. SSD blocks stored afterwards do not survive a restart. A remote store
+        keeps its objects, as for `clear`.
+        """
         self._client.clear(None)
 
     def take_changes(self) -> list[Change]:

@@ -86,7 +86,7 @@ class Lease:
     tail: Tail | None = None
     """The tail that the blocks make up, if they do."""
     era: int = 0
-    """Of the tier, when it was made: what is older than the last `Tier.forget_held` is void."""
+    """The tier's, when it was made: what is older than the last `Tier.forget_held` is void."""
     waiting: bool = False
     in_flight: bool = False
     released: bool = False

@@ -51,6 +51,7 @@ from flexcache.protocol.messages import (
     ToRank,
     WelcomeRank,
 )
+from flexcache.service_thread import ServiceThread
 from flexcache.transfer.messages import Drop, Execute, Stop
 from flexcache.transfer.workers.device import DeviceWorker
 from flexcache.transfer.workers.layer_load import LayerLoad
@@ -112,7 +113,8 @@ class KVTPClient:
         self._attachment: Attachment | None = None  # closed before the engine may reuse its slots
         self._tasks = RankTasks(keeps_loads, self._link.wake)
         self._ops = RankOps(self._link, self._tasks)
-        self._thread: threading.Thread | None = None
+        self._thread: ServiceThread | None = None
+        self._ends = threading.RLock()
         self._closing = False
 
     def register_kv_caches(
@@ -152,7 +154,7 @@ class KVTPClient:
         told = {"block_bytes": self._tensors.block_bytes, "kv_replicas": kv_replicas or 0}
         self._hello = msgspec.structs.replace(self._hello, **told)
         name = f"flexcache-rank{self.rank}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = ServiceThread(self._run, name)
         self._thread.start()
 
     @property
@@ -222,21 +224,23 @@ class KVTPClient:
         return self._tasks.take_ended(task_ids)
 
     def close(self) -> None:
-        """Stop serving. Idempotent. The state is not CLOSED while a copy hangs."""
-        if self._state is ClientState.CLOSED:
-            return
+        """Stop serving. Idempotent, from any thread, and after it was interrupted. The state is not
+        CLOSED while a copy hangs."""
         self._closing = True
-        self._tasks.leave()
-        if self._thread is not None:
-            self._link.wake()
-            self._thread.join(_CLOSE_PATIENCE_S)
-            if self._thread.is_alive():
-                effect = "the client's thread and the KV tensors stay until the process ends"
-                self._log(logging.ERROR, "rank_not_closed", reason="a copy hangs", effect=effect)
+        with self._ends:
+            if self._state is ClientState.CLOSED:
                 return
-        self._set_state(ClientState.CLOSED)
-        self._link.close()
-        self._tensors = None
+            self._tasks.leave()
+            if self._thread is not None:
+                self._link.wake()
+                if not self._thread.wait(_CLOSE_PATIENCE_S):
+                    effect = "its thread and the KV tensors stay until the process ends"
+                    self._log(logging.ERROR, "rank_not_closed", reason="hung copy", effect=effect)
+                    return
+            if self.state is not ClientState.CLOSED:  # by a signal handler meanwhile
+                self._set_state(ClientState.CLOSED)
+                self._link.close()
+                self._tensors = None
 
     def __enter__(self) -> KVTPClient:
         return self

@@ -92,7 +92,7 @@ def _where_known(value: Callable[[TierStats], float | None]) -> Reader:
 HITS_AND_MISSES = (
     *in_blocks_and_tokens(
         "tier_hit",
-        "{} that this tier supplied to gets.",
+        "{} that gets found in this tier, also if a load failed or was cancelled.",
         _per_tier(lambda tier: tier.hit_blocks),
         "tier",
     ),
@@ -104,12 +104,12 @@ HITS_AND_MISSES = (
     ),
     *in_blocks_and_tokens(
         "missed",
-        "{} requested by gets that no tier supplied: the engine computes them.",
+        "{} requested by gets that were in no tier: the engine computes them.",
         one(lambda cache: cache.totals.missed_blocks),
     ),
     gauge(
         "hit_ratio",
-        "Share of requested blocks that were supplied, over the last minute, 10 minutes and hour.",
+        "Share of requested blocks that were found, over the last minute, 10 minutes and hour.",
         from_cache(_hit_ratios),
         "window",
     ),
@@ -245,7 +245,7 @@ QUOTAS = (
     ),
     counter(
         "quota_hit_blocks",
-        "Blocks that the tier supplied to gets of a namespace.",
+        "Blocks that gets of a namespace found in the tier.",
         _per_tenant(lambda part: part.hit),
         "tier",
         "namespace",

@@ -48,6 +48,7 @@ from flexcache.server.reactor import Reactor
 from flexcache.server.served_cache import ServedCache
 from flexcache.server.sessions import Answers
 from flexcache.server.workers import WorkerPool
+from flexcache.service_thread import ServiceThread
 from flexcache.storage.shards import Shards
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.ids import TaskIds, new_epoch
@@ -117,7 +118,9 @@ class KVServer:
         self._pool = WorkerPool(self._reactor, HubWorkers(self.hub))
         self._background = BackgroundThread(self._end_job)
         self._endpoint: Endpoint | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: ServiceThread | None = None
+        self._ends = threading.RLock()
+        """Held by a caller of `shutdown`."""
         self._started_s = 0.0
         self._stopped = False
 
@@ -136,9 +139,7 @@ class KVServer:
             ConfigError: The endpoint or a directory is another process's, or cannot be used.
         """
         loop, ids = self._open(answers)
-        self._thread = threading.Thread(
-            target=self._run, args=[loop], name="flexcache-server", daemon=True
-        )
+        self._thread = ServiceThread(self._run, "flexcache-server", loop)
         self._thread.start()
         return ids
 
@@ -159,17 +160,20 @@ class KVServer:
         self._reactor.stop()
 
     def shutdown(self) -> None:
-        """Cancel what has not started, let moving bytes land, stop the workers. Idempotent."""
-        with self._changed:
+        """Cancel what has not started, let moving bytes land, stop the workers. Idempotent, from
+        any thread."""
+        with self._ends:
             if self._stopped:
                 return
-            self._reactor.stopping = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self.stop()
-            self._thread.join()
-        self._release()
-        self._stopped = True
+            with self._changed:
+                self._reactor.stopping = True
+                self._changed.notify_all()
+            if self._thread is not None:
+                self.stop()
+                self._thread.wait()
+            if not self._stopped:  # by a signal handler meanwhile
+                self._release()
+                self._stopped = True
 
     def _run(self, loop: EventLoop) -> Exception | None:
         failure = loop.run()

@@ -111,16 +111,23 @@ class DiskPool:
             log_event(
                 logger, logging.WARNING, "ssd_records_torn", dropped_records=len(contents.torn)
             )
-        is_whole = self._is_whole(contents.records["slot"])
+        is_whole = self._is_whole(contents.records)
         return contents.records if is_whole.all() else contents.records[is_whole]
 
-    def _is_whole(self, slots: SlotIds) -> npt.NDArray[np.bool_]:
-        """Whether each slot lies within its file, which may have been truncated."""
+    def _is_whole(self, records: Records) -> npt.NDArray[np.bool_]:
+        """Whether each slot lies within its file, which may have been truncated.
+
+        A packed block fills its slot's first part only, so the file may end within the last slot
+        where its space could not be reserved. If it was cut off before, its checksum says so.
+        """
         sizes = np.array([os.fstat(fd).st_size for fd in self.data_fds])
         num_rows = (sizes - HEADER_BYTES) // self.slot_bytes
         if not (num_rows < self.num_rows).any():
-            return np.ones(len(slots), np.bool_)
-        whole: npt.NDArray[np.bool_] = slots // len(sizes) < num_rows[slots % len(sizes)]
+            return np.ones(len(records), np.bool_)
+        rows, files = np.divmod(records["slot"], len(sizes))
+        begun_rows = -((HEADER_BYTES - sizes) // self.slot_bytes)
+        whole: npt.NDArray[np.bool_] = rows < num_rows[files]
+        whole |= (records["filled"] > 0) & (rows < begun_rows[files])
         return whole
 
     def adopt(self, identity: KVIdentity) -> None:

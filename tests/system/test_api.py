@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -300,6 +302,27 @@ def test_gated_ops_wait_for_the_workers_gate() -> None:
         assert not client.wait_ended(0.2, [other])  # though the end of another was not taken
         assert client.take_ended([task_id]) == {task_id: 4}
         assert client.take_ended([task_id]) == {}
+
+
+def test_many_may_shut_down_and_close_at_once() -> None:
+    for _ in range(5):
+        cluster = Cluster(
+            ModelConfig("test", 1, 1, 8, torch.uint8), CacheConfig(num_cpu_blocks=4), joined_kv
+        )
+        cluster.start()
+        [client] = cluster.clients
+        calls = [cluster.manager.shutdown, client.close] * 4
+        barrier = threading.Barrier(len(calls))
+
+        def end(call: Callable[[], None], barrier: threading.Barrier = barrier) -> None:
+            barrier.wait(60.0)
+            call()
+
+        with ThreadPoolExecutor(len(calls)) as callers:
+            list(callers.map(end, calls))
+        assert client.state is ClientState.CLOSED
+        with pytest.raises(ClosedError):
+            cluster.manager.get_match(np.arange(16))
 
 
 def test_shutdown_wakes_waiting_callers() -> None:

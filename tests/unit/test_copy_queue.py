@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -198,6 +199,30 @@ def test_a_thread_that_cannot_start_is_tried_again(
         patched.setattr(threading.Thread, "start", fail)
         assert not rig.queue.is_ready()
     rig.add([(0, 0, 100)]).wait()
+
+
+class _Compiling(types.ModuleType):
+    """A module whose functions take their time."""
+
+    may_end = threading.Event()
+
+    def __getattr__(self, name: str) -> object:
+        assert self.may_end.wait(WAIT_S)
+        return getattr(copy_loop, name)
+
+
+def test_the_end_does_not_wait_for_a_compilation(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = _Compiling(copy_loop.__name__)
+    monkeypatch.setitem(sys.modules, copy_loop.__name__, module)
+    assert not rig.queue.is_ready()
+    thread = rig.queue._thread
+    assert thread is not None
+    rig.queue.close()
+    assert thread.is_alive()
+    module.may_end.set()
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    assert not rig.queue.is_ready(), "it is over"
 
 
 def test_without_compiled_code_nothing_is_queued(

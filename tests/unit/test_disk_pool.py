@@ -447,3 +447,15 @@ def test_records_of_truncated_slots_are_left_out(tmp_path: Path) -> None:
     os.truncate(tmp_path / DATA_FILE, HEADER_BYTES + 4 * SLOT_BYTES - 1)
     with pool(tmp_path) as opened:
         assert slots(opened) == [0, 1, 2]
+
+
+def test_a_packed_block_need_not_fill_the_last_slot(tmp_path: Path) -> None:
+    with pool(tmp_path) as opened:
+        fill(opened)
+        index = SlotIndex(opened.index_fds, opened.record_id)
+        records = make_records(b"r" * 16, 0, b"", [b"packed"], np.zeros(1, np.uint64))
+        records["codec"], records["filled"] = 1, 1
+        index.write(np.array([3]), records)
+    os.truncate(tmp_path / DATA_FILE, HEADER_BYTES + 3 * SLOT_BYTES + SLOT_BYTES // 2)
+    with pool(tmp_path) as opened:
+        assert slots(opened) == [0, 1, 2, 3]

@@ -29,7 +29,7 @@ from gates import (
 from paths import ROOT
 
 LAYERS = (
-    ("version", "errors", "ids", "logs", "terminal", "request_info"),
+    ("version", "errors", "ids", "logs", "terminal", "request_info", "service_thread"),
     ("config",),
     ("storage",),
     ("transfer",),

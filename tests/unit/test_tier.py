@@ -257,19 +257,17 @@ class TierMachine(RuleBasedStateMachine):
             bad = {path for path in self.model.found if path[0] == root}
             self.model.found -= {path for path in bad if path[1].startswith(word)}
 
-    @rule()
-    def clear(self) -> None:
+    @rule(forgets=st.booleans())
+    def clear(self, forgets: bool) -> None:
         held, before = self.held_ids(), self.observed()
         num_indexed = self.tier.index.num_blocks
         assert len(self.tier.clear()) == num_indexed - len(held)
         self.forget_evicted(held, before)
-
-    @rule()
-    def forget_held(self) -> None:
-        self.tier.forget_held()
-        self.model = Model()
-        for reservation in self.leases:
-            reservation.is_void = True
+        if forgets:
+            self.tier.forget_held()
+            self.model = Model()
+            for reservation in self.leases:
+                reservation.is_void = True
 
     @invariant()
     def every_id_has_one_owner(self) -> None:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from flexcache.errors import TaskRevokedError
 from flexcache.logs import log_event
+from flexcache.service_thread import ServiceThread
 from flexcache.transfer.workers.permit import CopyPermit
 
 logger = logging.getLogger(__name__)
@@ -104,7 +105,9 @@ class CopyQueue:
         """Those that are not known to have ended, by number, so that their addresses live."""
         self._num_bytes = [0] * NUM_LANES
         self._work = os.eventfd(0, os.EFD_CLOEXEC)
-        self._thread: threading.Thread | None = None
+        self._thread: ServiceThread | None = None
+        self._starts = threading.Lock()
+        self._is_closed = False
         self._give: Callable[[int, int, int, int], None] | None = None
         """Once there is compiled code."""
 
@@ -112,7 +115,7 @@ class CopyQueue:
         """Return whether copies may be added. The first call begins to compile the loop, on its
         thread; until that is done, and if it fails, they may not."""
         if self._thread is None:
-            thread = threading.Thread(target=self._run, name="flexcache-copies", daemon=True)
+            thread = ServiceThread(self._run, "flexcache-copies")
             try:
                 thread.start()
             except RuntimeError:  # there may be no more threads
@@ -149,13 +152,15 @@ class CopyQueue:
 
     def close(self) -> None:
         """Wait until no copy is being made, and end the thread. Those that have not begun end as
-        revoked. Idempotent."""
+        revoked. Idempotent. A thread that still compiles is not waited for: it copies nothing."""
         if self._work < 0:
             return
+        with self._starts:
+            self._is_closed = True
         self._words[CLOSING] = 1
         os.eventfd_write(self._work, 1)
-        if self._thread is not None:
-            self._thread.join()
+        if self._thread is not None and self._give is not None:
+            self._thread.wait()
         os.close(self._work)
         self._work = -1
 
@@ -168,5 +173,8 @@ class CopyQueue:
                 effect="several requests at once are copied one after the other",
             )  # fmt: skip
             return
-        self._give = give
+        with self._starts:
+            if self._is_closed:
+                return
+            self._give = give
         make_copies(self._words.ctypes.data, self._permit.address, self._work, self._landed)
