@@ -237,7 +237,7 @@ class KVTPClient:
                     effect = "its thread and the KV tensors stay until the process ends"
                     self._log(logging.ERROR, "rank_not_closed", reason="hung copy", effect=effect)
                     return
-            if self.state is not ClientState.CLOSED:  # by a signal handler meanwhile
+            if self.state is not ClientState.CLOSED:  # by a nested call meanwhile
                 self._set_state(ClientState.CLOSED)
                 self._link.close()
                 self._tensors = None

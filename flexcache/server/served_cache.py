@@ -60,9 +60,12 @@ class Clearing:
         Raises:
             OSError: A restart may bring back what was cleared.
         """
-        if self._pool is not None and self._is_reset:
-            self._pool.invalidate()
-        if self._pool is not None and self._withheld is not None:
+        if self._pool is None or self._withheld is None:
+            return
+        try:
+            if self._is_reset:
+                self._pool.invalidate()
+        finally:
             self._pool.erase(self._withheld.blocks)
 
     def end(self, error: Exception | None) -> int:
@@ -250,8 +253,7 @@ class ServedCache:
             ValueError: There is no such tier.
         """
         cache, tiers = self.tasks.cache, self.tasks.cache.tiers
-        cache.early.forget()
-        num_dropped = sum(len(blocks) for blocks in tiers.clear(tier).values())
+        num_dropped = cache.clear(tier)
         log_event(logger, logging.INFO, "tier_cleared", tier=tier or "all", blocks=num_dropped)
         if self.tasks.recorder is not None:
             self.tasks.recorder.cleared(tier, num_dropped)

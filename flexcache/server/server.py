@@ -171,7 +171,7 @@ class KVServer:
             if self._thread is not None:
                 self.stop()
                 self._thread.wait()
-            if not self._stopped:  # by a signal handler meanwhile
+            if not self._stopped:  # by a nested call meanwhile
                 self._release()
                 self._stopped = True
 

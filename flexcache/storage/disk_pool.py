@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -61,6 +62,7 @@ class DiskPool:
         self._pool_id = b""
         self._era = 0
         self._is_void = False
+        self._headers = threading.Lock()
         self.identity: KVIdentity | None = None
         """Identity of the KV in the slots, if all directories agree on it."""
         self._clears = on_mismatch == "clear"
@@ -111,6 +113,9 @@ class DiskPool:
             log_event(
                 logger, logging.WARNING, "ssd_records_torn", dropped_records=len(contents.torn)
             )
+            if self._era:  # those of before a reset, after which there was no time to erase them
+                with contextlib.suppress(OSError):
+                    self.erase(contents.torn)
         is_whole = self._is_whole(contents.records)
         return contents.records if is_whole.all() else contents.records[is_whole]
 
@@ -136,9 +141,10 @@ class DiskPool:
         Raises:
             OSError: Not all of them recorded it, so a restart may attribute slots to other KV.
         """
-        self.identity = identity
-        for position, directory in enumerate(self._directories):
-            directory.adopt(self._header(position))
+        with self._headers:
+            self.identity = identity
+            for position, directory in enumerate(self._directories):
+                directory.adopt(self._header(position))
 
     def invalidate(self) -> None:
         """Make all records void, durably: those that are there, and those that are yet written.
@@ -148,9 +154,10 @@ class DiskPool:
         Raises:
             OSError: It may find some.
         """
-        self._era, self._is_void = self._era + 1, True
-        for position, directory in enumerate(self._directories):
-            directory.update(self._header(position))
+        with self._headers:
+            self._era, self._is_void = self._era + 1, True
+            for position, directory in enumerate(self._directories):
+                directory.update(self._header(position))
 
     def erase(self, slots: SlotIds) -> None:
         """Erase the records of slots, durably.

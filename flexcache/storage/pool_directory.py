@@ -4,7 +4,8 @@
     flexcache-ssd.index    header page, then the slots' records (`slot_index`)
 
 Both headers have the same content, including the pool's id, which shows that the pair belongs
-together. The index's header also says which KV the slots hold (`KVIdentity`), once that is known.
+together. The index's header also says which KV the slots hold (`KVIdentity`), once that is known,
+and how often all records were made void.
 The index is made after the data file's header is on the device: a directory without an index holds
 nothing, and an incomplete one is made again. Files are emptied, never removed, since the lock is on
 the data file itself.

@@ -107,6 +107,21 @@ def test_after_an_orderly_end_no_void_record_is_left(filled: Path) -> None:
         assert len(SlotIndex(again.index_fds, again.record_id).in_use(again.num_slots)) == 0
 
 
+def test_void_records_that_a_kill_left_are_dropped_once(
+    filled: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = (filled / INDEX_FILE).read_bytes()[HEADER_BYTES:]
+    with pool(filled) as opened:
+        opened.invalidate()
+    with (filled / INDEX_FILE).open("r+b") as index:
+        index.seek(HEADER_BYTES)
+        index.write(left)
+    for _ in range(2):
+        with pool(filled) as again:
+            assert slots(again) == []
+    assert caplog.text.count("ssd_records_torn") == 1
+
+
 def test_a_kill_between_two_headers_leaves_a_pool_of_which_nothing_is_found(
     tmp_path: Path,
 ) -> None:

@@ -383,6 +383,20 @@ def test_a_load_behind_one_that_fails_is_wasted(is_cancelled: bool) -> None:
     world.engine.check()
 
 
+def test_a_reset_leaves_no_load_that_waits_for_what_never_comes() -> None:
+    world = world_with("abcdef", cpu=20)
+    world.prefetch("abcdxy")
+    (run,) = world.ops(OpKind.DISK2H, world.prefetch("abcdef"))
+    world.finish(run)
+    world.cache.clear(None)
+    world.engine.check()
+    assert not world.cache.early._behind
+    world.finish_all()
+    world.engine.check()
+    assert world.cache.early.num_open == 0
+    assert world.cached(CPU, "abcdef") == world.cached(SSD, "abcdef") == 0
+
+
 # -- sessions that return -------------------------------------------------------------------------
 
 

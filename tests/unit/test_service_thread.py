@@ -43,3 +43,14 @@ def test_a_function_that_fails_ends_its_thread(monkeypatch: pytest.MonkeyPatch) 
     assert thread.wait(60.0)
     thread.join()
     assert failures == [ValueError]
+
+
+def test_a_thread_that_cannot_start_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading, "_start_new_thread", fail)
+    thread = ServiceThread(int, "service")
+    with pytest.raises(RuntimeError):
+        thread.start()
+    assert thread.wait(0.0)
