@@ -32,6 +32,7 @@ pytest.importorskip("uvicorn")
 from scrapes import CHANGES, Expected, Is, Scrapes
 
 from flexcache import CacheConfig, KVManager, KVTPClient, ModelConfig, __version__
+from flexcache.cache import tiered_cache
 from flexcache.cache.reuse_watch import MIN_MISSED_BLOCKS
 from flexcache.metrics.catalog import CATALOG
 from flexcache.protocol.messages import HelloEngine, ModelSpec
@@ -194,6 +195,21 @@ def pause_useless_writes(server: Server, tmp_path: Path) -> None:
         server.look()
         assert not cluster.get(TOKENS + 60_000, BLOCKS).mask.any()
         server.look()
+
+
+def restart_with_much_on_ssd(server: Server, tmp_path: Path) -> None:
+    """Start with more prompts on SSD than are indexed at once, and clear them meanwhile."""
+    settings: dict[str, Any] = {"model": MODEL, "num_ssd_blocks": 3 * NUM_BLOCKS}
+    with running_cluster([tmp_path], **settings) as cluster:
+        for prompt in range(3):
+            cluster.put(TOKENS + 10_000 * prompt, BLOCKS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiered_cache, "_RESTORED_AT_ONCE", 1)
+        patch.setattr(tiered_cache, "_RESTORE_PAUSE_S", 3600.0)
+        with running_cluster([tmp_path], http_endpoint=str(server.port), **settings) as cluster:
+            server.look()
+            assert cluster.manager.clear("SSD") == 3 * NUM_BLOCKS
+            server.look()
 
 
 def clear(server: Server, tier: str) -> int:
@@ -480,6 +496,10 @@ EXPECTED: dict[Callable[[Server, Path], None], Expected] = {
         'tier_writes_paused{tier="SSD"}': CHANGES,
         'tier_refused_returns_total{tier="SSD"}': 1,
         'dropped_blocks_total{reason="ssd_nothing_returns"}': 3 * NUM_BLOCKS,
+    },
+    restart_with_much_on_ssd: {
+        'tier_restoring_blocks{tier="SSD"}': CHANGES,
+        'tier_restoring_bytes{tier="SSD"}': CHANGES,
     },
     give_hints: {
         "sessions": 1,
