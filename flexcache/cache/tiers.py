@@ -13,10 +13,11 @@ from flexcache.cache.block_keys import BlockKeys, TokenBlockKeys
 from flexcache.cache.eviction import Forecaster
 from flexcache.cache.eviction_queue import Outlook
 from flexcache.cache.journal import MEDIUM_OF, Journal, TierJournal
+from flexcache.cache.quotas import NO_ROOT
 from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.tier import BlockIds, Lease, Tier
 from flexcache.errors import InternalError
-from flexcache.ids import RootId, TierName
+from flexcache.ids import TierName
 
 _MAX_DEFERRED = 64
 
@@ -190,7 +191,7 @@ class Tiers:
         self.num_holders += 1
         self._withheld[name] += 1
         tier = self.by_name[name]
-        return tier.reserve_private(RootId(b""), tier.pool.num_free)
+        return tier.reserve_private(NO_ROOT, tier.pool.num_free)
 
     def give_back(self, name: TierName, lease: Lease) -> None:
         self.num_holders -= 1

@@ -46,6 +46,11 @@ def num_found(cluster: Cluster, number: int) -> int:
     return int(mask.sum()) // 16
 
 
+def found(cluster: Cluster) -> list[int]:
+    """Return how many blocks of each prompt are found."""
+    return [num_found(cluster, number) for number in range(NUM_PROMPTS)]
+
+
 @pytest.fixture
 def two_at_once(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Two prompts are found at once; no others follow."""
@@ -60,8 +65,7 @@ def test_the_prompts_used_last_are_loaded_before_the_others_can_be_found(
 ) -> None:
     stored = fill(tmp_path)
     with running_cluster([tmp_path], num_ssd_blocks=SSD_BLOCKS) as cluster:
-        found = [num_found(cluster, number) for number in range(NUM_PROMPTS)]
-        assert found == [0] * (NUM_PROMPTS - 2) + [BLOCKS, BLOCKS]
+        assert found(cluster) == [0] * (NUM_PROMPTS - 2) + [BLOCKS, BLOCKS]
         assert ssd(cluster)["restoring"] == SSD_BLOCKS - 2 * BLOCKS
         last = NUM_PROMPTS - 1
         cluster.wipe(slots_of(last))
@@ -79,9 +83,7 @@ def test_all_prompts_return_in_the_end_beside_puts_of_the_same(
             cluster.put(tokens(number), slots_of(number % 16))
         written = {0: cluster.read(slots_of(0)), 3: cluster.read(slots_of(3))}
         until(lambda: not ssd(cluster)["restoring"])
-        assert [num_found(cluster, number) for number in range(NUM_PROMPTS)] == (
-            [BLOCKS] * NUM_PROMPTS
-        )
+        assert found(cluster) == [BLOCKS] * NUM_PROMPTS
         for number in range(NUM_PROMPTS):
             cluster.wipe(slots_of(number))
             assert cluster.get(tokens(number), slots_of(number)).mask.all()
@@ -98,7 +100,7 @@ def test_what_is_cleared_before_it_could_be_found_does_not_return(
         assert (ssd(cluster)["restoring"], ssd(cluster)["free"]) == (0, SSD_BLOCKS)
     two_at_once.undo()
     with running_cluster([tmp_path], num_ssd_blocks=SSD_BLOCKS) as cluster:
-        assert [num_found(cluster, number) for number in range(NUM_PROMPTS)] == [0] * NUM_PROMPTS
+        assert found(cluster) == [0] * NUM_PROMPTS
 
 
 def test_a_reset_drops_what_cannot_be_found_yet_too(
@@ -110,10 +112,10 @@ def test_a_reset_drops_what_cannot_be_found_yet_too(
         cluster.manager.reset()
         two_at_once.setattr(tiered_cache, "_RESTORE_PAUSE_S", 0.0)
         assert ssd(cluster)["restoring"] == 0
-        assert [num_found(cluster, number) for number in range(NUM_PROMPTS)] == [0] * NUM_PROMPTS
+        assert found(cluster) == [0] * NUM_PROMPTS
     two_at_once.undo()
     with running_cluster([tmp_path], num_ssd_blocks=SSD_BLOCKS) as cluster:
-        assert [num_found(cluster, number) for number in range(NUM_PROMPTS)] == [0] * NUM_PROMPTS
+        assert found(cluster) == [0] * NUM_PROMPTS
 
 
 def test_what_could_not_be_found_yet_survives_another_restart(
@@ -124,6 +126,4 @@ def test_what_could_not_be_found_yet_survives_another_restart(
         assert num_found(cluster, 0) == 0
     two_at_once.undo()
     with running_cluster([tmp_path], num_ssd_blocks=SSD_BLOCKS) as cluster:
-        assert [num_found(cluster, number) for number in range(NUM_PROMPTS)] == (
-            [BLOCKS] * NUM_PROMPTS
-        )
+        assert found(cluster) == [BLOCKS] * NUM_PROMPTS
