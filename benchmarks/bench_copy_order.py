@@ -133,7 +133,7 @@ def time_layers(worker: DeviceWorker, num_before: int) -> float:
         while worker.has_work and not worker.only_waits:  # queued as far as it may be
             worker.advance()
     started = time.perf_counter()
-    watched = worker.load_by_layer(2, SMALL)
+    watched = worker.gates.load_by_layer(2, SMALL)
     worker.execute(Execute(2, OpKind.H2D, pack_ids(blocks), pack_ids(blocks), 2, True))
 
     def run() -> None:
@@ -146,7 +146,7 @@ def time_layers(worker: DeviceWorker, num_before: int) -> float:
     assert watched.wait_all(60)
     taken = time.perf_counter() - started
     copying.join()
-    worker.end_layer_load(2)
+    worker.gates.end_layer_load(2)
     return taken / SLOWER
 
 

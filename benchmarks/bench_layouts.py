@@ -111,7 +111,7 @@ def between_steps(worker: DeviceWorker, num_blocks: int) -> list[float]:
 
 def by_layer(worker: DeviceWorker, num_blocks: int) -> list[float]:
     started = time.perf_counter()
-    watched = worker.load_by_layer(1, num_blocks)
+    watched = worker.gates.load_by_layer(1, num_blocks)
     load(worker, num_blocks, gated=True)
     copying = threading.Thread(target=run_until_done, args=(worker,))
     copying.start()
@@ -121,7 +121,7 @@ def by_layer(worker: DeviceWorker, num_blocks: int) -> list[float]:
         seen.append(time.perf_counter() - started)
         time.sleep(LAYERS_MS * 1e-3 * SLOWER / NUM_LAYERS)
     copying.join()
-    worker.end_layer_load(1)
+    worker.gates.end_layer_load(1)
     return [seen[0], seen[-1], time.perf_counter() - started]
 
 

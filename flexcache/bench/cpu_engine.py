@@ -83,7 +83,7 @@ class CpuEngine:
         assert callable(call)
         started, at = {}, 0
         for tokens in prompts:
-            wanted = np.arange(len(tokens)) >= num_skipped * TOKENS_PER_BLOCK
+            wanted = range(num_skipped * TOKENS_PER_BLOCK, len(tokens))
             count = len(tokens) // TOKENS_PER_BLOCK - num_skipped
             task, mask = call(tokens, _slots(order[at : at + count]), wanted)
             if mask.sum() != count * TOKENS_PER_BLOCK:

@@ -48,7 +48,7 @@ class Rank:
 
     def load_by_layer(self, blocks: range) -> LayerLoad:
         number = next(self._numbers)
-        load = self.worker.load_by_layer(number, len(blocks))
+        load = self.worker.gates.load_by_layer(number, len(blocks))
         packed = _packed(blocks)
         self._orders.put(Execute(number, OpKind.H2D, packed, packed, number, gated=True))
         return load

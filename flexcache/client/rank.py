@@ -16,7 +16,6 @@ import contextlib
 import logging
 import os
 import threading
-import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
@@ -30,7 +29,7 @@ from flexcache.client.attachment import Attachment
 from flexcache.client.lent_tensors import LentTensors
 from flexcache.client.link import ServerLink
 from flexcache.client.rank_ops import RankOps
-from flexcache.client.rank_tasks import EVENT_POLL_S, RankTasks
+from flexcache.client.rank_tasks import RankTasks
 from flexcache.errors import (
     ClosedError,
     RegistrationError,
@@ -305,7 +304,9 @@ class KVTPClient:
         while not self._closing:
             if self._state is ClientState.HELLO:
                 self._link.greet(self._hello)
-            received = self._link.receive(self._patience_s())
+                received = self._link.receive(_HELLO_INTERVAL_S)
+            else:
+                received = self._link.receive(self._ops.patience_s())
             self._ops.take_given()  # came before a Stop that was received
             for data in received:
                 if not self._take(_decoder.decode(data)):
@@ -313,17 +314,6 @@ class KVTPClient:
             self._ops.advance()
         self._let_go()  # before the server learns that nothing is moving
         self._link.offer(Goodbye())
-
-    def _patience_s(self) -> float | None:
-        if self._state is ClientState.HELLO:
-            return _HELLO_INTERVAL_S
-        if self._worker is None or not self._worker.has_work:
-            return None
-        if self._worker.only_waits:
-            if self._attachment is not None and self._attachment.wakes:
-                return None
-            time.sleep(EVENT_POLL_S)
-        return 0.0
 
     def _take(self, message: ToRank) -> bool:
         """Handle a message; return whether the conversation continues."""
@@ -358,7 +348,7 @@ class KVTPClient:
                 welcome, self._tensors, alive, self._link.event, self._tasks.keeps_loads
             )
             self._attachment = attachment
-            self._ops.begin(attachment.worker, welcome.server_pid, welcome.epoch)
+            self._ops.begin(attachment, welcome.server_pid, welcome.epoch)
             self._hello = msgspec.structs.replace(self._hello, layout=attachment.layout)
             answer = attachment.registration
         except Exception as error:  # the driver and its wrapper raise various classes
@@ -369,6 +359,7 @@ class KVTPClient:
 
     def _let_go(self) -> None:
         """Wait for running copies; afterwards the engine may reuse its slots."""
+        self._ops.hang_up()
         if self._attachment is not None:
             self._tasks.detach()
             self._attachment.close(self.rank)

@@ -3,21 +3,33 @@
 server --socket, or a line if it is in this process--> RankTasks, DeviceWorker
    ^                                                              |
    +------------------- reports, the same way --------------------+
+
+The rank's thread drives the worker. While it does not, the thread that launches an op by the line
+may have the worker queue its copies.
 """
 
 from __future__ import annotations
 
+import threading
+import time
+
+from flexcache.client.attachment import Attachment
 from flexcache.client.link import ServerLink
-from flexcache.client.rank_tasks import RankTasks
+from flexcache.client.rank_tasks import EVENT_POLL_S, RankTasks
 from flexcache.errors import DeviceLostError
 from flexcache.protocol.messages import Ended, SessionOver
 from flexcache.server.local_lines import LocalLine, open_line
+from flexcache.server.outbox import make_execute
+from flexcache.tasks.instructions import RunOp
 from flexcache.transfer.messages import Done, Drop, Execute
 from flexcache.transfer.workers.device import DeviceWorker
 
+_TURN_S = 0.001
+"""For the rank's thread to get the interpreter lock and give its turn back; copies take longer."""
+
 
 class RankOps:
-    """The ops of one rank. Used on the rank's thread only.
+    """The ops of one rank. Used on the rank's thread, but for what is thread-safe.
 
     Args:
         tasks: What of them concerns the engine's thread.
@@ -27,34 +39,69 @@ class RankOps:
         self._link = link
         self._tasks = tasks
         self._worker: DeviceWorker | None = None
+        self._is_woken = False
+        """Whether the rank's thread is woken when copies have landed."""
         self._line: LocalLine | None = None
+        self._refused: list[Done] = []
+        self._turn = threading.Lock()
+        """Held by the thread that drives the worker. Taken with the server's lock, never before."""
 
-    def begin(self, worker: DeviceWorker, server_pid: int, epoch: int) -> None:
+    def begin(self, attachment: Attachment, server_pid: int, epoch: int) -> None:
         """A registration begins, at the server that has greeted the rank."""
-        self._worker = worker
+        self._worker = worker = attachment.worker
+        self._is_woken = attachment.wakes
         self._tasks.attach(worker, epoch)
-        self._line = open_line(
-            self._link.endpoint, server_pid, self._link.identity, self._link.wake,
-            self._tasks.can_wait,
-        )  # fmt: skip
+        self._line = open_line(self._link.endpoint, server_pid, self._link.identity, self)
+
+    # -- any thread ------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Have the rank's thread look for messages."""
+        self._link.wake()
+
+    def can_wait(self, run: RunOp) -> bool:
+        """Return whether an op can be taken when its gate opens."""
+        return self._tasks.can_wait(run)
+
+    def start(self, run: RunOp) -> bool:
+        """Queue the copies of an op, if another thread than the rank's makes them and nothing comes
+        before; return whether they are queued."""
+        if run.gated or self._tasks.keeps_loads or not self._turn.acquire(timeout=_TURN_S):
+            return False
+        try:
+            return self._worker is not None and self._worker.queue(make_execute(run))
+        finally:
+            self._turn.release()
+
+    # -- the rank's thread -----------------------------------------------------------------------
+
+    def hang_up(self) -> None:
+        """Let no other thread start ops any more: what comes by the line is dropped. Idempotent."""
+        if self._line is not None:
+            self._line.close()
 
     def end(self) -> None:
         """The registration is over, and with it every task. Idempotent."""
-        if self._line is not None:
-            self._line.close()
+        self.hang_up()
         self._worker = self._line = None
         self._tasks.attach(None, 0)
 
     def take_given(self) -> None:
         """Take what came by the line."""
-        for message in () if self._line is None else self._line.take():
-            self.take(message)
+        if self._line is not None:
+            with self._turn:  # none of it has left the line and is not with the worker yet
+                for message in self._line.take():
+                    self._take(message)
 
     def take(self, message: Execute | Drop | Ended | SessionOver) -> None:
         """Take what the server has sent."""
+        with self._turn:
+            self._take(message)
+
+    def _take(self, message: Execute | Drop | Ended | SessionOver) -> None:
         match message:
             case Execute(op_id) if self._tasks.is_shut(message):
-                self._report([Done(op_id, 0, error="its gate was never opened")])
+                self._refused.append(Done(op_id, 0, error="its gate was never opened"))
             case Execute() if self._worker is not None:
                 self._worker.execute(message)
                 self._tasks.given(message)
@@ -65,6 +112,20 @@ class RankOps:
             case SessionOver(session):
                 self._tasks.session_over(session)
 
+    def patience_s(self) -> float | None:
+        """Wait for copies on a GPU for a moment, if there are any; return for how long to wait for
+        messages before the next `advance`, None for as long as it takes."""
+        worker = self._worker
+        if worker is None:
+            return None
+        with self._turn:
+            has_work, only_waits = worker.has_work, worker.only_waits
+        if not has_work or (only_waits and self._is_woken):
+            return None
+        if only_waits:
+            time.sleep(EVENT_POLL_S)
+        return 0.0
+
     def advance(self) -> None:
         """Start what may start, and report what has ended.
 
@@ -74,7 +135,8 @@ class RankOps:
         worker = self._worker
         if worker is None:
             return
-        done = worker.advance()
+        with self._turn:
+            done, self._refused = [*self._refused, *worker.advance()], []
         for each in done:
             self._tasks.moved(each)
         if done:
@@ -88,4 +150,4 @@ class RankOps:
                 self._link.send(each)
         else:
             self._line.report(done)
-            self.take_given()  # what follows from it, for which this thread was not woken
+            self.take_given()  # what follows from it, without having been woken

@@ -48,7 +48,7 @@ class RankTasks:
             if worker is None:  # no server: the gates stay shut, even if one appears later
                 self._gates.shut(to_open)
         if worker is not None and to_open:
-            worker.open_gates(to_open)
+            worker.gates.open(to_open)
             self._wake()
 
     def load_by_layer(self, task_id: int, num_blocks: int) -> LayerLoad:
@@ -57,7 +57,7 @@ class RankTasks:
             worker = self._worker
             will_come = not self._is_cut_off or task_id in self._held.task_ids
             if worker is not None and will_come and not self._gates.is_over(task_id):
-                load = worker.load_by_layer(task_id, num_blocks)
+                load = worker.gates.load_by_layer(task_id, num_blocks)
                 self._wake()
                 return load
             if worker is None:
@@ -102,7 +102,7 @@ class RankTasks:
             ended = self._gates.take_over(task_ids)
             worker = self._worker
         if ended and worker is not None:
-            worker.close_gates(ended)
+            worker.gates.close(ended)
         return ended
 
     def leave(self) -> None:
@@ -135,7 +135,7 @@ class RankTasks:
         worker = self._worker
         if not run.gated or worker is None or self.keeps_loads:
             return False
-        return not worker.is_open(run.task_id) and not self._gates.is_shut(run.task_id)
+        return not worker.gates.is_open(run.task_id) and not self._gates.is_shut(run.task_id)
 
     def given(self, message: Execute) -> None:
         """The worker was given an op."""
@@ -163,9 +163,9 @@ class RankTasks:
             of_session = [task for task in self._held.task_ids if session_of(task) == session]
             self._held.forget(of_session)
             if (worker := self._worker) is not None:
-                for task_id in worker.layer_loads:
+                for task_id in worker.gates.layer_loads:
                     if session_of(task_id) == session:
-                        worker.end_layer_load(task_id)
+                        worker.gates.end_layer_load(task_id)
             self._changed.notify_all()
 
     def finish(self, rest: Callable[[float], None]) -> None:
@@ -205,7 +205,7 @@ class RankTasks:
             return True
 
     def _end(self, task_id: int, num_ok: int) -> None:
-        if self._worker is None or not self._worker.end_layer_load(task_id):
+        if self._worker is None or not self._worker.gates.end_layer_load(task_id):
             self._gates.end(task_id, num_ok)
             self._changed.notify_all()
 

@@ -1,10 +1,13 @@
 """Lines between a server and the ranks of its own process, which need no socket.
 
     hub, under the server's lock --put--> LocalLine --take--> the rank's thread
+                                      +--start--> native thread that copies
     hub, under the server's lock <--LocalLines.take_reports-- the rank's thread
 
 Ops, their reports and what becomes of tasks take the line. Over a socket each of them would pass
 the event loop, another thread that wants the interpreter, which the engine's thread then waits for.
+The rank's thread wants it too: an op whose copies need no thread of Python is queued for the one
+that makes them as it is launched, up to a switch interval (5 ms) earlier.
 Greetings, heartbeats and the end of the server stay on the socket, so that a rank whose server
 hangs or ends learns of it as any other does.
 """
@@ -16,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from flexcache.protocol.messages import Ended, SessionOver
 from flexcache.server.hub import Hub
@@ -25,24 +29,32 @@ from flexcache.tasks.instructions import RunOp
 from flexcache.transfer.messages import Done, Drop, Execute
 
 
+class LinedRank(Protocol):
+    """A rank as its line sees it. Thread-safe."""
+
+    def wake(self) -> None:
+        """Have the rank's thread look for messages."""
+
+    def start(self, run: RunOp) -> bool:
+        """Start an op at once, if nothing has to wait for that; return whether it was started."""
+
+    def can_wait(self, run: RunOp) -> bool:
+        """Whether an op may lie here until the rank's thread is woken for another reason."""
+
+
 class LocalLine:
     """What a server has passed to one rank. `put` under the server's lock, the rest on the rank's
     thread.
 
     Args:
         identity: The rank's, as the server knows it from its socket.
-        wake: Has the rank's thread look for messages.
-        can_wait: Whether an op may lie here until the rank's thread is woken for another reason.
+        rank: Takes the messages.
     """
 
-    def __init__(
-        self, lines: LocalLines, identity: bytes, wake: Callable[[], None],
-        can_wait: Callable[[RunOp], bool],
-    ) -> None:  # fmt: skip
+    def __init__(self, lines: LocalLines, identity: bytes, rank: LinedRank) -> None:
         self.identity = identity
         self._lines = lines
-        self._wake = wake
-        self._can_wait = can_wait
+        self._rank = rank
         self._messages: deque[RankMessage] = deque()
         self._is_reporting = False
         self._is_closed = False
@@ -56,10 +68,13 @@ class LocalLine:
         with self._closing:
             if self._is_closed:
                 return
+            op = message if isinstance(message, RunOp) else None
+            if op is not None and not self._messages and self._rank.start(op):
+                return
             self._messages.append(message)
-            can_wait = isinstance(message, RunOp) and self._can_wait(message)
+            can_wait = op is not None and self._rank.can_wait(op)
             if not can_wait and not self._is_reporting:
-                self._wake()
+                self._rank.wake()
 
     def close(self) -> None:
         """Take nothing more, and wake the rank's thread no more: its client may be closed."""
@@ -144,14 +159,11 @@ def withdraw_lines(endpoint: str, lines: LocalLines) -> None:
         del _served[endpoint]
 
 
-def open_line(
-    endpoint: str, server_pid: int, identity: bytes, wake: Callable[[], None],
-    can_wait: Callable[[RunOp], bool],
-) -> LocalLine | None:  # fmt: skip
+def open_line(endpoint: str, server_pid: int, identity: bytes, rank: LinedRank) -> LocalLine | None:
     """Open a rank's line to the server that has greeted it; None if that is another process."""
     lines = _served.get(endpoint) if server_pid == os.getpid() else None
     if lines is None:
         return None
-    line = LocalLine(lines, identity, wake, can_wait)
+    line = LocalLine(lines, identity, rank)
     lines.connect(line)
     return line

@@ -85,10 +85,10 @@ def test_blocks_come_back_in_other_places_and_no_others_change(rank: Rank) -> No
     random = np.random.default_rng(0)
     before = rank.read()
     source, host, target = (random.permutation(NUM_BLOCKS)[:17] for _ in range(3))
-    rank.worker.open_gates([1])
+    rank.worker.gates.open([1])
     assert rank.run(order(1, OpKind.D2H, source, host)) == [Done(1, 17)]
     rank.wipe()
-    rank.worker.open_gates([2])
+    rank.worker.gates.open([2])
     assert rank.run(order(2, OpKind.H2D, host, target)) == [Done(2, 17)]
     for name, found in rank.read().items():
         expected = torch.zeros_like(found)
@@ -101,12 +101,12 @@ def test_a_store_takes_what_the_queued_step_writes(machine: Machine, rank: Rank)
     with machine.busy():
         for layer in rank.layers.values():
             machine.fill(layer, 7)
-        rank.worker.open_gates([1])
+        rank.worker.gates.open([1])
         rank.worker.execute(order(1, OpKind.D2H, blocks, blocks))
         assert rank.worker.advance() == []
     assert rank.run() == [Done(1, NUM_BLOCKS)]
     rank.wipe()
-    rank.worker.open_gates([2])
+    rank.worker.gates.open([2])
     rank.run(order(2, OpKind.H2D, blocks, blocks))
     assert all((layer == 7).all() for layer in rank.read().values())
 
@@ -116,11 +116,11 @@ def test_each_layer_is_there_for_the_work_that_is_queued_after_waiting_for_it(
 ) -> None:
     blocks = np.arange(NUM_BLOCKS)
     before = rank.read()
-    rank.worker.open_gates([1])
+    rank.worker.gates.open([1])
     rank.run(order(1, OpKind.D2H, blocks, blocks))
     for turn in range(2, 6):
         rank.wipe()
-        load = rank.worker.load_by_layer(turn, NUM_BLOCKS)
+        load = rank.worker.gates.load_by_layer(turn, NUM_BLOCKS)
         rank.worker.execute(order(turn, OpKind.H2D, blocks, blocks))
         done = []
         while rank.worker.has_work and not rank.worker.only_waits:

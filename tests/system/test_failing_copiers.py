@@ -74,6 +74,9 @@ class FailingCopier:
     def may_start(self, kind: OpKind, after: object) -> bool:
         return True
 
+    def queues(self, kind: OpKind) -> bool:
+        return False
+
     def fence(self) -> None:
         pass
 

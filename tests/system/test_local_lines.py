@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import pytest
 from cluster import PATIENCE_S, Cluster, running_cluster, until
 
 from flexcache import KVStatus
+from flexcache.client.link import ServerLink
 from flexcache.client.rank_tasks import RankTasks
 from flexcache.ids import OpId, OpKind, TaskId
 from flexcache.server.event_loop import EventLoop
@@ -148,19 +150,145 @@ def op(task_id: int, gated: bool) -> RunOp:
     return RunOp("device", TaskId(task_id), transfer, None, gated)
 
 
+class Rank:
+    """A rank whose thread takes what gates hold when they open, and starts nothing unless told."""
+
+    def __init__(self) -> None:
+        self.num_woken = 0
+        self.starts = False
+        self.started: list[TaskId] = []
+
+    def wake(self) -> None:
+        self.num_woken += 1
+
+    def start(self, run: RunOp) -> bool:
+        if self.starts:
+            self.started.append(run.task_id)
+        return self.starts
+
+    def can_wait(self, run: RunOp) -> bool:
+        return run.gated
+
+
 def test_a_ranks_thread_is_woken_only_where_it_would_not_look() -> None:
-    woken: list[None] = []
-    lines = Lines()
-    lines.line = LocalLine(lines, b"rank", lambda: woken.append(None), lambda run: run.gated)
+    rank, lines = Rank(), Lines()
+    lines.line = LocalLine(lines, b"rank", rank)
     lines.line.put(op(1, gated=True))
-    assert len(woken) == 0
+    assert rank.num_woken == 0
     lines.line.report([Done(1, 2)])  # it looks after its own reports
-    assert len(woken) == 0
+    assert rank.num_woken == 0
     assert [execute.op_id for execute in lines.line.take()] == [1, 2]
     lines.line.put(op(3, gated=False))
-    assert len(woken) == 1
+    assert rank.num_woken == 1
     assert len(lines.line.take()) == 1
     assert lines.line.take() == []
+
+
+def test_no_op_is_started_before_those_that_came_before_it() -> None:
+    rank = Rank()
+    line = LocalLine(Lines(), b"rank", rank)
+    line.put(op(1, gated=False))
+    rank.starts = True
+    line.put(op(2, gated=False))
+    assert rank.started == []
+    assert [execute.op_id for execute in line.take()] == [1, 2]
+    line.put(op(3, gated=False))
+    assert rank.started == [3]
+    assert line.take() == []
+    line.close()
+    line.put(op(4, gated=False))
+    assert rank.started == [3]
+
+
+@contextmanager
+def standing_rank(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have the ranks' threads stand still meanwhile, where they wait for messages."""
+    goes_on, stands = threading.Event(), threading.Event()
+    receive = ServerLink.receive
+
+    def stand(link: ServerLink, timeout_s: float | None) -> list[bytes]:
+        stands.set()
+        assert goes_on.wait(PATIENCE_S)
+        return receive(link, timeout_s)
+
+    with patch.context() as patched:
+        patched.setattr(ServerLink, "receive", stand)
+        assert stands.wait(PATIENCE_S)
+        try:
+            yield
+        finally:
+            goes_on.set()
+
+
+def await_copy_thread(cluster: Cluster) -> None:
+    """Put prompts until a native thread can make copies: its loop is compiled meanwhile."""
+    [client] = cluster.clients
+    prompts = itertools.count(1)
+
+    def is_ready() -> bool:
+        assert cluster.put(TOKENS + 1000 * next(prompts), BLOCKS).mask.all()
+        return client._worker is not None and client._worker._copier.queues(OpKind.D2H)
+
+    until(is_ready)
+
+
+def test_copies_do_not_wait_for_the_ranks_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_cluster(server_timeout_s=2 * PATIENCE_S) as cluster:
+        manager = cluster.manager
+        await_copy_thread(cluster)
+        expected = cluster.read(BLOCKS)
+        assert cluster.put(TOKENS, BLOCKS).mask.all()
+        task_id, mask = manager.get_match(TOKENS)
+        assert mask.all()
+        with standing_rank(monkeypatch):
+            manager.launch([task_id], [cluster.slots([8, 9, 10, 11])])
+            until(lambda: cluster.read([8, 9, 10, 11]) == expected)
+            assert manager.try_wait([task_id]) == {}  # only the rank's thread reports
+        assert manager.wait([task_id], PATIENCE_S)[task_id].status is KVStatus.SUCCESS
+        manager.check()
+
+
+def test_nothing_is_copied_any_more_once_a_client_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with running_cluster(server_timeout_s=2 * PATIENCE_S) as cluster:
+        manager, [client] = cluster.manager, cluster.clients
+        await_copy_thread(cluster)
+        assert cluster.put(TOKENS, BLOCKS).mask.all()
+        task_id, mask = manager.get_match(TOKENS)
+        assert mask.all()
+        before = cluster.read([8, 9, 10, 11])
+        with standing_loop(monkeypatch):
+            client.close()
+            manager.launch([task_id], [cluster.slots([8, 9, 10, 11])])
+        assert manager.wait([task_id], PATIENCE_S)[task_id].status is KVStatus.FAILED
+        assert cluster.read([8, 9, 10, 11]) == before
+        manager.check()
+
+
+def test_threads_that_launch_at_once_get_the_right_bytes() -> None:
+    with running_cluster(num_cpu_blocks=64) as cluster:
+        await_copy_thread(cluster)
+        failures: list[object] = []
+
+        def store_and_load_many(first: int) -> None:
+            mine, other = [*range(first, first + 4)], [*range(first + 4, first + 8)]
+            for turn in range(30):
+                tokens = TOKENS + 10_000 * (first + 1) + 100 * turn
+                if not cluster.put(tokens, mine).mask.all():
+                    continue  # others hold all of DRAM
+                answer = cluster.get(tokens, other)
+                if answer.mask.all() and cluster.read(other) != cluster.read(mine):
+                    failures.append((first, turn))
+
+        threads = [threading.Thread(target=store_and_load_many, args=(8 * n,)) for n in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        assert not any(thread.is_alive() for thread in threads)
+        assert failures == []
+        cluster.manager.check()
 
 
 def test_an_op_waits_for_its_gate_unless_that_is_open_or_the_engine_waits_for_the_op() -> None:

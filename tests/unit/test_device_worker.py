@@ -278,16 +278,16 @@ def test_a_gated_op_waits_until_its_gate_is_opened(
     worker.execute(make(1, [0, 1], [2, 3], gated=True))
     assert worker.advance() == []
     assert not worker.has_work
-    worker.open_gates([2])
+    worker.gates.open([2])
     assert worker.advance() == []
     assert snapshot(tensors, segment) == before
-    worker.open_gates([1])
+    worker.gates.open([1])
     assert run_dry(worker) == [Done(1, 2)]
     assert snapshot(tensors, segment) != before
 
 
 def test_a_gate_that_is_open_lets_later_ops_of_its_task_through(worker: DeviceWorker) -> None:
-    worker.open_gates([1])
+    worker.gates.open([1])
     worker.execute(load(1, [0], [0], gated=True))
     worker.execute(load(2, [1], [1], gated=True))
     assert run_dry(worker) == [Done(1, 1), Done(2, 1)]
@@ -297,24 +297,24 @@ def test_all_ops_behind_one_gate_go_in_the_order_of_their_arrival(worker: Device
     for op_id in (1, 2, 3):
         worker.execute(load(op_id, [0], [op_id], gated=True))
     worker.execute(order(4, OpKind.H2D, [0], [4], gated=True, task_id=2))
-    worker.open_gates([1])
+    worker.gates.open([1])
     assert [done.op_id for done in run_dry(worker)] == [1, 2, 3]
-    worker.open_gates([2])
+    worker.gates.open([2])
     assert [done.op_id for done in run_dry(worker)] == [4]
 
 
 def test_a_gate_that_was_closed_again_holds_back_what_comes_later(worker: DeviceWorker) -> None:
-    worker.open_gates([1, 2])
-    worker.close_gates([1, 99])
+    worker.gates.open([1, 2])
+    worker.gates.close([1, 99])
     worker.execute(load(1, [0], [0], gated=True))
     assert run_dry(worker) == []
-    worker.open_gates([1])
+    worker.gates.open([1])
     assert run_dry(worker) == [Done(1, 1)]
 
 
 def test_a_gate_may_be_opened_by_another_thread(worker: DeviceWorker) -> None:
     worker.execute(load(1, [0], [0], gated=True))
-    thread = threading.Thread(target=worker.open_gates, args=([1],))
+    thread = threading.Thread(target=worker.gates.open, args=([1],))
     thread.start()
     thread.join()
     assert run_dry(worker) == [Done(1, 1)]
@@ -340,7 +340,7 @@ def test_an_op_dropped_before_its_start_ends_once_with_nothing_moved(
     worker.drop(1)
     assert worker.has_work
     assert run_dry(worker) == [Done(1, 0, error=DROPPED)]
-    worker.open_gates([1])
+    worker.gates.open([1])
     worker.drop(1)
     assert run_dry(worker) == []
     assert not worker.has_work
@@ -358,13 +358,13 @@ def test_the_others_behind_a_gate_and_in_the_queues_stay_when_one_is_dropped(
     done = run_dry(worker)
     assert done[:2] == [Done(2, 0, error=DROPPED), Done(12, 0, error=DROPPED)]
     assert done[2:] == [Done(1, 1), Done(3, 1)]
-    worker.open_gates([1])
+    worker.gates.open([1])
     assert run_dry(worker) == [Done(11, 1), Done(13, 1)]
 
 
 def test_a_drop_and_an_opened_gate_at_once_end_the_op_once(worker: DeviceWorker) -> None:
     worker.execute(load(1, [0], [0], gated=True))
-    worker.open_gates([1])
+    worker.gates.open([1])
     worker.drop(1)
     assert run_dry(worker) == [Done(1, 0, error=DROPPED)]
 
@@ -425,6 +425,9 @@ class LateCopier:
 
     def may_start(self, kind: OpKind, after: object) -> bool:
         return True
+
+    def queues(self, kind: OpKind) -> bool:
+        return False
 
     def close(self) -> None:
         self.closed = True
@@ -491,7 +494,7 @@ def test_a_gated_op_is_ordered_after_the_moment_its_gate_was_opened(segment: Hos
     worker, copier = late_worker(segment)
     worker.execute(load(1, [0], [0], gated=True))
     copier.moment = "the end of step 7"
-    worker.open_gates([1])
+    worker.gates.open([1])
     copier.moment = "the end of step 8"
     worker.advance()
     worker.execute(load(2, [1], [1], gated=True))
@@ -622,7 +625,7 @@ def test_a_load_by_layer_does_not_wait_for_a_large_load(segment: HostSegment) ->
     for _ in range(3):
         worker.advance()
     assert len(copier.started) == 2
-    watched = worker.load_by_layer(2, 1)
+    watched = worker.gates.load_by_layer(2, 1)
     worker.execute(order(5, OpKind.H2D, [4], [4], gated=True, task_id=2))
     worker.advance()
     assert len(copier.started) == 3
@@ -659,7 +662,7 @@ def test_a_store_to_memory_that_is_not_pinned_holds_up_no_load(
     with open_worker(memory, [layout_of(memory.lend(tensors))], segment) as worker:
         with memory.torch.stream(compute):
             step = memory.gpu.hold(compute.handle)
-            worker.open_gates([1])
+            worker.gates.open([1])
         too_late = threading.Timer(30, memory.gpu.fire, [step])  # for a worker that waits for it
         too_late.start()
         worker.execute(order(1, OpKind.D2H, [3], [2], gated=True, task_id=1))
@@ -701,7 +704,7 @@ def test_a_load_by_layer_copies_one_layer_of_all_blocks_per_turn(segment: HostSe
     fill(segment)
     tensors = make_tensors()
     worker = cpu_worker(tensors, segment)
-    watched = worker.load_by_layer(1, 2)
+    watched = worker.gates.load_by_layer(1, 2)
     assert not watched.wait_layer("layer 0", 0)
     worker.execute(load(7, [3, 1], [0, 5], gated=True))
     assert worker.advance() == []
@@ -729,7 +732,7 @@ def test_layers_of_blocks_in_one_piece_come_one_after_the_other(
     layout = layout_of(memory.lend(tensors))
     assert len(layout.sizes) == 1
     with open_worker(memory, [layout], segment) as worker:
-        watched = worker.load_by_layer(1, 2)
+        watched = worker.gates.load_by_layer(1, 2)
         worker.execute(load(7, [3, 1], [0, 5], gated=True))
         assert worker.advance() == []
         assert watched.wait_layer("layer 0", 0)
@@ -747,7 +750,7 @@ def test_a_layer_is_there_when_the_engine_has_waited_for_it(
     tensors: Tensors, segment: HostSegment, worker: DeviceWorker
 ) -> None:
     fill(segment)
-    watched = worker.load_by_layer(1, 2)
+    watched = worker.gates.load_by_layer(1, 2)
     worker.execute(load(7, [3, 1], [0, 5], gated=True))
     copying = threading.Thread(target=run_dry, args=(worker,))
     copying.start()
@@ -763,7 +766,7 @@ def test_a_load_that_was_given_up_writes_nothing_later(
     tensors: Tensors, segment: HostSegment, worker: DeviceWorker
 ) -> None:
     fill(segment)
-    watched = worker.load_by_layer(1, 1)
+    watched = worker.gates.load_by_layer(1, 1)
     worker.execute(load(7, [3], [0], gated=True))
     assert worker.advance() == []
     watched.give_up()
@@ -777,7 +780,7 @@ def test_a_load_that_was_given_up_writes_nothing_later(
 def test_small_layers_are_copied_together(segment: HostSegment) -> None:
     tensors = make_tensors()
     worker = cpu_worker(tensors, segment)
-    watched = worker.load_by_layer(1, 1)
+    watched = worker.gates.load_by_layer(1, 1)
     worker.execute(load(7, [0], [0], gated=True))
     assert worker.advance() == [Done(7, 1)]
     assert watched.wait_all(0)
@@ -787,7 +790,7 @@ def test_small_layers_are_copied_together(segment: HostSegment) -> None:
 def test_loads_by_layer_take_turns_and_go_before_all_else(segment: HostSegment) -> None:
     tensors = make_tensors()
     worker = cpu_worker(tensors, segment)
-    first, second = worker.load_by_layer(1, 1), worker.load_by_layer(2, 1)
+    first, second = worker.gates.load_by_layer(1, 1), worker.gates.load_by_layer(2, 1)
     worker.execute(order(3, OpKind.D2H, [2], [2], task_id=3))
     worker.execute(order(4, OpKind.H2D, [3], [3], task_id=4))
     worker.execute(order(1, OpKind.H2D, [0], [0], gated=True, task_id=1))
@@ -806,7 +809,7 @@ def test_loads_by_layer_take_turns_and_go_before_all_else(segment: HostSegment) 
 
 
 def test_a_load_by_layer_that_was_dropped_or_cannot_be_copied_is_lost(worker: DeviceWorker) -> None:
-    dropped, out_of_range, too_short = (worker.load_by_layer(task, 1) for task in (1, 2, 3))
+    dropped, out_of_range, too_short = (worker.gates.load_by_layer(task, 1) for task in (1, 2, 3))
     worker.execute(load(1, [0], [0], gated=True))
     worker.drop(1)
     worker.execute(order(2, OpKind.H2D, [NUM_HOST_BLOCKS], [0], gated=True, task_id=2))
@@ -823,7 +826,7 @@ def test_nothing_is_copied_for_a_load_that_was_given_up(segment: HostSegment) ->
     fill(segment)
     tensors = make_tensors()
     worker = cpu_worker(tensors, segment)
-    early, late = worker.load_by_layer(1, 1), worker.load_by_layer(2, 1)
+    early, late = worker.gates.load_by_layer(1, 1), worker.gates.load_by_layer(2, 1)
     early.give_up()
     worker.execute(order(1, OpKind.H2D, [0], [0], gated=True, task_id=1))
     worker.execute(order(2, OpKind.H2D, [1], [1], gated=True, task_id=2))
@@ -839,21 +842,21 @@ def test_nothing_is_copied_for_a_load_that_was_given_up(segment: HostSegment) ->
 
 def test_a_load_by_layer_ends_with_its_task_and_with_the_worker(segment: HostSegment) -> None:
     worker, _ = late_worker(segment)
-    ended, closed = worker.load_by_layer(1, 1), worker.load_by_layer(2, 1)
-    assert worker.end_layer_load(1)
-    assert not worker.end_layer_load(1)
-    assert not worker.end_layer_load(99)
-    assert worker.layer_loads == [2]
+    ended, closed = worker.gates.load_by_layer(1, 1), worker.gates.load_by_layer(2, 1)
+    assert worker.gates.end_layer_load(1)
+    assert not worker.gates.end_layer_load(1)
+    assert not worker.gates.end_layer_load(99)
+    assert worker.gates.layer_loads == [2]
     assert not ended.wait_all(60)
     worker.close()
     assert not closed.wait_all(60)
-    assert not worker.load_by_layer(3, 1).wait_all(60)
+    assert not worker.gates.load_by_layer(3, 1).wait_all(60)
 
 
 @pytest.mark.usefixtures("part_per_layer")
 def test_waiting_for_a_layer_queues_behind_its_copy_only(segment: HostSegment) -> None:
     worker, copier = late_worker(segment)
-    watched = worker.load_by_layer(1, 1)
+    watched = worker.gates.load_by_layer(1, 1)
     worker.execute(load(1, [0], [0], gated=True))
     assert worker.advance() == []
     assert worker.advance() == []
@@ -873,7 +876,7 @@ def test_a_part_that_cannot_start_loses_the_load_and_giving_up_queues_behind_the
     segment: HostSegment,
 ) -> None:
     worker, copier = late_worker(segment)
-    watched = worker.load_by_layer(1, 1)
+    watched = worker.gates.load_by_layer(1, 1)
     worker.execute(load(1, [0], [0], gated=True))
     worker.advance()
     copier.refusal = "CUDA error: invalid argument"
@@ -953,7 +956,7 @@ def test_blocks_of_unknown_groups_are_refused(
             [refused] = run_dry(worker)
             assert (refused.num_ok, refused.error) == (0, complaint)
         with pytest.raises(ValueError, match="several groups"):
-            worker.load_by_layer(1, 1)
+            worker.gates.load_by_layer(1, 1)
 
 
 def test_a_rank_without_layers_of_a_group_has_nothing_to_copy_of_it(
@@ -1020,3 +1023,71 @@ def test_ops_that_are_queued_together_fail_if_their_task_is_revoked_meanwhile(
     assert done[2].num_ok == 0
     assert done[3] == Done(3, 1)
     assert worker.failure is None
+
+
+def test_an_op_is_queued_for_the_thread_that_copies_if_nothing_comes_before_it(
+    memory: EngineMemory, tensors: Tensors, worker: DeviceWorker
+) -> None:
+    is_queued = memory.device.type == "cpu"  # on a GPU a start may take long
+    expected = {name: tensor[:3].clone() for name, tensor in tensors.items()}
+    assert worker.queue(store(1, [0, 1], [0, 1])) == is_queued
+    assert worker.has_work == is_queued
+    if not is_queued:
+        worker.execute(store(1, [0, 1], [0, 1]))
+    worker.execute(store(2, [2], [2]))
+    assert not worker.queue(store(3, [3], [3]))
+    assert run_dry(worker) == [Done(1, 2), Done(2, 1)]
+    worker.execute(load(4, [0, 1, 2], [3, 4, 5]))
+    assert run_dry(worker) == [Done(4, 3)]
+    assert all(torch.equal(t[3:6], expected[name]) for name, t in tensors.items())
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        store(1, [0], [0], gated=True),
+        store(1, [0], [NUM_HOST_BLOCKS]),
+        store(1, [NUM_GPU_BLOCKS], [0]),
+        load(1, [0, 1], [0]),
+        order(1, OpKind.DISK2D, [0], [0]),
+    ],
+)
+def test_an_op_that_must_wait_or_fail_is_not_queued(worker: DeviceWorker, op: Execute) -> None:
+    assert not worker.queue(op)
+    assert not worker.has_work
+    worker.execute(op)
+    worker.drop(op.op_id)
+    [done] = run_dry(worker)
+    assert done.op_id == op.op_id
+    assert done.num_ok == 0
+
+
+def test_a_load_by_layer_and_an_op_of_several_pieces_are_not_queued(
+    monkeypatch: pytest.MonkeyPatch, worker: DeviceWorker
+) -> None:
+    loading = worker.gates.load_by_layer(2, 1)
+    assert not worker.queue(order(1, OpKind.H2D, [0], [0], task_id=2))
+    loading.end()
+    monkeypatch.setattr("flexcache.transfer.workers.device._PIECE_BYTES", 1)
+    assert not worker.queue(store(3, [0], [0]))
+    assert not worker.has_work
+
+
+def test_an_op_of_a_revoked_task_is_not_queued(
+    memory: EngineMemory, tensors: Tensors, segment: HostSegment, landed: int
+) -> None:
+    if memory.device.type != "cpu":
+        pytest.skip("nothing is queued at once on a GPU")
+    words = memoryview(bytearray(16)).cast("Q")
+    copier = open_copier(memory.device, permit := CopyPermit(words), landed=landed)
+    wait_for_queue(copier)
+    worker = DeviceWorker([layout_of(tensors)], segment, copier, permit)
+    words[0] = 3
+    refused, taken = (order(n, OpKind.D2H, [n], [n], task_id=n + 2) for n in (1, 2))
+    assert not worker.queue(refused)
+    assert worker.queue(taken)
+    worker.execute(refused)
+    done = {each.op_id: each for each in run_dry(worker)}
+    worker.close()
+    assert done[1].error
+    assert done[2] == Done(2, 1)

@@ -236,7 +236,7 @@ def test_a_load_by_layer_that_would_come_past_dram_is_lost(world: World) -> None
         segment.map()
         copier = CpuCopier(CopyPermit(world.words))
         worker = DeviceWorker([world.layout], segment, copier, direct=world.ops)
-        load = worker.load_by_layer(7, 1)
+        load = worker.gates.load_by_layer(7, 1)
         ids = [pack_ids(np.array([each], np.int64)) for each in (0, 5)]
         packed = pack_checksums(np.array(sums, np.uint64))
         worker.execute(Execute(1, OpKind.DISK2D, *ids, 7, gated=True, checksums=packed))

@@ -236,7 +236,9 @@ def test_a_request_that_ends_with_its_first_token_leaves_nothing_behind(
     engine.settle()
     engine.scheduler.connector._scheduler.check_idle()
     worker = get_kv_transfer_group()._worker
-    until(lambda: not client_worker().layer_loads)  # the rank hears of the end after the server
+    until(
+        lambda: not client_worker().gates.layer_loads
+    )  # the rank hears of the end after the server
     assert not (worker._loads or worker.client.wait_ended(0))
     assert engine.manager.stats()["tiers"]["CPU"]["leased"] == 0
 

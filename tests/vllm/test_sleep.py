@@ -57,6 +57,9 @@ class Copier:
     def may_start(self, kind: OpKind, after: object) -> bool:
         return True
 
+    def queues(self, kind: OpKind) -> bool:
+        return False
+
     def fence(self) -> None:
         return None
 

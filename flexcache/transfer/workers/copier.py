@@ -73,6 +73,10 @@ class Copier(Protocol):
         """Whether `start` would not wait, on the calling thread, until ``after`` is past, and the
         copier takes more."""
 
+    def queues(self, kind: OpKind) -> bool:
+        """Whether `start` of a copy that is not alone would only queue it, without a fence, for a
+        thread that needs no interpreter lock."""
+
     def close(self) -> None:
         """Wait for copies in flight and release the host pool. Never raises. Idempotent."""
 

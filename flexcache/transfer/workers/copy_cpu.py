@@ -69,15 +69,18 @@ class CpuCopier:
         Raises:
             TaskRevokedError: The permit was revoked during the copy.
         """
-        runs, lane = merge_runs(destinations, sources, sizes), _lane_of(kind)
-        queue = None if urgent or alone else self._queue
-        if queue is not None and queue.is_ready() and queue.has_room(lane):
-            return queue.add(lane, *runs, self._permit.task_id)
+        runs = merge_runs(destinations, sources, sizes)
+        if self._queue is not None and not urgent and not alone and self.queues(kind):
+            return self._queue.add(_lane_of(kind), *runs, self._permit.task_id)
         self._copy(*runs, self._permit)
         return None
 
     def may_start(self, kind: OpKind, after: object) -> bool:
         return self._queue is None or self._queue.has_room(_lane_of(kind))
+
+    def queues(self, kind: OpKind) -> bool:
+        queue = self._queue
+        return queue is not None and queue.is_ready() and queue.has_room(_lane_of(kind))
 
     def close(self) -> None:
         if self._queue is not None:

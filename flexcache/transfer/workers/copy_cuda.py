@@ -207,8 +207,10 @@ class CudaCopier:
     def may_start(self, kind: OpKind, after: torch.cuda.Event | None) -> bool:
         """Whether `start` would not wait: a store to unpinned memory ends before it returns."""
         assert self._pinned is not None
-        returns_at_once = self._pinned.is_whole or kind is OpKind.H2D
-        return returns_at_once or after is None or after.query()
+        return kind is OpKind.H2D or self._pinned.is_whole or after is None or after.query()
+
+    def queues(self, kind: OpKind) -> bool:
+        return False
 
     def close(self) -> None:
         """Wait for copies in flight, and unpin. Never raises: errors are logged. Idempotent."""
@@ -219,8 +221,7 @@ class CudaCopier:
             steps += [streams.bind, *streams.synchronizing_steps()]
         if pinned is not None:
             steps.append(pinned.close)
-        if streams is not None:
-            steps += streams.closing_steps()
+        steps += [] if streams is None else streams.closing_steps()
         for step in steps:
             try:
                 step()
@@ -266,8 +267,7 @@ class CudaCopier:
             case CopyWay.KERNEL:
                 assert self._kernel is not None
                 with torch.cuda.stream(stream):
-                    fewest = self._kernel.PROGRAMS[0]
-                    programs = self._programs.get(kind, fewest)
+                    programs = self._programs.get(kind, self._kernel.PROGRAMS[0])
                     self._kernel.copy_runs(*runs, self.device, programs)
 
     def _find_ways(self) -> None:

@@ -14,15 +14,14 @@ Ops are copied in pieces, and few of them are queued at a time (`in_flight`). An
 task, or one that is dropped, stops after the pieces that were started; on a GPU those land even
 while the process is stopped.
 
-`DeviceWorker` is driven by one thread (`client.rank`); only methods marked thread-safe may be
-called from another. It has no sockets.
+`DeviceWorker` is driven by one thread at a time (`client.rank_ops`); only its gates may be used by
+others meanwhile. It has no sockets.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from flexcache.errors import DeviceLostError
@@ -31,10 +30,10 @@ from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import BlockLayout
 from flexcache.transfer.messages import Done, Execute
 from flexcache.transfer.workers.copier import Copier, Fence
+from flexcache.transfer.workers.device_gates import DeviceGates
 from flexcache.transfer.workers.direct import DirectOps
 from flexcache.transfer.workers.in_flight import InFlight
 from flexcache.transfer.workers.lane import Lane
-from flexcache.transfer.workers.layer_load import LayerLoad
 from flexcache.transfer.workers.op_copies import Copies, OpAddresses, OpCopies
 from flexcache.transfer.workers.permit import CopyPermit
 
@@ -54,6 +53,9 @@ class DeviceWorker:
         permit: Set to the task of the current copy; shared with the copier.
         blocks_per_unit: As in `OpAddresses`, like ``may_skip``.
         direct: Executes DISK2D and D2DISK; None if this rank cannot.
+
+    Attributes:
+        gates: Which tasks may touch the GPU. Thread-safe.
     """
 
     def __init__(
@@ -78,11 +80,8 @@ class DeviceWorker:
         self._in_pieces: dict[OpKind, OpCopies] = {}
         self._in_flight = InFlight()
         self._dropped: dict[int, None] = {}
-        self._gates: dict[int, Fence | None] = {}
-        self._layer_loads: dict[int, LayerLoad] = {}
         self._turn_bytes = 0
-        self._is_closed = False
-        self._gate_lock = threading.Lock()
+        self.gates = DeviceGates(layouts, copier)
 
     @property
     def failure(self) -> str | None:
@@ -102,73 +101,37 @@ class DeviceWorker:
         """Whether the only work left for now is waiting for copies to land, or to be started."""
         return self.has_work and not self._dropped and self._next_start() is None
 
-    def open_gates(self, task_ids: Iterable[int]) -> None:
-        """Let ops of these tasks start, after the work the engine has queued. Thread-safe."""
-        fence = self._copier.fence()
-        with self._gate_lock:
-            for task_id in task_ids:
-                self._gates[task_id] = fence
-
-    def is_open(self, task_id: int) -> bool:
-        """Return whether a task's gate is open. Thread-safe."""
-        with self._gate_lock:
-            return task_id in self._gates
-
-    def load_by_layer(self, task_id: int, num_blocks: int) -> LayerLoad:
-        """Let a load start; the caller will wait for its layers. Thread-safe.
-
-        The task must have a single op, over all ``num_blocks``.
-
-        Raises:
-            ValueError: The model has several groups.
-        """
-        if len(self._layouts) > 1:
-            raise ValueError("a model with several groups is not loaded layer by layer")
-        [layout] = self._layouts
-        fence = self._copier.fence()
-        load = LayerLoad(layout.layer_ends, num_blocks)
-        with self._gate_lock:
-            if not self._is_closed:
-                self._gates[task_id] = fence
-                self._layer_loads[task_id] = load
-                return load
-        load.end()
-        return load
-
-    def close_gates(self, task_ids: Iterable[int]) -> None:
-        """Forget gates of tasks that have ended. Thread-safe."""
-        with self._gate_lock:
-            for task_id in task_ids:
-                self._gates.pop(task_id, None)
-
-    def end_layer_load(self, task_id: int) -> bool:
-        """End a load by layer: layers not loaded yet are lost. Returns whether it was one."""
-        with self._gate_lock:
-            load = self._layer_loads.pop(task_id, None)
-            if load is not None:
-                self._gates.pop(task_id, None)
-        if load is None:
-            return False
-        load.end()
-        return True
-
-    @property
-    def layer_loads(self) -> list[int]:
-        """Tasks of loads by layer that have not ended."""
-        with self._gate_lock:
-            return list(self._layer_loads)
-
     def execute(self, message: Execute) -> None:
-        if message.gated and not self.is_open(message.task_id):
+        if message.gated and not self.gates.is_open(message.task_id):
             self._parked.setdefault(message.task_id, []).append(message)
         elif message.kind.is_direct and self._direct is not None:
-            if self.end_layer_load(message.task_id):  # it comes block by block
+            if self.gates.end_layer_load(message.task_id):  # it comes block by block
                 self._direct.refuse(message.op_id, "a load past DRAM has no layers to wait for")
             else:
-                self._direct.execute(message, self._fence_of(message))
+                self._direct.execute(message, self.gates.fence_of(message.task_id))
         else:
-            lane = Lane.of(message.kind, urgent=self._layer_load(message) is not None)
+            lane = Lane.of(message.kind, urgent=self.gates.layer_load(message) is not None)
             self._queues[lane].append(message)
+
+    def queue(self, message: Execute) -> bool:
+        """Queue the copies of an op, if that is all there is to do and nothing comes before it;
+        return whether they are queued. Else the op is not taken."""
+        kind = message.kind
+        if message.gated or kind not in (OpKind.H2D, OpKind.D2H) or self._lost is not None:
+            return False
+        is_next = not (self._dropped or self._in_parts or self._in_pieces)
+        if not is_next or any(self._queues.values()) or not self._in_flight.has_room(kind):
+            return False
+        if self.gates.layer_load(message) is not None or not self._copier.queues(kind):
+            return False
+        try:
+            op = self._addresses.copies_of(message)
+            if not 0 < op.num_bytes <= _PIECE_BYTES:
+                return False
+            self._start_copies(op, op.take(_PIECE_BYTES), urgent=False, alone=False)
+        except Exception:  # as `execute` will find, and report
+            return False
+        return True
 
     def drop(self, op_id: int) -> None:
         """Drop an op: if it has not started, it ends with nothing moved."""
@@ -176,7 +139,7 @@ class DeviceWorker:
 
     def advance(self) -> list[Done]:
         """Start ops that may start and return those that ended. Blocks only to copy on the CPU."""
-        for task_id in [task_id for task_id in self._parked if self.is_open(task_id)]:
+        for task_id in [task_id for task_id in self._parked if self.gates.is_open(task_id)]:
             for message in self._parked.pop(task_id):
                 self.execute(message)
         done = self._end_dropped()
@@ -207,9 +170,7 @@ class DeviceWorker:
             if not has_room(kind) or (has_layers and kind is OpKind.H2D):
                 continue
             message = queue[0] if op is None else op.message
-            with self._gate_lock:
-                after = self._gates.get(message.task_id)
-            if self._copier.may_start(kind, after):
+            if self._copier.may_start(kind, self.gates.opened_at(message.task_id)):
                 return partial(self._start_piece, kind)
         return None
 
@@ -243,7 +204,7 @@ class DeviceWorker:
             if not op.num_bytes:
                 return self._in_flight.end(op)
         try:
-            self._start_copies(op, op.take(_PIECE_BYTES), urgent=False)
+            self._start_copies(op, op.take(_PIECE_BYTES), False, self._is_alone())
         except Exception as error:  # the driver or a compiler may raise any class
             return self._fail(op, error)
         if op.is_over:
@@ -254,7 +215,7 @@ class DeviceWorker:
     def _start_by_layer(self) -> list[Done]:
         """Start the first layers of the load by layer that is next."""
         message = self._queues[Lane.LAYERS].popleft()
-        load = self._layer_load(message)
+        load = self.gates.layer_load(message)
         try:
             op = self._addresses.copies_of(message, by_layer=True)
             if load is not None:
@@ -268,12 +229,15 @@ class DeviceWorker:
         """Start the next layers of a load by layer: of the one that has the fewest, by default."""
         self._turn_bytes = _TURN_BYTES  # another load may be asked for: they take turns
         op = op or min(self._in_parts, key=lambda op: op.num_started)
-        stop, load = op.next_part(self._layouts[0], _MIN_PART_BYTES), self._layer_load(op.message)
+        stop, load = (
+            op.next_part(self._layouts[0], _MIN_PART_BYTES),
+            self.gates.layer_load(op.message),
+        )
         if load is None or not load.begin_part():
             self._in_parts.remove(op)
             return self._fail(op, "the engine no longer waits for it")
         try:
-            landed = self._start_copies(op, op.take_until(stop), urgent=True)
+            landed = self._start_copies(op, op.take_until(stop), True, self._is_alone())
         except Exception as error:
             self._in_parts.remove(op)
             return self._fail(op, error)
@@ -283,13 +247,18 @@ class DeviceWorker:
         self._in_parts.remove(op)
         return self._in_flight.end(op)
 
-    def _start_copies(self, op: OpCopies, copies: Copies, urgent: bool) -> Fence | None:
+    def _is_alone(self) -> bool:
+        """Return whether nothing else is in flight, or about to be started."""
+        is_next = any(self._queues.values()) or self._in_pieces or self._in_parts
+        return not is_next and not self._in_flight
+
+    def _start_copies(
+        self, op: OpCopies, copies: Copies, urgent: bool, alone: bool
+    ) -> Fence | None:
         message = op.message
         self._permit.task_id = message.task_id
         self._permit.check()
-        after = self._fence_of(message)
-        is_next = any(self._queues.values()) or self._in_pieces or self._in_parts
-        alone = not is_next and not self._in_flight
+        after = self.gates.fence_of(message.task_id)
         landed = self._copier.start(*copies, message.kind, after, urgent, alone)
         num_bytes = int(copies[2].sum())
         if landed is None:
@@ -298,40 +267,24 @@ class DeviceWorker:
             self._in_flight.add(op, num_bytes, landed, urgent)
         return landed
 
-    def _fence_of(self, message: Execute) -> Fence | None:
-        """Return the point of the engine's compute that an op comes after."""
-        with self._gate_lock:
-            after = self._gates.get(message.task_id)
-        # Not gated: after the work on the engine's stream so far.
-        return self._copier.fence() if after is None else after
-
     def _fail(self, op: OpCopies, error: Exception | str) -> list[Done]:
         """End an op that cannot go on, once what was started has landed."""
         if isinstance(error, DeviceLostError):
             self._lost = str(error)
-        load = self._layer_load(op.message)
+        load = self.gates.layer_load(op.message)
         if load is not None:
             load.end()
         return self._in_flight.end(op, str(error))
 
     def _failed(self, message: Execute, reason: str) -> Done:
-        load = self._layer_load(message)
+        load = self.gates.layer_load(message)
         if load is not None:
             load.end()
         return Done(message.op_id, 0, error=reason)
 
-    def _layer_load(self, message: Execute) -> LayerLoad | None:
-        if message.kind is not OpKind.H2D:
-            return None
-        with self._gate_lock:
-            return self._layer_loads.get(message.task_id)
-
     def close(self) -> None:
         """Wait for copies in flight; no more will start."""
-        with self._gate_lock:
-            self._is_closed = True
-        for task_id in self.layer_loads:
-            self.end_layer_load(task_id)
+        self.gates.shut()
         if self._direct is not None:
             self._direct.close()
         self._copier.close()

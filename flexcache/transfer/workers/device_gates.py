@@ -1,0 +1,120 @@
+"""Gates of tasks: what an engine lets touch its GPU, and when; and loads it waits for by layer.
+
+An op behind a gate comes after the work that was queued on the engine's stream when its gate was
+opened; one without a gate, after the work queued when it starts.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+
+from flexcache.ids import OpKind
+from flexcache.storage.layout import BlockLayout
+from flexcache.transfer.messages import Execute
+from flexcache.transfer.workers.copier import Copier, Fence
+from flexcache.transfer.workers.layer_load import LayerLoad
+
+
+class DeviceGates:
+    """The open gates of one rank, and its loads by layer. Thread-safe.
+
+    Args:
+        layouts: Of each group of the model; of all layers if it has no groups.
+        copier: Knows how far the engine's compute has come.
+    """
+
+    def __init__(self, layouts: Sequence[BlockLayout], copier: Copier) -> None:
+        self._layouts = layouts
+        self._copier = copier
+        self._opened: dict[int, Fence | None] = {}
+        self._layer_loads: dict[int, LayerLoad] = {}
+        self._is_shut = False
+        self._lock = threading.Lock()
+
+    def open(self, task_ids: Iterable[int]) -> None:
+        """Let ops of these tasks start, after the work the engine has queued."""
+        fence = self._copier.fence()
+        with self._lock:
+            for task_id in task_ids:
+                self._opened[task_id] = fence
+
+    def is_open(self, task_id: int) -> bool:
+        """Return whether a task's gate is open."""
+        with self._lock:
+            return task_id in self._opened
+
+    def close(self, task_ids: Iterable[int]) -> None:
+        """Forget gates of tasks that have ended."""
+        with self._lock:
+            for task_id in task_ids:
+                self._opened.pop(task_id, None)
+
+    @property
+    def num_open(self) -> int:
+        """Gates that are open."""
+        return len(self._opened)
+
+    def opened_at(self, task_id: int) -> Fence | None:
+        """Return the point of the engine's compute at which a gate was opened, if it was."""
+        with self._lock:
+            return self._opened.get(task_id)
+
+    def fence_of(self, task_id: int) -> Fence | None:
+        """Return the point of the engine's compute that a task's next copy comes after."""
+        after = self.opened_at(task_id)
+        return self._copier.fence() if after is None else after
+
+    def shut(self) -> None:
+        """Open no gate any more, and end all loads by layer."""
+        with self._lock:
+            self._is_shut = True
+        for task_id in self.layer_loads:
+            self.end_layer_load(task_id)
+
+    # -- loads by layer --------------------------------------------------------------------------
+
+    def load_by_layer(self, task_id: int, num_blocks: int) -> LayerLoad:
+        """Open the gate of a load; the caller will wait for its layers.
+
+        The task must have a single op, over all ``num_blocks``.
+
+        Raises:
+            ValueError: The model has several groups.
+        """
+        if len(self._layouts) > 1:
+            raise ValueError("a model with several groups is not loaded layer by layer")
+        [layout] = self._layouts
+        fence = self._copier.fence()
+        load = LayerLoad(layout.layer_ends, num_blocks)
+        with self._lock:
+            if not self._is_shut:
+                self._opened[task_id] = fence
+                self._layer_loads[task_id] = load
+                return load
+        load.end()
+        return load
+
+    def layer_load(self, message: Execute) -> LayerLoad | None:
+        """Return the load by layer that an op belongs to, if it does to one."""
+        if message.kind is not OpKind.H2D:
+            return None
+        with self._lock:
+            return self._layer_loads.get(message.task_id)
+
+    @property
+    def layer_loads(self) -> list[int]:
+        """Tasks of loads by layer that have not ended."""
+        with self._lock:
+            return list(self._layer_loads)
+
+    def end_layer_load(self, task_id: int) -> bool:
+        """End a load by layer: layers not loaded yet are lost. Returns whether it was one."""
+        with self._lock:
+            load = self._layer_loads.pop(task_id, None)
+            if load is not None:
+                self._opened.pop(task_id, None)
+        if load is None:
+            return False
+        load.end()
+        return True
