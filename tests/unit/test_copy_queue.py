@@ -132,6 +132,17 @@ def test_loads_come_before_stores_that_were_queued_earlier(gate: threading.Event
     assert np.array_equal(rig.target[:100], rig.source[:100])  # the store's bytes are on top
 
 
+def test_a_store_gets_a_turn_before_all_loads_are_made(gate: threading.Event, rig: Rig) -> None:
+    store = rig.add([(0, 0, 100)], STORES)
+    loads = [rig.add([(0, 200, 100)], LOADS) for _ in range(copy_queue.MOST_IN_A_ROW)]
+    last = rig.add([(0, 400, 100)], LOADS)
+    gate.set()
+    last.wait()
+    assert store.query()
+    assert all(load.query() for load in loads)
+    assert np.array_equal(rig.target[:100], rig.source[400:500])  # the last load's are on top
+
+
 def test_a_copy_of_a_revoked_task_does_not_begin(rig: Rig) -> None:
     rig.words[1] = TASK
     revoked = rig.add([(0, 0, 100)])

@@ -466,6 +466,16 @@ def test_the_next_op_starts_while_the_one_before_is_on_its_way(segment: HostSegm
     assert worker.advance() == [Done(2, 1)]
 
 
+def test_a_store_does_not_wait_for_the_end_of_a_stream_of_loads(segment: HostSegment) -> None:
+    worker, copier = late_worker(segment)
+    worker.execute(store(1, [0], [0]))
+    for op_id in range(2, 10, 2):  # twice as many as start
+        worker.execute(load(op_id, [1], [1]))
+        worker.execute(load(op_id + 1, [1], [1]))
+        worker.advance()
+    assert [kind for kind, *_ in copier.started] == 3 * [OpKind.H2D] + [OpKind.D2H]
+
+
 def test_ops_of_a_direction_are_reported_in_their_order(segment: HostSegment) -> None:
     worker, copier = late_worker(segment)
     worker.execute(load(1, [0], [0]))

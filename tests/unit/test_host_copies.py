@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import sys
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -107,10 +109,25 @@ def _starts(sizes: np.ndarray, gaps: list[int]) -> np.ndarray:
     return np.cumsum(np.array(gaps, np.int64) + np.concatenate(([0], sizes[:-1]))[: len(sizes)])
 
 
-def test_a_missing_numba_falls_back_to_the_slower_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "flexcache.transfer.workers.copy_streams", None)
+class BrokenNumba(ModuleType):
+    """A package that is installed and does not load."""
+
+    def __getattr__(self, name: str) -> object:
+        raise OSError("libllvmlite.so: cannot open shared object file")
+
+
+@pytest.mark.parametrize(
+    ("numba", "event"), [(None, "numba_missing"), (BrokenNumba("numba"), "numba_failed")]
+)
+def test_without_a_working_numba_copies_are_slower(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, numba: object, event: str
+) -> None:
+    monkeypatch.delitem(sys.modules, "flexcache.transfer.workers.copy_streams", raising=False)
+    monkeypatch.setitem(sys.modules, "numba", numba)
+    caplog.set_level(logging.INFO, "flexcache")
     copy_cpu.load_copy_runs.cache_clear()
     try:
         assert copy_cpu.load_copy_runs() is copy_cpu._copy_with_ctypes
     finally:
         copy_cpu.load_copy_runs.cache_clear()
+    assert event in caplog.text

@@ -97,10 +97,11 @@ def load_copy_runs() -> CopyRuns:
     """Load the fastest available ``copy(destinations, sources, sizes, permit)`` of addresses."""
     try:
         from flexcache.transfer.workers.copy_streams import copy_runs
-    except ImportError:
+    except Exception as error:  # of a compiler, which may raise any class
+        event = "numba_missing" if isinstance(error, ModuleNotFoundError) else "numba_failed"
         log_event(
-            logger, logging.INFO, "numba_missing", effect="copies hold the interpreter lock",
-            remedy="pip install '.[cpu]'",
+            logger, logging.INFO if event == "numba_missing" else logging.WARNING, event,
+            reason=error, effect="copies hold the interpreter lock", remedy="pip install '.[cpu]'",
         )  # fmt: skip
         return _copy_with_ctypes
 

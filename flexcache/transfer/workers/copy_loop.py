@@ -30,6 +30,7 @@ from flexcache.transfer.workers.copy_queue import (
     LANE_WORDS,
     LANES,
     MADE,
+    MOST_IN_A_ROW,
     NUM_BYTES,
     NUM_LANES,
     NUM_SLOTS,
@@ -72,20 +73,23 @@ def _give(queue: int, lane: int, given: int, work: int) -> None:
 
 @cfunc(types.void(types.int64, types.int64, types.int32, types.int32))  # type: ignore[untyped-decorator]
 def _make_copies(queue: int, permit: int, work: int, landed: int) -> None:
-    unreported = 0
+    unreported, in_a_row = 0, 0
     while True:
         is_closing = shared_word(queue + CLOSING * WORD_BYTES)
-        lane, number = 0, 0
-        while lane < NUM_LANES:
+        lane, number, num_looked = 0, 0, 0
+        while num_looked < NUM_LANES:
+            lane = (num_looked + (in_a_row >= MOST_IN_A_ROW)) % NUM_LANES
             words = queue + (LANES + lane * LANE_WORDS) * WORD_BYTES
             number = types.int64(shared_word(words + MADE * WORD_BYTES))
             if number != types.int64(shared_word(words + GIVEN * WORD_BYTES)):
                 break
-            lane += 1
-        if unreported and (lane == NUM_LANES or unreported >= _TOGETHER_BYTES):
+            num_looked += 1
+        has_entry = num_looked < NUM_LANES
+        if unreported and (not has_entry or unreported >= _TOGETHER_BYTES):
             unreported = 0
             _write(landed, queue + ONE * WORD_BYTES, WORD_BYTES)
-        if lane < NUM_LANES:
+        if has_entry:
+            in_a_row = in_a_row + 1 if lane == 0 else 0
             slot = lane * NUM_SLOTS + number % NUM_SLOTS
             entry = queue + (ENTRIES + slot * ENTRY_WORDS) * WORD_BYTES
             is_whole = not is_closing and copy_table(

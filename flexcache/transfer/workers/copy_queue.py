@@ -31,7 +31,10 @@ Addresses = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
 NUM_LANES = 2
-"""Copies of the first lane go first; within a lane they keep their order."""
+"""Copies of the first lane go first, but the other gets every fourth turn; within a lane they keep
+their order."""
+MOST_IN_A_ROW = 3
+"""Copies of the first lane, while the other has some too."""
 NUM_SLOTS = 256
 """Entries of a lane that may be unfinished."""
 _MOST_BYTES = 128 << 20  # of a lane: they last while the rank's thread waits for the lock, twice

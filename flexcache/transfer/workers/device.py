@@ -1,9 +1,9 @@
 """The device worker: executes the ops that touch the GPU for one rank, inside the engine's process.
 
 The process that owns the memory does the copy, so no other process needs a handle to it. Ops run in
-order, loads before stores. A gated op waits until the engine's worker thread opens the gate of its
-task; on CUDA it is then ordered after the work queued on the compute stream at that moment, so that
-a copy never overtakes queued work on the same slots.
+order, loads before stores; but a store gets every fourth turn. A gated op waits until the engine's
+worker thread opens the gate of its task; on CUDA it is then ordered after the work queued on the
+compute stream at that moment, so that a copy never overtakes queued work on the same slots.
 
 A load that the engine waits for layer by layer (`load_by_layer`) is copied in parts of one or more
 layers, before all other ops; concurrent ones take turns, so that all get their first layers first.
@@ -41,6 +41,8 @@ _MIN_PART_BYTES = 4 << 20  # of a load by layer: below this, starting a copy cos
 _PIECE_BYTES = 32 << 20
 _TURN_BYTES = 16 << 20  # copied by a turn to which no further op is added; reported together
 _TURN_STARTS = 32  # where most of them only queue what another thread copies
+_LOADS_FIRST, _STORES_FIRST = (OpKind.H2D, OpKind.D2H), (OpKind.D2H, OpKind.H2D)
+_EAGER_LOADS = 3
 
 
 class DeviceWorker:
@@ -81,6 +83,7 @@ class DeviceWorker:
         self._in_flight = InFlight()
         self._dropped: dict[int, None] = {}
         self._turn_bytes = 0
+        self._loads_in_a_row = 0
         self.gates = DeviceGates(layouts, copier)
 
     @property
@@ -163,7 +166,7 @@ class DeviceWorker:
         has_layers = bool(self._queues[Lane.LAYERS] or self._in_parts)
         if has_layers and has_room(OpKind.H2D, urgent=True):
             return self._start_by_layer if self._queues[Lane.LAYERS] else self._start_part
-        for kind in (OpKind.H2D, OpKind.D2H):
+        for kind in _STORES_FIRST if self._loads_in_a_row >= _EAGER_LOADS else _LOADS_FIRST:
             op, queue = self._in_pieces.get(kind), self._queues[Lane.of(kind, urgent=False)]
             if op is None and not queue:
                 continue
@@ -194,6 +197,7 @@ class DeviceWorker:
 
     def _start_piece(self, kind: OpKind) -> list[Done]:
         """Start a piece of the op of this kind that is next."""
+        self._loads_in_a_row = self._loads_in_a_row + 1 if kind is OpKind.H2D else 0
         op = self._in_pieces.pop(kind, None)
         if op is None:
             message = self._queues[Lane.of(kind, urgent=False)].popleft()
