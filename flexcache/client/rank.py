@@ -1,8 +1,8 @@
 """KVTPClient: client of one rank, inside the engine's worker process.
 
 It lends the engine's own KV tensors to FlexCache: it maps the rank's share of the host pool and
-executes device ops on its own thread. The engine's thread waits only for the layers of a load that
-it requested by layer, and only briefly.
+executes device ops on threads of its own. The engine's thread waits only for the layers of a load
+that it requested by layer, and only briefly.
 
     HELLO --WelcomeRank--> REGISTERING --Registered--> SERVING --+
       ^                                                          | Stop, or the server is lost
@@ -306,7 +306,7 @@ class KVTPClient:
                 self._link.greet(self._hello)
                 received = self._link.receive(_HELLO_INTERVAL_S)
             else:
-                received = self._link.receive(self._ops.patience_s())
+                received = self._link.receive(self._ops.rest())
             self._ops.take_given()  # came before a Stop that was received
             for data in received:
                 if not self._take(_decoder.decode(data)):

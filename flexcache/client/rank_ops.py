@@ -4,12 +4,13 @@ server --socket, or a line if it is in this process--> RankTasks, DeviceWorker
    ^                                                              |
    +------------------- reports, the same way --------------------+
 
-The rank's thread drives the worker. While it does not, the thread that launches an op by the line
-may have the worker queue its copies.
+The rank's thread drives the worker. While it does not, a thread that launches an op by the line may
+have the worker queue its copies.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -25,11 +26,12 @@ from flexcache.transfer.messages import Done, Drop, Execute
 from flexcache.transfer.workers.device import DeviceWorker
 
 _TURN_S = 0.001
-"""For the rank's thread to get the interpreter lock and give its turn back; copies take longer."""
+"""For the rank's thread to get the interpreter lock and give its turn back. Who waits holds the
+server's lock, so it does not wait for copies."""
 
 
 class RankOps:
-    """The ops of one rank. Used on the rank's thread, but for what is thread-safe.
+    """The ops of one rank. Used on the rank's thread, but for the methods of any thread below.
 
     Args:
         tasks: What of them concerns the engine's thread.
@@ -42,9 +44,9 @@ class RankOps:
         self._is_woken = False
         """Whether the rank's thread is woken when copies have landed."""
         self._line: LocalLine | None = None
-        self._refused: list[Done] = []
-        self._turn = threading.Lock()
-        """Held by the thread that drives the worker. Taken with the server's lock, never before."""
+        self._turn = threading.RLock()
+        """Held by the thread that takes ops or advances the worker. It may be taken under the
+        server's lock; who holds it must not take that one."""
 
     def begin(self, attachment: Attachment, server_pid: int, epoch: int) -> None:
         """A registration begins, at the server that has greeted the rank."""
@@ -66,12 +68,16 @@ class RankOps:
     def start(self, run: RunOp) -> bool:
         """Queue the copies of an op, if another thread than the rank's makes them and nothing comes
         before; return whether they are queued."""
-        if run.gated or self._tasks.keeps_loads or not self._turn.acquire(timeout=_TURN_S):
+        may_queue = self._is_woken and not self._tasks.keeps_loads  # else `finish` may drive it
+        if run.gated or not may_queue:
             return False
         try:
+            if not self._turn.acquire(timeout=_TURN_S):
+                return False
             return self._worker is not None and self._worker.queue(make_execute(run))
         finally:
-            self._turn.release()
+            with contextlib.suppress(RuntimeError):  # it was not acquired; or was, and interrupted
+                self._turn.release()
 
     # -- the rank's thread -----------------------------------------------------------------------
 
@@ -89,19 +95,21 @@ class RankOps:
     def take_given(self) -> None:
         """Take what came by the line."""
         if self._line is not None:
-            with self._turn:  # none of it has left the line and is not with the worker yet
-                for message in self._line.take():
-                    self._take(message)
+            with self._turn:  # all that has left the line is with the worker when it is over
+                refused = [done for message in self._line.take() for done in self._take(message)]
+            self._report(refused)
 
     def take(self, message: Execute | Drop | Ended | SessionOver) -> None:
         """Take what the server has sent."""
         with self._turn:
-            self._take(message)
+            refused = self._take(message)
+        self._report(refused)
 
-    def _take(self, message: Execute | Drop | Ended | SessionOver) -> None:
+    def _take(self, message: Execute | Drop | Ended | SessionOver) -> list[Done]:
+        """Take a message; return an op that has ended by that."""
         match message:
             case Execute(op_id) if self._tasks.is_shut(message):
-                self._refused.append(Done(op_id, 0, error="its gate was never opened"))
+                return [Done(op_id, 0, error="its gate was never opened")]
             case Execute() if self._worker is not None:
                 self._worker.execute(message)
                 self._tasks.given(message)
@@ -111,10 +119,11 @@ class RankOps:
                 self._tasks.ended(task_id, num_ok)
             case SessionOver(session):
                 self._tasks.session_over(session)
+        return []
 
-    def patience_s(self) -> float | None:
-        """Wait for copies on a GPU for a moment, if there are any; return for how long to wait for
-        messages before the next `advance`, None for as long as it takes."""
+    def rest(self) -> float | None:
+        """Rest for a moment while copies on a GPU land; return for how long to wait for messages
+        before the next `advance`, None for as long as it takes."""
         worker = self._worker
         if worker is None:
             return None
@@ -136,15 +145,16 @@ class RankOps:
         if worker is None:
             return
         with self._turn:
-            done, self._refused = [*self._refused, *worker.advance()], []
+            done = worker.advance()
         for each in done:
             self._tasks.moved(each)
-        if done:
-            self._report(done)
+        self._report(done)
         if worker.failure is not None:
             raise DeviceLostError(worker.failure)
 
     def _report(self, done: list[Done]) -> None:
+        if not done:
+            return
         if self._line is None:
             for each in done:
                 self._link.send(each)

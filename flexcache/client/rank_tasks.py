@@ -102,7 +102,7 @@ class RankTasks:
             ended = self._gates.take_over(task_ids)
             worker = self._worker
         if ended and worker is not None:
-            worker.gates.close(ended)
+            worker.gates.forget(ended)
         return ended
 
     def leave(self) -> None:

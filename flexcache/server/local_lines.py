@@ -61,20 +61,24 @@ class LocalLine:
         self._closing = threading.Lock()
 
     def put(self, message: RankMessage) -> None:
-        """Leave a message for the rank, and wake its thread unless it looks anyway.
+        """Start an op, or leave a message for the rank and wake its thread unless it looks anyway.
 
         What comes after `close` is dropped: the server will hear that the rank has left.
         """
         with self._closing:
             if self._is_closed:
                 return
-            op = message if isinstance(message, RunOp) else None
-            if op is not None and not self._messages and self._rank.start(op):
-                return
-            self._messages.append(message)
-            can_wait = op is not None and self._rank.can_wait(op)
-            if not can_wait and not self._is_reporting:
-                self._rank.wake()
+            op, is_started = message if isinstance(message, RunOp) else None, False
+            try:
+                is_started = op is not None and not self._messages and self._rank.start(op)
+            finally:  # an interrupted start may be repeated: its copies keep their order
+                if not is_started:
+                    self._leave(message, can_wait=op is not None and self._rank.can_wait(op))
+
+    def _leave(self, message: RankMessage, can_wait: bool) -> None:
+        self._messages.append(message)
+        if not can_wait and not self._is_reporting:
+            self._rank.wake()
 
     def close(self) -> None:
         """Take nothing more, and wake the rank's thread no more: its client may be closed."""

@@ -25,7 +25,8 @@ class RankLine(Protocol):
     """Passes messages to a rank in this process."""
 
     def put(self, message: RankMessage) -> None:
-        """Leave a message for the rank. Called under the server's lock: must not wait."""
+        """Start an op or leave a message for the rank. Called under the server's lock: must not
+        wait for copies."""
 
 
 class Output(NamedTuple):

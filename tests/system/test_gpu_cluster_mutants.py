@@ -13,14 +13,14 @@ from mutants import Fixtures, Mutant, check_seen
 
 from flexcache.client.rank import KVTPClient
 from flexcache.transfer.workers.copy_cuda import CudaCopier
-from flexcache.transfer.workers.device import DeviceWorker
+from flexcache.transfer.workers.device_gates import DeviceGates
 
 MUTANTS = [
     Mutant("M1: a rank whose device is lost does not say so to its engine", KVTPClient, "_fail",
            "self._set_state(ClientState.REFUSED, reason)", "pass",
            on_clusters.test_a_device_that_is_lost_ends_its_tasks_and_leaves_the_cache_to_others),
-    Mutant("a gate opens before the step that it is in", DeviceWorker, "open_gates",
-           "self._gates[task_id] = fence", "self._gates[task_id] = None",
+    Mutant("a gate opens before the step that it is in", DeviceGates, "open",
+           "self._opened[task_id] = fence", "self._opened[task_id] = None",
            on_clusters.test_a_gated_store_takes_what_the_queued_step_will_have_written),
     Mutant("a copy without a gate is behind the default stream only", CudaCopier, "attach",
            "torch.cuda.set_stream(self._engine_stream)", "pass",

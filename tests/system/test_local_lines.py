@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,14 +14,16 @@ import pytest
 from cluster import PATIENCE_S, Cluster, running_cluster, until
 
 from flexcache import KVStatus
+from flexcache.client.attachment import Attachment
 from flexcache.client.link import ServerLink
+from flexcache.client.rank import ClientState
 from flexcache.client.rank_tasks import RankTasks
 from flexcache.ids import OpId, OpKind, TaskId
 from flexcache.server.event_loop import EventLoop
 from flexcache.server.local_lines import LocalLine, LocalLines
 from flexcache.tasks.instructions import RunOp
 from flexcache.transfer.graph import TransferOp
-from flexcache.transfer.messages import Done
+from flexcache.transfer.messages import Done, Execute
 from flexcache.transfer.workers.device import DeviceWorker
 
 TOKENS = np.arange(64)
@@ -227,7 +230,9 @@ def await_copy_thread(cluster: Cluster) -> None:
 
     def is_ready() -> bool:
         assert cluster.put(TOKENS + 1000 * next(prompts), BLOCKS).mask.all()
-        return client._worker is not None and client._worker._copier.queues(OpKind.D2H)
+        assert client._worker is not None
+        with client._ops._turn:
+            return client._worker._copier.queues(OpKind.D2H)
 
     until(is_ready)
 
@@ -248,9 +253,57 @@ def test_copies_do_not_wait_for_the_ranks_thread(monkeypatch: pytest.MonkeyPatch
         manager.check()
 
 
-def test_nothing_is_copied_any_more_once_a_client_is_closed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_launch_does_not_drive_a_rank_that_is_driven(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_cluster(server_timeout_s=2 * PATIENCE_S) as cluster:
+        manager = cluster.manager
+        await_copy_thread(cluster)
+        queued: list[bool] = []
+        queue, advance = DeviceWorker.queue, DeviceWorker.advance
+        drives, goes_on = threading.Event(), threading.Event()
+
+        def watch(worker: DeviceWorker, message: Execute) -> bool:
+            queued.append(is_queued := queue(worker, message))
+            return is_queued
+
+        def stand(worker: DeviceWorker) -> list[Done]:
+            drives.set()
+            assert goes_on.wait(PATIENCE_S)
+            return advance(worker)
+
+        monkeypatch.setattr(DeviceWorker, "queue", watch)
+        task_id, _ = manager.put_match(TOKENS)
+        with monkeypatch.context() as patched:
+            patched.setattr(DeviceWorker, "advance", stand)
+            cluster.clients[0]._link.wake()
+            assert drives.wait(PATIENCE_S)
+            manager.launch([task_id], [cluster.slots(BLOCKS)])
+            assert queued == []
+            goes_on.set()
+        assert manager.wait([task_id], PATIENCE_S)[task_id].status is KVStatus.SUCCESS
+
+
+def test_an_interrupted_launch_loses_no_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_cluster(server_timeout_s=2 * PATIENCE_S) as cluster:
+        manager = cluster.manager
+        await_copy_thread(cluster)
+        task_id, _ = manager.put_match(TOKENS)
+        queue = DeviceWorker.queue
+
+        def interrupt(worker: DeviceWorker, message: Execute) -> bool:
+            assert queue(worker, message)
+            raise KeyboardInterrupt
+
+        with standing_rank(monkeypatch), monkeypatch.context() as patched:
+            patched.setattr(DeviceWorker, "queue", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                manager.launch([task_id], [cluster.slots(BLOCKS)])
+        assert manager.wait([task_id], PATIENCE_S)[task_id].status is KVStatus.SUCCESS
+        expected = cluster.read(BLOCKS)
+        assert cluster.get(TOKENS, [8, 9, 10, 11]).mask.all()
+        assert cluster.read([8, 9, 10, 11]) == expected
+
+
+def test_a_client_that_is_closing_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with running_cluster(server_timeout_s=2 * PATIENCE_S) as cluster:
         manager, [client] = cluster.manager, cluster.clients
         await_copy_thread(cluster)
@@ -258,36 +311,53 @@ def test_nothing_is_copied_any_more_once_a_client_is_closed(
         task_id, mask = manager.get_match(TOKENS)
         assert mask.all()
         before = cluster.read([8, 9, 10, 11])
-        with standing_loop(monkeypatch):
-            client.close()
+        close = Attachment.close
+
+        def close_and_launch(attachment: Attachment, rank: int) -> None:
             manager.launch([task_id], [cluster.slots([8, 9, 10, 11])])
+            close(attachment, rank)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Attachment, "close", close_and_launch)
+            client.close()
+        assert client.state is ClientState.CLOSED
         assert manager.wait([task_id], PATIENCE_S)[task_id].status is KVStatus.FAILED
         assert cluster.read([8, 9, 10, 11]) == before
         manager.check()
 
 
+def test_an_op_behind_a_gate_that_was_shut_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("flexcache.client.link._PING_INTERVAL_S", 2 * PATIENCE_S)
+    with running_cluster(client_timeout_s=20 * PATIENCE_S) as cluster:
+        manager, [client] = cluster.manager, cluster.clients
+        task_id, _ = manager.put_match(TOKENS)
+        with client._tasks._changed:
+            client._tasks._gates.shut([task_id])
+        manager.launch([task_id], [cluster.slots(BLOCKS)], gated=True)
+        response = manager.wait([task_id], PATIENCE_S)[task_id]
+        assert response.status is KVStatus.FAILED
+        assert response.error == "its gate was never opened"
+
+
 def test_threads_that_launch_at_once_get_the_right_bytes() -> None:
     with running_cluster(num_cpu_blocks=64) as cluster:
         await_copy_thread(cluster)
-        failures: list[object] = []
 
         def store_and_load_many(first: int) -> None:
             mine, other = [*range(first, first + 4)], [*range(first + 4, first + 8)]
             for turn in range(30):
                 tokens = TOKENS + 10_000 * (first + 1) + 100 * turn
-                if not cluster.put(tokens, mine).mask.all():
-                    continue  # others hold all of DRAM
-                answer = cluster.get(tokens, other)
-                if answer.mask.all() and cluster.read(other) != cluster.read(mine):
-                    failures.append((first, turn))
+                stored, loaded = cluster.put(tokens, mine), cluster.get(tokens, other)
+                for answer in (stored, loaded):
+                    assert answer.status is KVStatus.SUCCESS
+                    assert answer.mask.all()
+                assert cluster.read(other) == cluster.read(mine)
 
-        threads = [threading.Thread(target=store_and_load_many, args=(8 * n,)) for n in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(PATIENCE_S)
-        assert not any(thread.is_alive() for thread in threads)
-        assert failures == []
+        with ThreadPoolExecutor(6) as threads:
+            for ended in [threads.submit(store_and_load_many, 8 * n) for n in range(6)]:
+                ended.result(PATIENCE_S)
         cluster.manager.check()
 
 

@@ -305,7 +305,7 @@ def test_all_ops_behind_one_gate_go_in_the_order_of_their_arrival(worker: Device
 
 def test_a_gate_that_was_closed_again_holds_back_what_comes_later(worker: DeviceWorker) -> None:
     worker.gates.open([1, 2])
-    worker.gates.close([1, 99])
+    worker.gates.forget([1, 99])
     worker.execute(load(1, [0], [0], gated=True))
     assert run_dry(worker) == []
     worker.gates.open([1])

@@ -129,7 +129,7 @@ def test_negative_control_missing_loads_are_noticed(
 
 def lose(client: Any, task_id: int, num_blocks: int) -> Any:
     """Replace `KVTPClient.load_by_layer`: nothing is copied."""
-    load = client._worker.load_by_layer(task_id, num_blocks)
+    load = client._worker.gates.load_by_layer(task_id, num_blocks)
     load.give_up()
     client._link.wake()
     return load

@@ -74,7 +74,7 @@ class Copier(Protocol):
         copier takes more."""
 
     def queues(self, kind: OpKind) -> bool:
-        """Whether `start` of a copy that is not alone would only queue it, without a fence, for a
+        """Whether `start` of a copy that is neither urgent nor alone would only queue it, for a
         thread that needs no interpreter lock."""
 
     def close(self) -> None:

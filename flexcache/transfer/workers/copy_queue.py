@@ -5,7 +5,7 @@ interval (5 ms) for it while another thread is busy: 64 ops of 8 MiB took 1.7 ti
 bytes. The native thread (`copy_loop`) finds its copies in memory, and stops only where there are
 none.
 
-    rank's thread  --entries-->  ring of a lane  -->  native thread    woken by `work`
+    rank's driver  --entries-->  ring of a lane  -->  native thread    woken by `work`
                    <--how they ended---------------------------------  wakes by `landed`
 """
 
@@ -31,10 +31,10 @@ Addresses = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
 NUM_LANES = 2
-"""Copies of the first lane go first, but the other gets every fourth turn; within a lane they keep
+"""Copies of the first lane go first, but after a few the other has its turn; in a lane they keep
 their order."""
 MOST_IN_A_ROW = 3
-"""Copies of the first lane, while the other has some too."""
+"""Copies of the first lane, until the other has its turn."""
 NUM_SLOTS = 256
 """Entries of a lane that may be unfinished."""
 _MOST_BYTES = 128 << 20  # of a lane: they last while the rank's thread waits for the lock, twice
@@ -90,7 +90,7 @@ class QueuedCopy:
 
 
 class CopyQueue:
-    """Copies for the native thread. Used by one thread.
+    """Copies for the native thread. Used by one thread at a time.
 
     Args:
         permit: Checked by the native thread before each piece of a copy, for the copy's task.

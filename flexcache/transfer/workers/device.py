@@ -1,9 +1,9 @@
 """The device worker: executes the ops that touch the GPU for one rank, inside the engine's process.
 
 The process that owns the memory does the copy, so no other process needs a handle to it. Ops run in
-order, loads before stores; but a store gets every fourth turn. A gated op waits until the engine's
-worker thread opens the gate of its task; on CUDA it is then ordered after the work queued on the
-compute stream at that moment, so that a copy never overtakes queued work on the same slots.
+order, loads before stores; but after three loads a store has its turn. A gated op waits until the
+engine's worker thread opens the gate of its task; on CUDA it is then ordered after the work queued
+on the compute stream at that moment, so that a copy never overtakes queued work on the same slots.
 
 A load that the engine waits for layer by layer (`load_by_layer`) is copied in parts of one or more
 layers, before all other ops; concurrent ones take turns, so that all get their first layers first.
@@ -127,14 +127,15 @@ class DeviceWorker:
             return False
         if self.gates.layer_load(message) is not None or not self._copier.queues(kind):
             return False
+        if self._addresses.most_bytes(message) > _PIECE_BYTES:
+            return False
         try:
             op = self._addresses.copies_of(message)
-            if not 0 < op.num_bytes <= _PIECE_BYTES:
-                return False
-            self._start_copies(op, op.take(_PIECE_BYTES), urgent=False, alone=False)
+            copies = op.take(_PIECE_BYTES)
+            landed = self._start_copies(op, copies, alone=False) if op.num_bytes else None
         except Exception:  # as `execute` will find, and report
             return False
-        return True
+        return landed is not None
 
     def drop(self, op_id: int) -> None:
         """Drop an op: if it has not started, it ends with nothing moved."""
@@ -208,7 +209,7 @@ class DeviceWorker:
             if not op.num_bytes:
                 return self._in_flight.end(op)
         try:
-            self._start_copies(op, op.take(_PIECE_BYTES), False, self._is_alone())
+            self._start_copies(op, op.take(_PIECE_BYTES), alone=self._is_alone())
         except Exception as error:  # the driver or a compiler may raise any class
             return self._fail(op, error)
         if op.is_over:
@@ -233,15 +234,13 @@ class DeviceWorker:
         """Start the next layers of a load by layer: of the one that has the fewest, by default."""
         self._turn_bytes = _TURN_BYTES  # another load may be asked for: they take turns
         op = op or min(self._in_parts, key=lambda op: op.num_started)
-        stop, load = (
-            op.next_part(self._layouts[0], _MIN_PART_BYTES),
-            self.gates.layer_load(op.message),
-        )
+        stop = op.next_part(self._layouts[0], _MIN_PART_BYTES)
+        load = self.gates.layer_load(op.message)
         if load is None or not load.begin_part():
             self._in_parts.remove(op)
             return self._fail(op, "the engine no longer waits for it")
         try:
-            landed = self._start_copies(op, op.take_until(stop), True, self._is_alone())
+            landed = self._start_copies(op, op.take_until(stop), urgent=True)
         except Exception as error:
             self._in_parts.remove(op)
             return self._fail(op, error)
@@ -257,7 +256,7 @@ class DeviceWorker:
         return not is_next and not self._in_flight
 
     def _start_copies(
-        self, op: OpCopies, copies: Copies, urgent: bool, alone: bool
+        self, op: OpCopies, copies: Copies, *, urgent: bool = False, alone: bool = False
     ) -> Fence | None:
         message = op.message
         self._permit.task_id = message.task_id
@@ -288,7 +287,7 @@ class DeviceWorker:
 
     def close(self) -> None:
         """Wait for copies in flight; no more will start."""
-        self.gates.shut()
+        self.gates.end()
         if self._direct is not None:
             self._direct.close()
         self._copier.close()

@@ -29,7 +29,7 @@ class DeviceGates:
         self._copier = copier
         self._opened: dict[int, Fence | None] = {}
         self._layer_loads: dict[int, LayerLoad] = {}
-        self._is_shut = False
+        self._is_over = False
         self._lock = threading.Lock()
 
     def open(self, task_ids: Iterable[int]) -> None:
@@ -44,16 +44,11 @@ class DeviceGates:
         with self._lock:
             return task_id in self._opened
 
-    def close(self, task_ids: Iterable[int]) -> None:
+    def forget(self, task_ids: Iterable[int]) -> None:
         """Forget gates of tasks that have ended."""
         with self._lock:
             for task_id in task_ids:
                 self._opened.pop(task_id, None)
-
-    @property
-    def num_open(self) -> int:
-        """Gates that are open."""
-        return len(self._opened)
 
     def opened_at(self, task_id: int) -> Fence | None:
         """Return the point of the engine's compute at which a gate was opened, if it was."""
@@ -65,10 +60,10 @@ class DeviceGates:
         after = self.opened_at(task_id)
         return self._copier.fence() if after is None else after
 
-    def shut(self) -> None:
-        """Open no gate any more, and end all loads by layer."""
+    def end(self) -> None:
+        """End all loads by layer, and begin none any more."""
         with self._lock:
-            self._is_shut = True
+            self._is_over = True
         for task_id in self.layer_loads:
             self.end_layer_load(task_id)
 
@@ -88,7 +83,7 @@ class DeviceGates:
         fence = self._copier.fence()
         load = LayerLoad(layout.layer_ends, num_blocks)
         with self._lock:
-            if not self._is_shut:
+            if not self._is_over:
                 self._opened[task_id] = fence
                 self._layer_loads[task_id] = load
                 return load

@@ -143,6 +143,11 @@ class OpAddresses:
         self._may_skip = may_skip
         self._block_bytes = max(layout.block_bytes for layout in layouts)
 
+    def most_bytes(self, message: Execute) -> int:
+        """Return how many bytes an op copies at most."""
+        host = message.src if message.kind is OpKind.H2D else message.dst
+        return len(unpack_ids(host)) * self._segment.stride
+
     def copies_of(self, message: Execute, *, by_layer: bool = False) -> OpCopies:
         """Return the copies of an op.
 

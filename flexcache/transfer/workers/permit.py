@@ -24,7 +24,7 @@ WORD_BYTES = 8
 
 
 class CopyPermit:
-    """One rank's permit. Used only by the rank's thread; compiled code looks at its words.
+    """One rank's permit. Used by the thread that drives the rank; compiled code looks at its words.
 
     Args:
         words: The shared words; without them no task is ever revoked.
