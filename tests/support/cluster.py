@@ -16,6 +16,7 @@ import torch
 
 from flexcache import CacheConfig, KVManager, KVResponse, KVTPClient, ModelConfig
 from flexcache.client.local import LocalTransport
+from flexcache.ids import OpKind
 from flexcache.server.server import KVServer
 
 NUM_GPU_BLOCKS = 64
@@ -135,6 +136,16 @@ class Cluster:
         tokens = tokens[: len(gpu_blocks) * size]
         task_id, _ = self.manager.get_async(tokens, self.slots(gpu_blocks))
         return self.manager.wait([task_id], WAIT_S, completely=True)[task_id]
+
+    def await_copy_thread(self) -> None:
+        """Wait until each rank's native thread makes copies: its loop is compiled first."""
+
+        def is_ready(client: KVTPClient) -> bool:
+            assert client._worker is not None
+            with client._ops._turn:
+                return client._worker._copier.queues(OpKind.D2H)
+
+        until(lambda: all(map(is_ready, self.clients)))
 
     def num_leased(self) -> int:
         return sum(int(tier["leased"]) for tier in self.manager.stats()["tiers"].values())

@@ -26,6 +26,7 @@ NO_RANKS = (-1, "x", None, 1.5, True, 2**70)
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with running_cluster() as cluster:
+        cluster.await_copy_thread()  # it stays until the cluster is closed
         yield cluster
 
 

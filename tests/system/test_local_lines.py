@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -223,24 +222,10 @@ def standing_rank(patch: pytest.MonkeyPatch) -> Iterator[None]:
             goes_on.set()
 
 
-def await_copy_thread(cluster: Cluster) -> None:
-    """Put prompts until a native thread can make copies: its loop is compiled meanwhile."""
-    [client] = cluster.clients
-    prompts = itertools.count(1)
-
-    def is_ready() -> bool:
-        assert cluster.put(TOKENS + 1000 * next(prompts), BLOCKS).mask.all()
-        assert client._worker is not None
-        with client._ops._turn:
-            return client._worker._copier.queues(OpKind.D2H)
-
-    until(is_ready)
-
-
 def test_copies_do_not_wait_for_the_ranks_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     with running_cluster(server_timeout_s=2 * PATIENCE_S) as cluster:
         manager = cluster.manager
-        await_copy_thread(cluster)
+        cluster.await_copy_thread()
         expected = cluster.read(BLOCKS)
         assert cluster.put(TOKENS, BLOCKS).mask.all()
         task_id, mask = manager.get_match(TOKENS)
@@ -256,7 +241,7 @@ def test_copies_do_not_wait_for_the_ranks_thread(monkeypatch: pytest.MonkeyPatch
 def test_a_launch_does_not_drive_a_rank_that_is_driven(monkeypatch: pytest.MonkeyPatch) -> None:
     with running_cluster(server_timeout_s=2 * PATIENCE_S) as cluster:
         manager = cluster.manager
-        await_copy_thread(cluster)
+        cluster.await_copy_thread()
         queued: list[bool] = []
         queue, advance = DeviceWorker.queue, DeviceWorker.advance
         drives, goes_on = threading.Event(), threading.Event()
@@ -285,7 +270,7 @@ def test_a_launch_does_not_drive_a_rank_that_is_driven(monkeypatch: pytest.Monke
 def test_an_interrupted_launch_loses_no_op(monkeypatch: pytest.MonkeyPatch) -> None:
     with running_cluster(server_timeout_s=2 * PATIENCE_S) as cluster:
         manager = cluster.manager
-        await_copy_thread(cluster)
+        cluster.await_copy_thread()
         task_id, _ = manager.put_match(TOKENS)
         queue = DeviceWorker.queue
 
@@ -306,7 +291,7 @@ def test_an_interrupted_launch_loses_no_op(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_client_that_is_closing_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with running_cluster(server_timeout_s=2 * PATIENCE_S) as cluster:
         manager, [client] = cluster.manager, cluster.clients
-        await_copy_thread(cluster)
+        cluster.await_copy_thread()
         assert cluster.put(TOKENS, BLOCKS).mask.all()
         task_id, mask = manager.get_match(TOKENS)
         assert mask.all()
@@ -343,7 +328,7 @@ def test_an_op_behind_a_gate_that_was_shut_is_refused_at_once(
 
 def test_threads_that_launch_at_once_get_the_right_bytes() -> None:
     with running_cluster(num_cpu_blocks=64) as cluster:
-        await_copy_thread(cluster)
+        cluster.await_copy_thread()
 
         def store_and_load_many(first: int) -> None:
             mine, other = [*range(first, first + 4)], [*range(first + 4, first + 8)]
