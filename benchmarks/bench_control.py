@@ -96,7 +96,10 @@ class Caller:
 
     def __enter__(self) -> Caller:
         self.manager.start()
-        with self._server.session() as tasks:  # without its rank an engine hits and stores nothing
+        with (
+            self._server.lock,
+            self._server.session() as tasks,
+        ):  # without its rank an engine hits and stores nothing
             tasks.executor_up(device(engine_name("", 0), 0))
         return self
 
@@ -136,7 +139,7 @@ class Caller:
     def store(self, prompt: Prompt) -> None:
         """Make the prompt's blocks cached."""
         keys = self.manager._prompts.make(prompt.tokens, block_keys=prompt.keys).keys
-        with self._server.session() as tasks:
+        with self._server.lock, self._server.session() as tasks:
             plan = tasks.cache.stores.plan_put(keys, 0, keys.num_blocks)
             tasks.cache.publish_staging(plan, plan.num_blocks)
             tasks.cache.finish(plan)

@@ -137,7 +137,8 @@ class KVManager(_WholeCache):
             to the engine's `KVTPClient`s; those that connect otherwise must be given the same id.
 
     Thread-safe. A match reserves what it promises: launch it or cancel it. If its server is away,
-    a shared cache answers every match with a miss at once.
+    a shared cache answers every match with a miss at once. A signal handler may call `shutdown`,
+    and nothing else.
     """
 
     def __init__(
@@ -392,6 +393,10 @@ class KVManager(_WholeCache):
         Args:
             timeout: Seconds; the response for a task not done by then is TIMEOUT, and it continues.
             completely: Wait for everything, including write-through to lower tiers.
+
+        Raises:
+            ClosedError: The cache was shut down meanwhile. Slots of launched tasks may be reused
+                once `shutdown` has returned.
         """
         all_ids = arguments.ids_of(task_ids)
         results = self._client.results(all_ids, arguments.wait_s(timeout), completely)

@@ -56,7 +56,7 @@ class LocalTransport(LocalSession):
     def check(self) -> None:
         if not self.server.is_open:
             return
-        with self.server.session() as tasks:
+        with self.server.lock, self.server.session() as tasks:
             tasks.check()
 
     def close(self) -> None:

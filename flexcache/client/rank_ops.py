@@ -10,7 +10,6 @@ have the worker queue its copies.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 
@@ -24,10 +23,6 @@ from flexcache.server.outbox import make_execute
 from flexcache.tasks.instructions import RunOp
 from flexcache.transfer.messages import Done, Drop, Execute
 from flexcache.transfer.workers.device import DeviceWorker
-
-_TURN_S = 0.001
-"""For the rank's thread to get the interpreter lock and give its turn back. Who waits holds the
-server's lock, so it does not wait for copies."""
 
 
 class RankOps:
@@ -47,6 +42,8 @@ class RankOps:
         self._turn = threading.RLock()
         """Held by the thread that takes ops or advances the worker. It may be taken under the
         server's lock; who holds it must not take that one."""
+        self._is_advancing = False
+        """Whether the rank's thread has its turn for long: it may copy itself."""
 
     def begin(self, attachment: Attachment, server_pid: int, epoch: int) -> None:
         """A registration begins, at the server that has greeted the rank."""
@@ -69,15 +66,10 @@ class RankOps:
         """Queue the copies of an op, if another thread than the rank's makes them and nothing comes
         before; return whether they are queued."""
         may_queue = self._is_woken and not self._tasks.keeps_loads  # else `finish` may drive it
-        if run.gated or not may_queue:
+        if run.gated or not may_queue or self._is_advancing:
             return False
-        try:
-            if not self._turn.acquire(timeout=_TURN_S):
-                return False
+        with self._turn:
             return self._worker is not None and self._worker.queue(make_execute(run))
-        finally:
-            with contextlib.suppress(RuntimeError):  # it was not acquired; or was, and interrupted
-                self._turn.release()
 
     # -- the rank's thread -----------------------------------------------------------------------
 
@@ -144,8 +136,12 @@ class RankOps:
         worker = self._worker
         if worker is None:
             return
-        with self._turn:
-            done = worker.advance()
+        self._is_advancing = True
+        try:
+            with self._turn:
+                done = worker.advance()
+        finally:
+            self._is_advancing = False
         for each in done:
             self._tasks.moved(each)
         self._report(done)

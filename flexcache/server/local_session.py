@@ -41,7 +41,7 @@ class LocalSession:
             return MatchedTask(self.server.next_id(self.ids), start, 0, {}, 0)
         if look_up and self._has_store and not self._look_up(kind, keys, stop, may_wait):
             return None
-        with self.server.session() as tasks:
+        with self.server.lock, self.server.session() as tasks:
             now = time.monotonic()
             if awaits_loads and tasks.awaits_load(self.ids.session, keys, stop, now):
                 return None
@@ -61,11 +61,11 @@ class LocalSession:
 
     def _look_up(self, kind: TaskKind, keys: PromptKeys, stop: int, may_wait: bool) -> bool:
         """Ask the remote store; whether the match can be made now."""
-        with self.server.session() as tasks:
+        with self.server.lock, self.server.session() as tasks:
             lookup = tasks.look_up(kind, keys, stop, time.monotonic())
         if lookup is None or not may_wait:
             return lookup is None
-        with self.server.session() as tasks:
+        with self.server.lock, self.server.session() as tasks:
             while tasks.queries.is_looking_up(lookup):
                 self.server.wait_for_change(None)  # it has a deadline
                 if self.server.stopping:
@@ -75,23 +75,23 @@ class LocalSession:
     def launch(
         self, task_ids: Sequence[int], gpu_blocks: Sequence[npt.NDArray[np.int64]], gated: bool
     ) -> None:
-        with self.server.session() as tasks:
+        with self.server.lock, self.server.session() as tasks:
             tasks.launch([TaskId(t) for t in task_ids], gpu_blocks, time.monotonic(), gated)
 
     def cancel(self, task_ids: Sequence[int]) -> None:
-        with self.server.session() as tasks:
+        with self.server.lock, self.server.session() as tasks:
             tasks.cancel([TaskId(t) for t in task_ids], time.monotonic())
 
     def report_prefill(self, blocks_per_s: float) -> None:
         if not self.server.is_open:
             return
-        with self.server.session() as tasks:
+        with self.server.lock, self.server.session() as tasks:
             tasks.report_prefill(self.ids.session, blocks_per_s)
 
     def session_hint(self, session_id: str, over: bool, returns_in_s: float | None) -> bool:
         """Act on what a user says of its session; whether the session is known."""
         if not self.server.is_open:
             return False
-        with self.server.session() as tasks:
+        with self.server.lock, self.server.session() as tasks:
             sessions = tasks.cache.sessions
             return sessions.hint(session_id, over, returns_in_s, time.monotonic())

@@ -105,7 +105,7 @@ class Operator:
         """Return the prefix that ends with a block below DRAM, by its hash in KV events."""
         if cache.published is None:
             raise ValueError("block_hash: this cache publishes no KV events")
-        with self._server.session() as tasks:
+        with self._server.lock, self._server.session() as tasks:
             block = cache.published.find(low_64_bits(block_hash))
             return None if block is None else find_prefix(*block, tasks.cache.tiers)
 

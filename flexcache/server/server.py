@@ -21,7 +21,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -96,11 +96,12 @@ class KVServer:
             shards = Shards.of_model(model, config.tokens_per_block)
             self._cache = ServedCache(model, config, shards)
         self._engine_name = engine
+        self.lock = threading.RLock()
+        """Held wherever hub, task engine or outbox are used: *the server's lock*."""
         self._idle_exit_s = idle_exit_s
         self._is_needed = is_needed
         self._open_http = open_http
-        self._changed = threading.Condition()
-        """Its lock is held wherever hub, task engine or outbox are used."""
+        self._changed = threading.Condition(self.lock)
         self._clearing = threading.Lock()
         """Held while a caller of `clear` erases files."""
         self._reactor = Reactor()
@@ -161,11 +162,11 @@ class KVServer:
 
     def shutdown(self) -> None:
         """Cancel what has not started, let moving bytes land, stop the workers. Idempotent, from
-        any thread."""
-        with self._ends:
+        any thread, also by the handler of a signal that came during another call."""
+        with self._ends, _given_away(self.lock):
             if self._stopped:
                 return
-            with self._changed:
+            with self.lock:
                 self._reactor.stopping = True
                 self._changed.notify_all()
             if self._thread is not None:
@@ -193,7 +194,7 @@ class KVServer:
             if self.config.has_workers:
                 self._pool.bind(self._endpoint.context, self._endpoint.worker_address)
             if self._model is not None:
-                with self._changed:
+                with self.lock:
                     self.hub.expect_cache(
                         self._model, self.config.tokens_per_block, self._engine_name
                     )
@@ -236,7 +237,13 @@ class KVServer:
     # -- calls from this process -----------------------------------------------------------------
 
     def session(self) -> contextlib.AbstractContextManager[KVTaskEngine]:
-        """Exclusive use of the task engine; what it decides is carried out afterwards."""
+        """Use of the task engine, with `lock` held; what it decides is carried out afterwards.
+
+            with server.lock, server.session() as tasks: ...
+
+        An interrupt (Ctrl-C) may come wherever a method written in Python begins or a call returns:
+        only the lock's own methods are sure to let go of it.
+        """
         return _EngineUse(self)
 
     def _route(self) -> None:
@@ -256,7 +263,7 @@ class KVServer:
     @property
     def cache(self) -> ServedCache | None:
         """None until an engine or the config has said what is cached."""
-        with self._changed:
+        with self.lock:
             return self.hub.cache
 
     @property
@@ -266,7 +273,7 @@ class KVServer:
 
     def next_id(self, ids: TaskIds) -> TaskId:
         """Number a task of an engine in this process, before there are tiers."""
-        with self._changed:
+        with self.lock:
             return ids.next()
 
     @property
@@ -275,13 +282,13 @@ class KVServer:
 
     def missing(self, engine: str) -> list[str]:
         """Ranks and workers that an engine still waits for."""
-        with self._changed:
+        with self.lock:
             return self.hub.readiness.missing(engine)
 
     def wait_ready(self, engine: str, timeout: float | None) -> None:
         """Wait until every rank of an engine and the disk worker serve. Raises what
         `EngineReadiness.require` does."""
-        with self._changed:
+        with self.lock:
             readiness = self.hub.readiness
             self._changed.wait_for(lambda: self.stopping or readiness.is_settled(engine), timeout)
             if self.stopping:
@@ -293,34 +300,34 @@ class KVServer:
         if not self.is_open:
             return 0
         with self._clearing:
-            with self.session():
+            with self.lock, self.session():
                 assert self._cache is not None
                 clearing = self._cache.clear(tier)
             error = error_of(clearing.work)
-            with self._changed:  # also while the cache is shut down: dirty blocks wait for it
+            with self.lock:  # also while the cache is shut down: dirty blocks wait for it
                 return clearing.end(error)
 
     def stats(self, session: SessionId | None = None) -> Stats:
         """Statistics of the server as a whole and, if one is named, of a session."""
-        with self._changed:
+        with self.lock:
             if self.stopping:
                 raise ClosedError("the cache was shut down")
             return self.hub.stats(time.monotonic(), session)
 
     def health(self) -> dict[str, Any]:
         """Whether the server is at work, and which of its parts are missing."""
-        with self._changed:
+        with self.lock:
             missing = self._pool.missing() + self.hub.absentees() + self._observers.absent
             return {"serving": not self.stopping, "missing": missing}
 
     def open_session(self, name: str) -> TaskIds:
         """Open a session for calls from this process; there must be a model."""
-        with self._changed:
+        with self.lock:
             return self.hub.sessions.open_local(name)
 
     def take_changes(self) -> list[Change]:
         """What the tiers have stored and lost since the last call, with ``kv_events``."""
-        with self._changed:
+        with self.lock:
             return self._observers.take_changes()
 
     def _own_stats(self) -> ServerStats:
@@ -338,7 +345,7 @@ class KVServer:
     # -- the end ---------------------------------------------------------------------------------
 
     def _end_job(self, job: BackgroundJob, error: Exception | None) -> None:
-        with self._changed:
+        with self.lock:
             job.end(error)
             self._reactor.wake()
 
@@ -346,7 +353,7 @@ class KVServer:
         withdraw_lines(self.endpoint, self._lines)
         self._observers.close_http()
         jobs_are_done = self._background.close()
-        with self._changed:
+        with self.lock:
             self.hub.close()
         self._pool.close()
         if self._endpoint is not None:
@@ -370,16 +377,25 @@ class _EngineUse:
 
     def __enter__(self) -> KVTaskEngine:
         server = self._server
-        server._changed.acquire()
         if server._reactor.stopping:
-            server._changed.release()
             raise ClosedError("the cache was shut down")
         assert server._cache is not None
         return server._cache.tasks
 
     def __exit__(self, *error: object) -> None:
-        server = self._server
-        try:
-            server._lines.pass_on()
-        finally:
-            server._changed.release()
+        self._server._lines.pass_on()
+
+
+@contextlib.contextmanager
+def _given_away(lock: threading.RLock) -> Iterator[None]:
+    """Let other threads have a lock that this one may hold, in a call that a signal has stopped."""
+    num_held = 0
+    with contextlib.suppress(RuntimeError):  # once it holds no more
+        while True:
+            lock.release()
+            num_held += 1
+    try:
+        yield
+    finally:
+        for _ in range(num_held):
+            lock.acquire()

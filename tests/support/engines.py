@@ -110,7 +110,7 @@ class Engine:
         """Wait until what was stored is on SSD too."""
         self.drain()
         server = self.server
-        with server.session() as tasks:
+        with server.lock, server.session() as tasks:
             while tasks.queries.num_open_tasks:
                 server.wait_for_change(0.002)
 

@@ -34,7 +34,7 @@ def worker_of(cluster: Cluster) -> tuple[int, int]:
 
 def offset_of(cluster: Cluster, position: int) -> int:
     """Return the offset in the data file of a block of the prompt stored last."""
-    with cluster.server.session() as session:
+    with cluster.server.lock, cluster.server.session() as session:
         *_, run = session.cache.tiers.lower[0].index._runs.values()
         slot = int(run.blocks[position])
     assert cluster.server.hub.cache is not None

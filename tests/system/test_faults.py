@@ -32,7 +32,7 @@ def flip_byte(path: Path, offset: int) -> None:
 
 
 def slot_of(cluster: Cluster, position: int) -> int:
-    with cluster.server.session() as tasks:
+    with cluster.server.lock, cluster.server.session() as tasks:
         return int(next(iter(tasks.cache.tiers.lower[0].index._runs.values())).blocks[position])
 
 

@@ -180,7 +180,7 @@ def test_negative_control_a_byte_flipped_in_dram_is_seen_by_the_comparison(engin
     prompt = make_prompt(300, next(_seeds))
     engine.generate(prompt)
     engine.forget_gpu()
-    with engine.server.session() as tasks:
+    with engine.server.lock, engine.server.session() as tasks:
         index = tasks.cache.tiers.host.index
         flipped = next(iter(index._runs.values())).blocks[4]
     flip_dram_byte(engine, int(flipped))
@@ -195,7 +195,7 @@ def test_a_byte_flipped_on_ssd_is_noticed_and_the_rest_recomputed(engine: Engine
     engine.forget_gpu()
     engine.manager.clear("CPU")
     server = engine.server
-    with server.session() as tasks:
+    with server.lock, server.session() as tasks:
         slot = int(next(iter(tasks.cache.tiers.lower[0].index._runs.values())).blocks[7])
     pool, directory = server.hub.cache.store.disk_pool, server.config.ssd_cache_dirs[0]
     _, offset = locate_slot(slot, pool.data_fds, pool.slot_bytes)

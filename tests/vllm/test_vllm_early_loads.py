@@ -250,7 +250,10 @@ def test_a_request_that_asks_too_soon_waits_for_its_blocks(
     add(engine, "runs", make_prompt(100, 94), 3)
     engine.llm.llm_engine.step()
     add(engine, "waits", prompt, 8)
-    with engine.server.session() as tasks:  # its reads do not end before vLLM has asked
+    with (
+        engine.server.lock,
+        engine.server.session() as tasks,
+    ):  # its reads do not end before vLLM has asked
         op_done = tasks.op_done
     held: list[tuple[Any, Any]] = []
     monkeypatch.setattr(tasks, "op_done", lambda *done, **more: held.append((done, more)))
@@ -264,7 +267,7 @@ def test_a_request_that_asks_too_soon_waits_for_its_blocks(
             asks += 1
         if asks == 2 and held:
             monkeypatch.setattr(tasks, "op_done", op_done)
-            with engine.server.session():
+            with engine.server.lock, engine.server.session():
                 for done, more in held:
                     op_done(*done, **more)
             held.clear()

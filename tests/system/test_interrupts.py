@@ -1,0 +1,85 @@
+"""Ctrl-C and signals that come during a call leave a cache that can be shut down."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from cluster import PATIENCE_S, Cluster, running_cluster
+
+from flexcache import KVManager
+from flexcache.errors import ClosedError
+from flexcache.server.local_lines import LocalLines
+
+TOKENS = np.arange(64)
+BLOCKS = [0, 1, 2, 3]
+NUM_INTERRUPTS = 200
+LONGEST_S = 0.003
+
+
+@pytest.fixture(autouse=True)
+def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupted call may leave a task half made: the cache is checked no more."""
+    monkeypatch.setattr(KVManager, "check", lambda manager: None)
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator[None]:
+    """Let `signal.setitimer` raise KeyboardInterrupt."""
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def call_until_interrupted(cluster: Cluster, numbers: Iterator[int], after_s: float) -> None:
+    signal.setitimer(signal.ITIMER_REAL, after_s)
+    while True:
+        number = next(numbers)
+        task_id, _ = cluster.manager.put_match(TOKENS + 64 * number)
+        cluster.manager.launch([task_id], [cluster.slots(BLOCKS)])
+        cluster.manager.cancel([task_id])
+
+
+def answers_in_time(cluster: Cluster) -> bool:
+    """Whether another thread is served."""
+    asking = threading.Thread(target=cluster.manager.stats, daemon=True)
+    asking.start()
+    asking.join(PATIENCE_S)
+    return not asking.is_alive()
+
+
+def test_interrupted_calls_leave_the_server_to_other_threads() -> None:
+    with running_cluster() as cluster:
+        cluster.await_copy_thread()
+        numbers, delays = iter(range(1, 1 << 30)), random.Random(7)
+        with interrupts():
+            for _ in range(NUM_INTERRUPTS):
+                with pytest.raises(KeyboardInterrupt):
+                    call_until_interrupted(cluster, numbers, delays.uniform(1e-4, LONGEST_S))
+                assert answers_in_time(cluster)
+
+
+def test_a_signal_handler_may_shut_down_during_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_cluster() as cluster:
+        manager = cluster.manager
+        task_id, _ = manager.put_match(TOKENS)
+        pass_on = LocalLines.pass_on
+
+        def shut_down_first(lines: LocalLines) -> None:
+            monkeypatch.setattr(LocalLines, "pass_on", pass_on)
+            manager.shutdown()
+            pass_on(lines)
+
+        monkeypatch.setattr(LocalLines, "pass_on", shut_down_first)
+        manager.launch([task_id], [cluster.slots(BLOCKS)])
+        manager.shutdown()
+        with pytest.raises(ClosedError):
+            manager.put_match(TOKENS)
