@@ -137,8 +137,7 @@ class KVManager(_WholeCache):
             to the engine's `KVTPClient`s; those that connect otherwise must be given the same id.
 
     Thread-safe. A match reserves what it promises: launch it or cancel it. If its server is away,
-    a shared cache answers every match with a miss at once. A signal handler may call `shutdown`,
-    and nothing else.
+    a shared cache answers every match with a miss at once.
     """
 
     def __init__(
@@ -393,10 +392,6 @@ class KVManager(_WholeCache):
         Args:
             timeout: Seconds; the response for a task not done by then is TIMEOUT, and it continues.
             completely: Wait for everything, including write-through to lower tiers.
-
-        Raises:
-            ClosedError: The cache was shut down meanwhile. Slots of launched tasks may be reused
-                once `shutdown` has returned.
         """
         all_ids = arguments.ids_of(task_ids)
         results = self._client.results(all_ids, arguments.wait_s(timeout), completely)
@@ -412,7 +407,8 @@ class KVManager(_WholeCache):
         return {task_id: _response(self._prompts, result) for task_id, result in results.items()}
 
     def shutdown(self) -> None:
-        """Cancel tasks, wait for running copies, stop the workers, free the memory. Idempotent."""
+        """Cancel tasks, wait for running copies, stop the workers, free the memory. Idempotent, and
+        the only call for a signal handler. `wait` raises at once; slots are free afterwards."""
         self._client.shutdown()
 
     def __enter__(self) -> KVManager:

@@ -96,8 +96,7 @@ class KVServer:
             shards = Shards.of_model(model, config.tokens_per_block)
             self._cache = ServedCache(model, config, shards)
         self._engine_name = engine
-        self.lock = threading.RLock()
-        """Held wherever hub, task engine or outbox are used: *the server's lock*."""
+        self.lock = threading.RLock()  # held wherever hub, task engine or outbox are used
         self._idle_exit_s = idle_exit_s
         self._is_needed = is_needed
         self._open_http = open_http
@@ -237,13 +236,7 @@ class KVServer:
     # -- calls from this process -----------------------------------------------------------------
 
     def session(self) -> contextlib.AbstractContextManager[KVTaskEngine]:
-        """Use of the task engine, with `lock` held; what it decides is carried out afterwards.
-
-            with server.lock, server.session() as tasks: ...
-
-        An interrupt (Ctrl-C) may come wherever a method written in Python begins or a call returns:
-        only the lock's own methods are sure to let go of it.
-        """
+        """Use of the task engine, with `lock` held; what it decides is carried out afterwards."""
         return _EngineUse(self)
 
     def _route(self) -> None:
@@ -368,7 +361,13 @@ class KVServer:
 
 
 class _EngineUse:
-    """What `KVServer.session` returns. A class, since a generator takes three times as long."""
+    """What `KVServer.session` returns. A class, since a generator takes three times as long.
+
+        with server.lock, server.session() as tasks: ...
+
+    It does not take the lock: an interrupt may come between any two steps of a method written in
+    Python, and only the lock's own methods then still let go of it.
+    """
 
     __slots__ = ("_server",)
 
