@@ -96,10 +96,8 @@ class Caller:
 
     def __enter__(self) -> Caller:
         self.manager.start()
-        with (
-            self._server.lock,
-            self._server.session() as tasks,
-        ):  # without its rank an engine hits and stores nothing
+        # Without its rank an engine hits and stores nothing.
+        with self._server.lock, self._server.session() as tasks:
             tasks.executor_up(device(engine_name("", 0), 0))
         return self
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -30,23 +30,33 @@ BLOCKS = [0, 1, 2, 3]
 
 
 @contextmanager
-def standing_loop(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have the server's event loop stand still meanwhile."""
+def standing(patch: pytest.MonkeyPatch, owner: type, method: str) -> Iterator[None]:
+    """Have the thread that calls a method stand still there meanwhile."""
     goes_on, stands = threading.Event(), threading.Event()
-    turn = EventLoop._turn
+    call = getattr(owner, method)
 
-    def stand(loop: EventLoop) -> None:
+    def stand(*arguments: object) -> object:
         stands.set()
         assert goes_on.wait(PATIENCE_S)
-        turn(loop)
+        return call(*arguments)
 
     with patch.context() as patched:
-        patched.setattr(EventLoop, "_turn", stand)
+        patched.setattr(owner, method, stand)
         assert stands.wait(PATIENCE_S)
         try:
             yield
         finally:
             goes_on.set()
+
+
+def standing_loop(patch: pytest.MonkeyPatch) -> AbstractContextManager[None]:
+    """Have the server's event loop stand still meanwhile."""
+    return standing(patch, EventLoop, "_turn")
+
+
+def standing_rank(patch: pytest.MonkeyPatch) -> AbstractContextManager[None]:
+    """Have the ranks' threads stand still meanwhile, where they wait for messages."""
+    return standing(patch, ServerLink, "receive")
 
 
 def store_and_load(cluster: Cluster, gated: bool) -> None:
@@ -200,26 +210,6 @@ def test_no_op_is_started_before_those_that_came_before_it() -> None:
     line.close()
     line.put(op(4, gated=False))
     assert rank.started == [3]
-
-
-@contextmanager
-def standing_rank(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have the ranks' threads stand still meanwhile, where they wait for messages."""
-    goes_on, stands = threading.Event(), threading.Event()
-    receive = ServerLink.receive
-
-    def stand(link: ServerLink, timeout_s: float | None) -> list[bytes]:
-        stands.set()
-        assert goes_on.wait(PATIENCE_S)
-        return receive(link, timeout_s)
-
-    with patch.context() as patched:
-        patched.setattr(ServerLink, "receive", stand)
-        assert stands.wait(PATIENCE_S)
-        try:
-            yield
-        finally:
-            goes_on.set()
 
 
 def test_copies_do_not_wait_for_the_ranks_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from flexcache.errors import TaskRevokedError
 from flexcache.transfer.workers import copy_loop, copy_queue
 from flexcache.transfer.workers.copy_queue import CopyQueue, QueuedCopy
+from flexcache.transfer.workers.lane import EAGER_LOADS
 from flexcache.transfer.workers.permit import PIECE_BYTES, CopyPermit
 
 LOADS, STORES = range(2)
@@ -134,7 +135,7 @@ def test_loads_come_before_stores_that_were_queued_earlier(gate: threading.Event
 
 def test_a_store_gets_a_turn_before_all_loads_are_made(gate: threading.Event, rig: Rig) -> None:
     store = rig.add([(0, 0, 100)], STORES)
-    loads = [rig.add([(0, 200, 100)], LOADS) for _ in range(copy_queue.MOST_IN_A_ROW)]
+    loads = [rig.add([(0, 200, 100)], LOADS) for _ in range(EAGER_LOADS)]
     last = rig.add([(0, 400, 100)], LOADS)
     gate.set()
     last.wait()

@@ -80,7 +80,7 @@ def open_worker(
     memory: EngineMemory, layouts: Sequence[BlockLayout], segment: HostSegment,
     landed: int | None = None, **options: Any,
 ) -> Iterator[DeviceWorker]:  # fmt: skip
-    copier = open_copier(memory.device, landed=landed)
+    copier = open_copier(memory.device, options.get("permit"), landed=landed)
     copier.attach(segment, lambda: None)
     wait_for_queue(copier)
     worker = DeviceWorker(layouts, segment, copier, **options)
@@ -1089,15 +1089,13 @@ def test_an_op_of_a_revoked_task_is_not_queued(
     if memory.device.type != "cpu":
         pytest.skip("nothing is queued at once on a GPU")
     words = memoryview(bytearray(16)).cast("Q")
-    copier = open_copier(memory.device, permit := CopyPermit(words), landed=landed)
-    wait_for_queue(copier)
-    worker = DeviceWorker([layout_of(tensors)], segment, copier, permit)
-    words[0] = 3
-    refused, taken = (order(n, OpKind.D2H, [n], [n], task_id=n + 2) for n in (1, 2))
-    assert not worker.queue(refused)
-    assert worker.queue(taken)
-    worker.execute(refused)
-    done = {each.op_id: each for each in run_dry(worker)}
-    worker.close()
+    permit, layout = CopyPermit(words), layout_of(tensors)
+    with open_worker(memory, [layout], segment, landed, permit=permit) as worker:
+        words[0] = 3
+        refused, taken = (order(n, OpKind.D2H, [n], [n], task_id=n + 2) for n in (1, 2))
+        assert not worker.queue(refused)
+        assert worker.queue(taken)
+        worker.execute(refused)
+        done = {each.op_id: each for each in run_dry(worker)}
     assert done[1].error
     assert done[2] == Done(2, 1)

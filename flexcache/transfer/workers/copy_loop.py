@@ -30,7 +30,6 @@ from flexcache.transfer.workers.copy_queue import (
     LANE_WORDS,
     LANES,
     MADE,
-    MOST_IN_A_ROW,
     NUM_BYTES,
     NUM_LANES,
     NUM_SLOTS,
@@ -42,6 +41,7 @@ from flexcache.transfer.workers.copy_queue import (
     WHOLE,
 )
 from flexcache.transfer.workers.copy_streams import copy_table, shared_word
+from flexcache.transfer.workers.lane import EAGER_LOADS
 from flexcache.transfer.workers.permit import WORD_BYTES
 
 _TOGETHER_BYTES = 16 << 20  # made before the rank's thread is woken, while there are more
@@ -78,7 +78,7 @@ def _make_copies(queue: int, permit: int, work: int, landed: int) -> None:
         is_closing = shared_word(queue + CLOSING * WORD_BYTES)
         lane, number, num_looked = 0, 0, 0
         while num_looked < NUM_LANES:
-            lane = (num_looked + (in_a_row >= MOST_IN_A_ROW)) % NUM_LANES
+            lane = (num_looked + (in_a_row >= EAGER_LOADS)) % NUM_LANES
             words = queue + (LANES + lane * LANE_WORDS) * WORD_BYTES
             number = types.int64(shared_word(words + MADE * WORD_BYTES))
             if number != types.int64(shared_word(words + GIVEN * WORD_BYTES)):

@@ -31,10 +31,8 @@ Addresses = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
 NUM_LANES = 2
-"""Copies of the first lane go first, but after a few the other has its turn; in a lane they keep
-their order."""
-MOST_IN_A_ROW = 3
-"""Copies of the first lane, until the other has its turn."""
+"""Copies of the first lane go first, but after `EAGER_LOADS` the other has its turn; in a lane they
+keep their order."""
 NUM_SLOTS = 256
 """Entries of a lane that may be unfinished."""
 _MOST_BYTES = 128 << 20  # of a lane: they last while the rank's thread waits for the lock, twice

@@ -33,7 +33,7 @@ from flexcache.transfer.workers.copier import Copier, Fence
 from flexcache.transfer.workers.device_gates import DeviceGates
 from flexcache.transfer.workers.direct import DirectOps
 from flexcache.transfer.workers.in_flight import InFlight
-from flexcache.transfer.workers.lane import Lane
+from flexcache.transfer.workers.lane import EAGER_LOADS, Lane
 from flexcache.transfer.workers.op_copies import Copies, OpAddresses, OpCopies
 from flexcache.transfer.workers.permit import CopyPermit
 
@@ -42,7 +42,6 @@ _PIECE_BYTES = 32 << 20
 _TURN_BYTES = 16 << 20  # copied by a turn to which no further op is added; reported together
 _TURN_STARTS = 32  # where most of them only queue what another thread copies
 _LOADS_FIRST, _STORES_FIRST = (OpKind.H2D, OpKind.D2H), (OpKind.D2H, OpKind.H2D)
-_EAGER_LOADS = 3
 
 
 class DeviceWorker:
@@ -167,7 +166,7 @@ class DeviceWorker:
         has_layers = bool(self._queues[Lane.LAYERS] or self._in_parts)
         if has_layers and has_room(OpKind.H2D, urgent=True):
             return self._start_by_layer if self._queues[Lane.LAYERS] else self._start_part
-        for kind in _STORES_FIRST if self._loads_in_a_row >= _EAGER_LOADS else _LOADS_FIRST:
+        for kind in _STORES_FIRST if self._loads_in_a_row >= EAGER_LOADS else _LOADS_FIRST:
             op, queue = self._in_pieces.get(kind), self._queues[Lane.of(kind, urgent=False)]
             if op is None and not queue:
                 continue

@@ -9,6 +9,9 @@ from enum import Enum
 
 from flexcache.ids import OpKind
 
+EAGER_LOADS = 3
+"""Loads that start one after the other before a store has its turn."""
+
 
 class Lane(str, Enum):
     """Ops that are copied in their order, and do not wait for those of other lanes."""
