@@ -11,7 +11,6 @@ import numpy as np
 
 from flexcache.cache.journal import Change
 from flexcache.cache.prompt import (
-    Mask,
     Namespace,
     Prompt,
     PromptMaker,
@@ -20,6 +19,7 @@ from flexcache.cache.prompt import (
     check_hint,
     retention_s,
 )
+from flexcache.cache.token_masks import Mask
 from flexcache.client import arguments
 from flexcache.client.client import EngineClient
 from flexcache.client.connect import open_client
@@ -214,7 +214,7 @@ class KVManager(_WholeCache):
             session_id: Names the user's session that the prompt belongs to (`session_hint`).
 
         Returns:
-            A task id, and a mask over the tokens: True where FlexCache will supply KV.
+            A task id, and a read-only mask over the tokens: True where FlexCache will supply KV.
         """
         prompt = self._prompts.make(
             token_ids, token_mask, namespace, block_keys, parent_key, request_info,

@@ -24,10 +24,10 @@ from flexcache.cache.block_keys import (
     make_root,
 )
 from flexcache.cache.prompt_content import PromptContent
+from flexcache.cache.token_masks import Mask, TokenMasks
 from flexcache.ids import MAX_KEY_BYTES, BlockKey, RootId
 from flexcache.request_info import NO_INFO, PromptDetail, RequestInfo, check_request_info
 
-Mask = npt.NDArray[np.bool_]
 Span = Mask | range
 """Which tokens of a prompt: a mask with one run of True, or their positions."""
 Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -72,6 +72,7 @@ class PromptMaker:
         self._prompt_detail = prompt_detail
         self._fingerprint = fingerprint
         self._roots: dict[tuple[Namespace, str], RootId] = {}
+        self._masks = TokenMasks()
 
     def make(
         self,
@@ -115,12 +116,7 @@ class PromptMaker:
     def token_mask(self, num_tokens: int, start: int, num_blocks: int) -> Mask:
         """Make a mask over ``num_tokens`` that is True for ``num_blocks`` from block ``start``."""
         first = start * self.tokens_per_block
-        last = first + num_blocks * self.tokens_per_block
-        mask = np.empty(num_tokens, dtype=np.bool_)  # each byte is written once
-        mask[:first] = False
-        mask[first:last] = True
-        mask[last:] = False
-        return mask
+        return self._masks.make(num_tokens, first, first + num_blocks * self.tokens_per_block)
 
     def _keys(
         self,

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexcache.cache.prompt import Mask, Span
+from flexcache.cache.prompt import Span
+from flexcache.cache.token_masks import Mask
 
 Slots = Sequence[int] | npt.NDArray[np.integer[Any]]
 BlockIds = npt.NDArray[np.int64]
