@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
 import threading
 import time
 import types
 from collections.abc import Callable, Iterator
+from random import Random
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from flexcache.transfer.workers.permit import PIECE_BYTES, CopyPermit
 LOADS, STORES = range(2)
 TASK = 1 << 63 | 7  # ids have a server's epoch in their highest bits
 WAIT_S = 60.0
+NO_HELP = -1
 Run = tuple[int, int, int]
 """Destination, source and size."""
 
@@ -73,15 +76,33 @@ def rig() -> Iterator[Rig]:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """The loop makes no copy before this is set."""
+    """The first thread makes no copy before this is set, and the helper none at all."""
     may_begin, make_copies = threading.Event(), copy_loop.make_copies
 
-    def make_copies_later(*arguments: int) -> None:
-        assert may_begin.wait(WAIT_S)
-        make_copies(*arguments)
+    def make_copies_later(queue: int, permit: int, work: int, help: int, landed: int) -> None:
+        if help != NO_HELP:
+            assert may_begin.wait(WAIT_S)
+            make_copies(queue, permit, work, help, landed)
 
     monkeypatch.setattr(copy_loop, "make_copies", make_copies_later)
     return may_begin
+
+
+@pytest.fixture
+def busy(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The first thread is busy, with the helper woken, until this is set."""
+    may_go_on, make_copies = threading.Event(), copy_loop.make_copies
+
+    def make_copies_later(queue: int, permit: int, work: int, help: int, landed: int) -> None:
+        if help != NO_HELP:
+            os.eventfd_read(work)
+            os.eventfd_write(help, 1)
+            assert may_go_on.wait(WAIT_S)
+        make_copies(queue, permit, work, help, landed)
+
+    monkeypatch.setattr(copy_loop, "make_copies", make_copies_later)
+    yield may_go_on
+    may_go_on.set()
 
 
 def test_queued_copies_move_their_bytes(rig: Rig) -> None:
@@ -96,32 +117,90 @@ def test_queued_copies_move_their_bytes(rig: Rig) -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(
-        st.tuples(
-            st.sampled_from([LOADS, STORES]),
-            st.lists(
-                st.tuples(st.integers(0, 4000), st.integers(0, 4000), st.integers(0, 90)),
-                min_size=1, max_size=5,
-            ),
-        ),
+        st.tuples(st.sampled_from([LOADS, STORES]), st.lists(st.integers(0, 90), max_size=5)),
         max_size=12,
-    )
-)  # fmt: skip
-def test_copies_of_a_lane_keep_their_order(copies: list[tuple[int, list[Run]]]) -> None:
-    rig = Rig(2 * 4096)
-    half = len(rig.target) // 2
-    expected = rig.target.copy()
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_every_byte_is_moved_once_whichever_thread_does_it(
+    copies: list[tuple[int, list[int]]], random: Random
+) -> None:
+    rig = Rig(1 << 14)
     try:
-        queued = []
-        for lane, runs in copies:  # each lane has its half of the target
-            placed = [(lane * half + to % (half - 90), start, size) for to, start, size in runs]
-            for to, start, size in placed:
-                expected[to : to + size] = rig.source[start : start + size]
-            queued.append(rig.add(placed, lane))
-        for copy in queued:
-            copy.wait()
-        assert np.array_equal(rig.target, expected)
+        queued, at = [], 0
+        for lane, sizes in copies:
+            runs = []
+            for size in sizes:
+                runs.append((at, random.randrange(1 << 13), size))
+                at += size
+            queued.append((rig.add(runs, lane), runs) if runs else (None, runs))
+        for copy, runs in queued:
+            if copy is not None:
+                copy.wait()
+            for to, start, size in runs:
+                assert np.array_equal(rig.target[to : to + size], rig.source[start : start + size])
+        assert not rig.target[at:].any()
     finally:
         rig.close()
+
+
+def test_two_threads_share_a_long_queue(rig: Rig) -> None:
+    size, count = 512, len(rig.source) // 512
+    for i in range(count):  # many times as many as there are slots
+        lane = i % 2
+        wait_until(lambda lane=lane: rig.queue.is_ready() and rig.queue.has_room(lane))  # type: ignore[misc]
+        copy = rig.add([(i * size, i * size, size)], lane)
+    copy.wait()
+    wait_until(lambda: np.array_equal(rig.source, rig.target))
+
+
+def test_the_helper_copies_what_waits_while_the_first_thread_is_busy(
+    busy: threading.Event, rig: Rig
+) -> None:
+    copies = [rig.add([(i * 100, i * 100, 100)], i % 2) for i in range(6)]
+    for copy in copies:
+        copy.wait()
+    assert not busy.is_set()
+    assert np.array_equal(rig.target[:600], rig.source[:600])
+    wait_until(rig.was_told)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_help_is_called_if_more_than_one_copy_waits(
+    gate: threading.Event, rig: Rig, count: int
+) -> None:
+    copies = [rig.add([(0, 0, 100)]) for _ in range(count)]
+    gate.set()
+    for copy in copies:
+        copy.wait()
+    called, _, _ = select.select([rig.queue._help], [], [], 0)
+    assert bool(called) == (count > 1)
+
+
+def test_the_helper_yields_to_what_computes(rig: Rig) -> None:
+    rig.add([(0, 0, 100)]).wait()
+
+    def niceness(name: str) -> int:
+        [number] = [thread.native_id for thread in threading.enumerate() if thread.name == name]
+        assert number is not None
+        return os.getpriority(os.PRIO_PROCESS, number)
+
+    first = niceness("flexcache-copies")
+    wait_until(lambda: niceness("flexcache-copies-helper") > first)
+
+
+def test_copies_are_made_without_a_helper(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def start_no_helper(thread: threading.Thread) -> None:
+        if thread.name.endswith("helper"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_no_helper)
+    for copy in [rig.add([(i * 100, i * 100, 100)]) for i in range(6)]:
+        copy.wait()
+    assert np.array_equal(rig.target[:600], rig.source[:600])
 
 
 def test_loads_come_before_stores_that_were_queued_earlier(gate: threading.Event, rig: Rig) -> None:

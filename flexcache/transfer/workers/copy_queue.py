@@ -1,16 +1,17 @@
-"""Copies in host memory, queued for a thread of native code that takes no interpreter lock.
+"""Copies in host memory, queued for threads of native code that take no interpreter lock.
 
 A thread of Python needs that lock after each copy to begin the next one, and waits a switch
 interval (5 ms) for it while another thread is busy: 64 ops of 8 MiB took 1.7 times as long as their
-bytes. The native thread (`copy_loop`) finds its copies in memory, and stops only where there are
-none.
+bytes. The native threads (`copy_loop`) find their copies in memory, and stop only where there are
+none. The second, at a lower priority, helps while several wait and a processor is idle.
 
-    rank's driver  --entries-->  ring of a lane  -->  native thread    woken by `work`
+    rank's driver  --entries-->  ring of a lane  -->  native thread    woken by `work`, then `help`
                    <--how they ended---------------------------------  wakes by `landed`
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -32,16 +33,18 @@ Words = npt.NDArray[np.uint64]
 
 NUM_LANES = 2
 """Copies of the first lane go first, but after `EAGER_LOADS` the other has its turn; in a lane they
-keep their order."""
+begin in their order."""
 NUM_SLOTS = 256
 """Entries of a lane that may be unfinished."""
 _MOST_BYTES = 128 << 20  # of a lane: they last while the rank's thread waits for the lock, twice
 _POLL_S = 0.0001
+_HELPERS_NICENESS = 5
+"""Above that of the process: what computes has two thirds or more of the processor."""
 
 CLOSING, ONE, EVENT, LANES = range(4)
 """Words of the queue; lanes and entries follow."""
-GIVEN, MADE, LANE_WORDS = range(3)
-"""Words of a lane: how many entries it was given so far, and how many of them have ended."""
+GIVEN, TAKEN, LANE_WORDS = range(3)
+"""Words of a lane: how many entries it was given so far, and how many of them are taken."""
 DESTINATIONS, SOURCES, SIZES, COUNT, TASK, NUM_BYTES, END, ENTRY_WORDS = range(8)
 """Words of an entry: addresses of three tables and their length, the task, and how it ended."""
 OPEN, WHOLE, REVOKED = range(3)
@@ -88,10 +91,10 @@ class QueuedCopy:
 
 
 class CopyQueue:
-    """Copies for the native thread. Used by one thread at a time.
+    """Copies for the native threads. Used by one thread at a time.
 
     Args:
-        permit: Checked by the native thread before each piece of a copy, for the copy's task.
+        permit: Checked by the native threads before each piece of a copy, for the copy's task.
         landed: An eventfd that is written when copies have ended.
     """
 
@@ -105,7 +108,7 @@ class CopyQueue:
         self._queued: list[dict[int, QueuedCopy]] = [{} for _ in range(NUM_LANES)]
         """Those that are not known to have ended, by number, so that their addresses live."""
         self._num_bytes = [0] * NUM_LANES
-        self._work = os.eventfd(0, os.EFD_CLOEXEC)
+        self._work, self._help = (os.eventfd(0, os.EFD_CLOEXEC) for _ in range(2))
         self._thread: ServiceThread | None = None
         self._starts = threading.Lock()
         self._is_closed = False
@@ -152,7 +155,7 @@ class CopyQueue:
         return copy
 
     def close(self) -> None:
-        """Wait until no copy is being made, and end the thread. Those that have not begun end as
+        """Wait until no copy is being made, and end the threads. Those that have not begun end as
         revoked. Idempotent. A thread that still compiles is not waited for: it copies nothing."""
         if self._work < 0:
             return
@@ -163,19 +166,35 @@ class CopyQueue:
         if self._thread is not None and self._give is not None:
             self._thread.wait()
         os.close(self._work)
+        os.close(self._help)
         self._work = -1
 
     def _run(self) -> None:
         try:
-            from flexcache.transfer.workers.copy_loop import give, make_copies
+            from flexcache.transfer.workers.copy_loop import give
         except Exception:  # of a compiler, which may raise any class
             log_event(
                 logger, logging.WARNING, "copy_thread_failed", exc_info=True,
                 effect="several requests at once are copied one after the other",
             )  # fmt: skip
             return
+        helper = ServiceThread(self._help_out, "flexcache-copies-helper")
         with self._starts:
             if self._is_closed:
                 return
+            with contextlib.suppress(RuntimeError):  # there may be no more threads: it goes without
+                helper.start()
             self._give = give
-        make_copies(self._words.ctypes.data, self._permit.address, self._work, self._landed)
+        self._make_copies(self._work, self._help)
+        os.eventfd_write(self._help, 1)
+        helper.wait()
+
+    def _help_out(self) -> None:
+        niceness = os.getpriority(os.PRIO_PROCESS, 0) + _HELPERS_NICENESS
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+        self._make_copies(self._help, -1)
+
+    def _make_copies(self, work: int, help: int) -> None:
+        from flexcache.transfer.workers.copy_loop import make_copies
+
+        make_copies(self._words.ctypes.data, self._permit.address, work, help, self._landed)

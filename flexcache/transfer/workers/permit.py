@@ -4,7 +4,7 @@ A rank that hangs or is stopped cannot be asked to release GPU slots; its engine
 same and reuses them. So the task is revoked before the answer is sent, in memory that rank, server
 and scheduler share (`protocol.fence`), and the rank checks it before each piece of a copy. If the
 rank resumes, only the pieces that it was copying land late: one of its own thread's, and one of
-the thread that makes queued copies (`copy_queue`).
+each thread that makes queued copies (`copy_queue`).
 
     | revoked by the server | revoked by the scheduler |      uint64 each; one writer per word
 
