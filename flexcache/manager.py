@@ -38,7 +38,7 @@ class KVResponse:
 
     Attributes:
         status: SUCCESS if anything arrived, for a get possibly less than was matched.
-        mask: Mask over the prompt's tokens: True where KV arrived (get) or was stored (put).
+        mask: Over the prompt's tokens: True where KV arrived (get) or was stored (put). Read-only.
         error: What went wrong, even if part of the task succeeded.
     """
 
@@ -214,7 +214,8 @@ class KVManager(_WholeCache):
             session_id: Names the user's session that the prompt belongs to (`session_hint`).
 
         Returns:
-            A task id, and a read-only mask over the tokens: True where FlexCache will supply KV.
+            A task id, and a mask over the tokens: True where FlexCache will supply KV. Masks share
+            memory and are read-only; torch needs a copy.
         """
         prompt = self._prompts.make(
             token_ids, token_mask, namespace, block_keys, parent_key, request_info,

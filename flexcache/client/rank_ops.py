@@ -62,14 +62,19 @@ class RankOps:
         """Return whether an op can be taken when its gate opens."""
         return self._tasks.can_wait(run)
 
-    def start(self, run: RunOp) -> bool:
+    def start(self, run: RunOp) -> None:
         """Queue the copies of an op, if another thread than the rank's makes them and nothing comes
-        before; return whether they are queued."""
+        before."""
         may_queue = self._is_woken and not self._tasks.keeps_loads  # else `finish` may drive it
         if run.gated or not may_queue or self._is_advancing:
-            return False
+            return
         with self._turn:
-            return self._worker is not None and self._worker.queue(make_execute(run))
+            if self._worker is not None:
+                self._worker.queue(make_execute(run))
+
+    def has_started(self, run: RunOp) -> bool:
+        """Return whether the last `start` has queued the copies of an op, interrupted or not."""
+        return self._worker is not None and self._worker.queued_op == run.op.op_id
 
     # -- the rank's thread -----------------------------------------------------------------------
 

@@ -1,13 +1,13 @@
 """Lines between a server and the ranks of its own process, which need no socket.
 
     hub, under the server's lock --put--> LocalLine --take--> the rank's thread
-                                      +--start--> native thread that copies
+                                      +--start--> native threads that copy
     hub, under the server's lock <--LocalLines.take_reports-- the rank's thread
 
 Ops, their reports and what becomes of tasks take the line. Over a socket each of them would pass
 the event loop, another thread that wants the interpreter, which the engine's thread then waits for.
-The rank's thread wants it too: an op whose copies need no thread of Python is queued for the one
-that makes them as it is launched, up to a switch interval (5 ms) earlier.
+The rank's thread wants it too: an op whose copies need no thread of Python is queued for those that
+make them as it is launched, up to a switch interval (5 ms) earlier.
 Greetings, heartbeats and the end of the server stay on the socket, so that a rank whose server
 hangs or ends learns of it as any other does.
 """
@@ -35,8 +35,11 @@ class LinedRank(Protocol):
     def wake(self) -> None:
         """Have the rank's thread look for messages."""
 
-    def start(self, run: RunOp) -> bool:
-        """Start an op at once, if nothing has to wait for that; return whether it was started."""
+    def start(self, run: RunOp) -> None:
+        """Start an op at once, if nothing has to wait for that."""
+
+    def has_started(self, run: RunOp) -> bool:
+        """Whether the last `start` has started an op, interrupted or not."""
 
     def can_wait(self, run: RunOp) -> bool:
         """Whether an op may lie here until the rank's thread is woken for another reason."""
@@ -68,11 +71,12 @@ class LocalLine:
         with self._closing:
             if self._is_closed:
                 return
-            op, is_started = message if isinstance(message, RunOp) else None, False
+            op = message if isinstance(message, RunOp) else None
             try:
-                is_started = op is not None and not self._messages and self._rank.start(op)
-            finally:  # an interrupted start may be repeated: its copies keep their order
-                if not is_started:
+                if op is not None and not self._messages:
+                    self._rank.start(op)
+            finally:  # also when it was interrupted
+                if op is None or not self._rank.has_started(op):
                     self._leave(message, can_wait=op is not None and self._rank.can_wait(op))
 
     def _leave(self, message: RankMessage, can_wait: bool) -> None:

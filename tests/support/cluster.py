@@ -143,7 +143,7 @@ class Cluster:
         def is_ready(client: KVTPClient) -> bool:
             assert client._worker is not None
             with client._ops._turn:
-                return client._worker._copier.queues(OpKind.D2H)
+                return client._worker._copier.queue(OpKind.D2H) is not None
 
         until(lambda: all(map(is_ready, self.clients)))
 

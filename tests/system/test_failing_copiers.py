@@ -74,8 +74,8 @@ class FailingCopier:
     def may_start(self, kind: OpKind, after: object) -> bool:
         return True
 
-    def queues(self, kind: OpKind) -> bool:
-        return False
+    def queue(self, kind: OpKind) -> None:
+        return None
 
     def fence(self) -> None:
         pass

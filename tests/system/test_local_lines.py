@@ -167,16 +167,20 @@ class Rank:
 
     def __init__(self) -> None:
         self.num_woken = 0
-        self.starts = False
+        self.starts = self.is_interrupted = False
         self.started: list[TaskId] = []
 
     def wake(self) -> None:
         self.num_woken += 1
 
-    def start(self, run: RunOp) -> bool:
+    def start(self, run: RunOp) -> None:
         if self.starts:
             self.started.append(run.task_id)
-        return self.starts
+        if self.is_interrupted:
+            raise KeyboardInterrupt
+
+    def has_started(self, run: RunOp) -> bool:
+        return run.task_id in self.started
 
     def can_wait(self, run: RunOp) -> bool:
         return run.gated
@@ -210,6 +214,16 @@ def test_no_op_is_started_before_those_that_came_before_it() -> None:
     line.close()
     line.put(op(4, gated=False))
     assert rank.started == [3]
+
+
+@pytest.mark.parametrize("starts", [False, True])
+def test_an_op_is_left_once_if_its_start_was_interrupted_before_its_end(starts: bool) -> None:
+    rank = Rank()
+    rank.starts, rank.is_interrupted = starts, True
+    line = LocalLine(Lines(), b"rank", rank)
+    with pytest.raises(KeyboardInterrupt):
+        line.put(op(1, gated=False))
+    assert [execute.op_id for execute in line.take()] == ([] if starts else [1])
 
 
 def test_copies_do_not_wait_for_the_ranks_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from cluster import until
 
 from flexcache import KVStatus
 from flexcache.bench.cpu_engine import CpuEngine
@@ -63,4 +64,4 @@ def test_a_client_that_closes_while_copies_are_queued_leaves_none_behind(
     engine.memory.zero_()
     answers = engine.manager.wait(started, WAIT_S)
     assert all(answer.status is not KVStatus.TIMEOUT for answer in answers.values())
-    assert not [each for each in threading.enumerate() if "copies" in each.name]
+    until(lambda: not [each for each in threading.enumerate() if "copies" in each.name])

@@ -191,6 +191,18 @@ def test_each_object_of_a_batch_has_its_own_outcome(store: RemoteStore, memory: 
     assert (joined(rooms[0]), joined(rooms[3])) == (joined(contents[0]), joined(contents[3]))
 
 
+def test_objects_are_read_into_one_part_each(store: RemoteStore, memory: Memory) -> None:
+    names = fresh(4)
+    contents = [memory.filled(i, 64, 2000) for i in range(3)]
+    store.write_from(names[:3], contents, soon())
+    rooms = [memory.cleared(8 + i, size)[0] for i, size in enumerate((2064, 2063, 5000, 2064))]
+    read = store.read_into(names, [[room] for room in rooms], soon())
+    assert statuses(read) == [Status.OK, Status.TOO_LARGE, Status.OK, Status.MISSING]
+    assert [outcome.num_bytes for outcome in read] == [2064, 0, 2064, 0]
+    assert bytes(rooms[0]) == joined(contents[0])
+    assert bytes(rooms[2]) == joined(contents[2]) + bytes(5000 - 2064)
+
+
 @pytest.mark.parametrize("gap", [0, 1, 7, 8, 9, 23, 24, 39])
 def test_presence_is_counted_up_to_the_first_gap(
     store: RemoteStore, memory: Memory, gap: int

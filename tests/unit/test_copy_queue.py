@@ -15,17 +15,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba import int64, njit
 
 from flexcache.errors import TaskRevokedError
 from flexcache.transfer.workers import copy_loop, copy_queue
-from flexcache.transfer.workers.copy_queue import CopyQueue, QueuedCopy
+from flexcache.transfer.workers.copy_queue import NO_HELP, CopyQueue, QueuedCopy
+from flexcache.transfer.workers.copy_streams import shared_word
 from flexcache.transfer.workers.lane import EAGER_LOADS
 from flexcache.transfer.workers.permit import PIECE_BYTES, CopyPermit
 
 LOADS, STORES = range(2)
 TASK = 1 << 63 | 7  # ids have a server's epoch in their highest bits
 WAIT_S = 60.0
-NO_HELP = -1
 Run = tuple[int, int, int]
 """Destination, source and size."""
 
@@ -90,13 +91,11 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 @pytest.fixture
 def busy(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """The first thread is busy, with the helper woken, until this is set."""
+    """The first thread is busy until this is set."""
     may_go_on, make_copies = threading.Event(), copy_loop.make_copies
 
     def make_copies_later(queue: int, permit: int, work: int, help: int, landed: int) -> None:
         if help != NO_HELP:
-            os.eventfd_read(work)
-            os.eventfd_write(help, 1)
             assert may_go_on.wait(WAIT_S)
         make_copies(queue, permit, work, help, landed)
 
@@ -122,7 +121,7 @@ def test_queued_copies_move_their_bytes(rig: Rig) -> None:
     ),
     st.randoms(use_true_random=False),
 )
-def test_every_byte_is_moved_once_whichever_thread_does_it(
+def test_every_byte_is_moved_whichever_thread_does_it(
     copies: list[tuple[int, list[int]]], random: Random
 ) -> None:
     rig = Rig(1 << 14)
@@ -158,6 +157,7 @@ def test_the_helper_copies_what_waits_while_the_first_thread_is_busy(
     busy: threading.Event, rig: Rig
 ) -> None:
     copies = [rig.add([(i * 100, i * 100, 100)], i % 2) for i in range(6)]
+    os.eventfd_write(rig.queue._help, 1)
     for copy in copies:
         copy.wait()
     assert not busy.is_set()
@@ -177,18 +177,6 @@ def test_help_is_called_if_more_than_one_copy_waits(
     assert bool(called) == (count > 1)
 
 
-def test_the_helper_yields_to_what_computes(rig: Rig) -> None:
-    rig.add([(0, 0, 100)]).wait()
-
-    def niceness(name: str) -> int:
-        [number] = [thread.native_id for thread in threading.enumerate() if thread.name == name]
-        assert number is not None
-        return os.getpriority(os.PRIO_PROCESS, number)
-
-    first = niceness("flexcache-copies")
-    wait_until(lambda: niceness("flexcache-copies-helper") > first)
-
-
 def test_copies_are_made_without_a_helper(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     start = threading.Thread.start
 
@@ -201,6 +189,53 @@ def test_copies_are_made_without_a_helper(rig: Rig, monkeypatch: pytest.MonkeyPa
     for copy in [rig.add([(i * 100, i * 100, 100)]) for i in range(6)]:
         copy.wait()
     assert np.array_equal(rig.target[:600], rig.source[:600])
+
+
+def test_no_two_threads_take_the_same_entry() -> None:
+    count, word = 500_000, np.zeros(1, np.int64)
+
+    @njit(nogil=True)  # type: ignore[untyped-decorator]
+    def take(address: int, count: int) -> None:
+        taken = 0
+        while taken < count:
+            number = int64(shared_word(address))
+            taken += copy_loop._replace(address, number, number + 1)
+
+    take(word.ctypes.data, 0)  # compiled
+    threads = [threading.Thread(target=take, args=(word.ctypes.data, count)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert word[0] == 2 * count
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_after_an_interrupted_addition_all_has_ended_and_more_may_be_added(
+    gate: threading.Event, rig: Rig, monkeypatch: pytest.MonkeyPatch, is_given: bool
+) -> None:
+    first = rig.add([(0, 0, 100)])
+    give = rig.queue._give
+    assert give is not None
+
+    def be_interrupted(*arguments: int) -> None:
+        if is_given:
+            give(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.queue, "_give", be_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rig.add([(100, 100, 100)])
+    gate.set()
+    rig.queue.settle()
+    assert first.has_ended
+    assert rig.target[100:200].any() == is_given
+    for at in (200, 300):
+        rig.add([(at, at, 100)]).wait()
+    assert np.array_equal(rig.target[200:400], rig.source[200:400])
+    assert rig.queue.has_room(STORES)
+    assert rig.queue._num_bytes[STORES] == 0
 
 
 def test_loads_come_before_stores_that_were_queued_earlier(gate: threading.Event, rig: Rig) -> None:

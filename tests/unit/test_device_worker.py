@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,11 @@ from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import BlockLayout, bytes_per_index, describe_kv_caches
 from flexcache.transfer.group_ids import name_blocks
 from flexcache.transfer.messages import Done, Execute, pack_ids
-from flexcache.transfer.workers import device, in_flight
-from flexcache.transfer.workers.copier import Copier, open_copier
+from flexcache.transfer.workers import copy_queue, device, in_flight
+from flexcache.transfer.workers.copier import Copier, Fence, open_copier
 from flexcache.transfer.workers.copy_cpu import CpuCopier
 from flexcache.transfer.workers.device import DeviceWorker
+from flexcache.transfer.workers.in_flight import InFlight
 from flexcache.transfer.workers.permit import CopyPermit
 
 Tensors = dict[str, torch.Tensor]
@@ -426,8 +428,8 @@ class LateCopier:
     def may_start(self, kind: OpKind, after: object) -> bool:
         return True
 
-    def queues(self, kind: OpKind) -> bool:
-        return False
+    def queue(self, kind: OpKind) -> None:
+        return None
 
     def close(self) -> None:
         self.closed = True
@@ -1099,3 +1101,46 @@ def test_an_op_of_a_revoked_task_is_not_queued(
         done = {each.op_id: each for each in run_dry(worker)}
     assert done[1].error
     assert done[2] == Done(2, 1)
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_an_op_that_was_interrupted_while_it_was_queued_may_be_executed_later(
+    memory: EngineMemory, tensors: Tensors, segment: HostSegment, landed: int,
+    monkeypatch: pytest.MonkeyPatch, is_recorded: bool,
+) -> None:  # fmt: skip
+    """None of its first copies is being made when the interrupt passes on."""
+    if memory.device.type != "cpu":
+        pytest.skip("nothing is queued at once on a GPU")
+    copy_loop = pytest.importorskip("flexcache.transfer.workers.copy_loop")
+    may_begin, make_copies, sleep = threading.Event(), copy_loop.make_copies, time.sleep
+    ends: list[Fence] = []
+
+    def make_copies_later(*arguments: int) -> None:
+        assert may_begin.wait(60)
+        make_copies(*arguments)
+
+    def begin_and_sleep(seconds: float) -> None:  # a thread that waits for copies
+        may_begin.set()
+        sleep(seconds)
+
+    def be_interrupted(inside: InFlight, op: Any, num_bytes: int, end: Fence, urgent: bool) -> None:
+        ends.append(end)
+        if is_recorded:
+            add(inside, op, num_bytes, end, urgent)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(copy_loop, "make_copies", make_copies_later)
+    monkeypatch.setattr(copy_queue, "time", SimpleNamespace(sleep=begin_and_sleep))
+    add = InFlight.add
+    with open_worker(memory, [layout_of(tensors)], segment, landed) as worker:
+        assert worker.queue(store(1, [0], [0]))
+        with monkeypatch.context() as patched:
+            patched.setattr(InFlight, "add", be_interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                worker.queue(store(2, [1], [1]))
+        assert [end.query() for end in ends] == [True]
+        assert worker.queued_op is None
+        worker.execute(store(2, [2], [1]))
+        assert run_dry(worker) == [Done(1, 1), Done(2, 1)]
+    expected = b"".join(tensor[2].numpy().tobytes() for tensor in tensors.values())
+    assert bytes(segment.block(1))[: len(expected)] == expected

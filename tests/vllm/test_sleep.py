@@ -57,8 +57,8 @@ class Copier:
     def may_start(self, kind: OpKind, after: object) -> bool:
         return True
 
-    def queues(self, kind: OpKind) -> bool:
-        return False
+    def queue(self, kind: OpKind) -> None:
+        return None
 
     def fence(self) -> None:
         return None

@@ -30,6 +30,13 @@ class Fence(Protocol):
         """Make the calling thread's later work on the device run after the point."""
 
 
+class Queue(Protocol):
+    """Copies that other threads make."""
+
+    def settle(self) -> None:
+        """Wait until all have ended, those included of which an interrupted call left no record."""
+
+
 class Copier(Protocol):
     """Moves bytes between address lists on one kind of device."""
 
@@ -73,9 +80,9 @@ class Copier(Protocol):
         """Whether `start` would not wait, on the calling thread, until ``after`` is past, and the
         copier takes more."""
 
-    def queues(self, kind: OpKind) -> bool:
-        """Whether `start` of a copy that is neither urgent nor alone would only queue it, for a
-        thread that needs no interpreter lock."""
+    def queue(self, kind: OpKind) -> Queue | None:
+        """Return where `start` of a copy that is neither urgent nor alone would only put it, for a
+        thread that needs no interpreter lock; None if it would not."""
 
     def close(self) -> None:
         """Wait for copies in flight and release the host pool. Never raises. Idempotent."""

@@ -70,17 +70,19 @@ class CpuCopier:
             TaskRevokedError: The permit was revoked during the copy.
         """
         runs = merge_runs(destinations, sources, sizes)
-        if self._queue is not None and not urgent and not alone and self.queues(kind):
-            return self._queue.add(_lane_of(kind), *runs, self._permit.task_id)
+        if not urgent and not alone and (queue := self.queue(kind)):
+            return queue.add(_lane_of(kind), *runs, self._permit.task_id)
         self._copy(*runs, self._permit)
         return None
 
     def may_start(self, kind: OpKind, after: object) -> bool:
         return self._queue is None or self._queue.has_room(_lane_of(kind))
 
-    def queues(self, kind: OpKind) -> bool:
+    def queue(self, kind: OpKind) -> CopyQueue | None:
         queue = self._queue
-        return queue is not None and queue.is_ready() and queue.has_room(_lane_of(kind))
+        if queue is None or not queue.is_ready() or not queue.has_room(_lane_of(kind)):
+            return None
+        return queue
 
     def close(self) -> None:
         if self._queue is not None:

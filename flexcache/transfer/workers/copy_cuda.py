@@ -209,8 +209,8 @@ class CudaCopier:
         assert self._pinned is not None
         return kind is OpKind.H2D or self._pinned.is_whole or after is None or after.query()
 
-    def queues(self, kind: OpKind) -> bool:
-        return False
+    def queue(self, kind: OpKind) -> None:
+        return None
 
     def close(self) -> None:
         """Wait for copies in flight, and unpin. Never raises: errors are logged. Idempotent."""

@@ -30,6 +30,7 @@ from flexcache.transfer.workers.copy_queue import (
     GIVEN,
     LANE_WORDS,
     LANES,
+    NO_HELP,
     NUM_BYTES,
     NUM_LANES,
     NUM_SLOTS,
@@ -115,7 +116,7 @@ def _make_copies(queue: int, permit: int, work: int, help: int, landed: int) -> 
             unreported = 0
             _write(landed, queue + ONE * WORD_BYTES, WORD_BYTES)
         if has_entry:
-            if help >= 0 and _num_left(queue) > 0:
+            if help != NO_HELP and _num_left(queue) > 0:
                 _write(help, queue + ONE * WORD_BYTES, WORD_BYTES)
             in_a_row = in_a_row + 1 if lane == 0 else 0
             slot = lane * NUM_SLOTS + number % NUM_SLOTS
@@ -139,8 +140,8 @@ def _make_copies(queue: int, permit: int, work: int, help: int, landed: int) -> 
 make_copies = _make_copies.ctypes
 """Make the copies of the queue whose words are at ``queue``, for as long as the words at ``permit``
 (`permit`) allow it, until the queue is closed; then what has not begun ends as revoked. ``work`` is
-written when there may be entries; ``help`` is when a copy begins and more wait, unless it is -1;
-``landed`` is when some have ended."""
+written when there may be entries; ``help`` is when a copy begins and more wait, unless it is
+`NO_HELP`; ``landed`` is when some have ended."""
 give = ctypes.PYFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32)(
     _give.address
 )

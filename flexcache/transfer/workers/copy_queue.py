@@ -3,7 +3,7 @@
 A thread of Python needs that lock after each copy to begin the next one, and waits a switch
 interval (5 ms) for it while another thread is busy: 64 ops of 8 MiB took 1.7 times as long as their
 bytes. The native threads (`copy_loop`) find their copies in memory, and stop only where there are
-none. The second, at a lower priority, helps while several wait and a processor is idle.
+none. The second helps: it is woken when one begins and more wait.
 
     rank's driver  --entries-->  ring of a lane  -->  native thread    woken by `work`, then `help`
                    <--how they ended---------------------------------  wakes by `landed`
@@ -38,8 +38,7 @@ NUM_SLOTS = 256
 """Entries of a lane that may be unfinished."""
 _MOST_BYTES = 128 << 20  # of a lane: they last while the rank's thread waits for the lock, twice
 _POLL_S = 0.0001
-_HELPERS_NICENESS = 5
-"""Above that of the process: what computes has two thirds or more of the processor."""
+NO_HELP = -1
 
 CLOSING, ONE, EVENT, LANES = range(4)
 """Words of the queue; lanes and entries follow."""
@@ -149,10 +148,20 @@ class CopyQueue:
         tables = [each.ctypes.data for each in runs]
         entry[:] = np.array([*tables, len(sizes), task_id, num_bytes, OPEN], np.uint64)
         copy = self._queued[lane][number] = QueuedCopy(entry, runs, num_bytes)
+        self._give(self._words.ctypes.data, lane, number + 1, self._work)
         self._num_given[lane] = number + 1
         self._num_bytes[lane] += num_bytes
-        self._give(self._words.ctypes.data, lane, number + 1, self._work)
         return copy
+
+    def settle(self) -> None:
+        """Wait until all copies have ended. After `add` was interrupted the words tell whether the
+        threads were given its copy."""
+        for lane, queued in enumerate(self._queued):
+            self._num_given[lane] = given = int(self._words[LANES + lane * LANE_WORDS + GIVEN])
+            queued.pop(given, None)
+            while not all(copy.has_ended for copy in queued.values()):
+                time.sleep(_POLL_S)
+            self._num_bytes[lane] = sum(copy.num_bytes for copy in queued.values())
 
     def close(self) -> None:
         """Wait until no copy is being made, and end the threads. Those that have not begun end as
@@ -178,21 +187,18 @@ class CopyQueue:
                 effect="several requests at once are copied one after the other",
             )  # fmt: skip
             return
-        helper = ServiceThread(self._help_out, "flexcache-copies-helper")
+        helper = ServiceThread(self._make_copies, "flexcache-copies-helper", self._help, NO_HELP)
         with self._starts:
             if self._is_closed:
                 return
             with contextlib.suppress(RuntimeError):  # there may be no more threads: it goes without
                 helper.start()
             self._give = give
-        self._make_copies(self._work, self._help)
-        os.eventfd_write(self._help, 1)
-        helper.wait()
-
-    def _help_out(self) -> None:
-        niceness = os.getpriority(os.PRIO_PROCESS, 0) + _HELPERS_NICENESS
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
-        self._make_copies(self._help, -1)
+        try:
+            self._make_copies(self._work, self._help)
+        finally:
+            os.eventfd_write(self._help, 1)
+            helper.wait()
 
     def _make_copies(self, work: int, help: int) -> None:
         from flexcache.transfer.workers.copy_loop import make_copies

@@ -57,6 +57,7 @@ class DeviceWorker:
 
     Attributes:
         gates: Which tasks may touch the GPU. Thread-safe.
+        queued_op: Id of the last op whose copies `queue` has queued.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class DeviceWorker:
         self._dropped: dict[int, None] = {}
         self._turn_bytes = 0
         self._loads_in_a_row = 0
+        self.queued_op: int | None = None
         self.gates = DeviceGates(layouts, copier)
 
     @property
@@ -117,24 +119,35 @@ class DeviceWorker:
 
     def queue(self, message: Execute) -> bool:
         """Queue the copies of an op, if that is all there is to do and nothing comes before it;
-        return whether they are queued. Else the op is not taken."""
+        return whether they are queued. Else the op is not taken.
+
+        If it is interrupted, `queued_op` says whether they are; if not, none is being made.
+        """
         kind = message.kind
         if message.gated or kind not in (OpKind.H2D, OpKind.D2H) or self._lost is not None:
             return False
         is_next = not (self._dropped or self._in_parts or self._in_pieces)
         if not is_next or any(self._queues.values()) or not self._in_flight.has_room(kind):
             return False
-        if self.gates.layer_load(message) is not None or not self._copier.queues(kind):
+        queue = self._copier.queue(kind)
+        if queue is None or self.gates.layer_load(message) is not None:
             return False
         if self._addresses.most_bytes(message) > _PIECE_BYTES:
             return False
+        op: OpCopies | None = None
         try:
             op = self._addresses.copies_of(message)
             copies = op.take(_PIECE_BYTES)
-            landed = self._start_copies(op, copies, alone=False) if op.num_bytes else None
+            if op.num_bytes and self._start_copies(op, copies) is not None:
+                self.queued_op = message.op_id
         except Exception:  # as `execute` will find, and report
             return False
-        return landed is not None
+        except BaseException:  # it will be executed later: not beside copies of its own
+            queue.settle()
+            self._in_flight.forget(op)
+            self.queued_op = None
+            raise
+        return self.queued_op == message.op_id
 
     def drop(self, op_id: int) -> None:
         """Drop an op: if it has not started, it ends with nothing moved."""

@@ -33,7 +33,8 @@ class _Piece:
 
 
 class InFlight:
-    """Pieces of ops that were queued and have not landed, in the order of each lane.
+    """Pieces of ops that were queued, in the order of each lane: none of the first has landed, as
+    far as is known. Those behind may have, since several threads may copy.
 
     Attributes:
         failure: Why it is unknown what has landed, if it is.
@@ -69,6 +70,13 @@ class InFlight:
         """End an op of which no more will be queued: now, or when what is in flight has landed."""
         op.is_over, op.failure = True, op.failure or failure
         return [] if op.num_in_flight else [_done(op)]
+
+    def forget(self, op: OpCopies | None) -> None:
+        """Forget an op whose pieces have landed, as if none had been queued."""
+        for lane, pieces in self._pieces.items():
+            kept = [piece for piece in pieces if piece.op is not op]
+            self._pieces[lane] = deque(kept)
+            self._bytes[lane] = sum(piece.num_bytes for piece in kept)
 
     def take_landed(self) -> list[Done]:
         """Return the ops that have ended, in the order of each lane."""

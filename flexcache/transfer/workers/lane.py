@@ -1,4 +1,4 @@
-"""Lanes: what keeps the order of copies on a rank's device.
+"""Lanes: what keeps the order in which copies begin on a rank's device.
 
 Stores, loads, and loads by layer do not come behind each other, in a queue or on the device.
 """
@@ -14,7 +14,7 @@ EAGER_LOADS = 3
 
 
 class Lane(str, Enum):
-    """Ops that are copied in their order, and do not wait for those of other lanes."""
+    """Ops that begin and are reported in their order, and do not wait for those of other lanes."""
 
     LAYERS = "loads by layer"
     LOADS = "loads"
