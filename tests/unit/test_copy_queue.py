@@ -75,31 +75,30 @@ def rig() -> Iterator[Rig]:
     made.close()
 
 
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """The first thread makes no copy before this is set, and the helper none at all."""
+def hold_first_thread(monkeypatch: pytest.MonkeyPatch, helps: bool) -> threading.Event:
+    """Have the first thread make no copy before the event is set, and the helper none at all unless
+    it helps."""
     may_begin, make_copies = threading.Event(), copy_loop.make_copies
 
     def make_copies_later(queue: int, permit: int, work: int, help: int, landed: int) -> None:
         if help != NO_HELP:
             assert may_begin.wait(WAIT_S)
-            make_copies(queue, permit, work, help, landed)
+        elif not helps:
+            return
+        make_copies(queue, permit, work, help, landed)
 
     monkeypatch.setattr(copy_loop, "make_copies", make_copies_later)
     return may_begin
 
 
 @pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    return hold_first_thread(monkeypatch, helps=False)
+
+
+@pytest.fixture
 def busy(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """The first thread is busy until this is set."""
-    may_go_on, make_copies = threading.Event(), copy_loop.make_copies
-
-    def make_copies_later(queue: int, permit: int, work: int, help: int, landed: int) -> None:
-        if help != NO_HELP:
-            assert may_go_on.wait(WAIT_S)
-        make_copies(queue, permit, work, help, landed)
-
-    monkeypatch.setattr(copy_loop, "make_copies", make_copies_later)
+    may_go_on = hold_first_thread(monkeypatch, helps=True)
     yield may_go_on
     may_go_on.set()
 

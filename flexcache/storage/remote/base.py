@@ -12,11 +12,14 @@ process must be replaced.
 
 from __future__ import annotations
 
+import mmap
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+
+import numpy as np
 
 from flexcache.errors import FlexCacheError
 
@@ -127,6 +130,11 @@ class RemoteStore(ABC):
 
 def seconds_until(deadline: float) -> float:
     return max(0.0, deadline - time.monotonic())
+
+
+def address_of(memory: memoryview | mmap.mmap) -> int:
+    """Return where memory that is contiguous begins."""
+    return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
 
 
 def num_bytes_of(parts: Parts) -> int:

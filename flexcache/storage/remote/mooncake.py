@@ -20,8 +20,6 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import takewhile
 from typing import Any, TypeVar
 
-import numpy as np
-
 from flexcache.config.remote_url import RemoteUrl
 from flexcache.errors import MissingDependencyError
 from flexcache.storage.remote.base import (
@@ -33,6 +31,7 @@ from flexcache.storage.remote.base import (
     RemoteStore,
     Status,
     StoreUnavailableError,
+    address_of,
     failed,
     first_bytes,
     num_bytes_of,
@@ -156,7 +155,7 @@ class MooncakeStore(RemoteStore):
         self, names: Sequence[str], rooms: Sequence[memoryview], deadline: float
     ) -> list[Outcome]:
         """Read objects into one part each, in one call: that may be larger than its object."""
-        addresses, room_sizes = [_address_of(room) for room in rooms], [len(room) for room in rooms]
+        addresses, room_sizes = [address_of(room) for room in rooms], [len(room) for room in rooms]
         get = self._client.batch_get_into
         results = self._reading.take(deadline, get, list(names), addresses, room_sizes)
         if results is None:
@@ -289,9 +288,5 @@ class _Turns:
 
 def _addresses_and_sizes(objects: Iterable[Parts]) -> tuple[list[list[int]], list[list[int]]]:
     objects = list(objects)
-    addresses = [[_address_of(part) for part in parts] for parts in objects]
+    addresses = [[address_of(part) for part in parts] for parts in objects]
     return addresses, [[part.nbytes for part in parts] for parts in objects]
-
-
-def _address_of(part: memoryview) -> int:
-    return int(np.frombuffer(part, np.uint8).__array_interface__["data"][0])

@@ -17,6 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -180,14 +181,15 @@ class CopyQueue:
 
     def _run(self) -> None:
         try:
-            from flexcache.transfer.workers.copy_loop import give
+            from flexcache.transfer.workers.copy_loop import give, make_copies
         except Exception:  # of a compiler, which may raise any class
             log_event(
                 logger, logging.WARNING, "copy_thread_failed", exc_info=True,
                 effect="several requests at once are copied one after the other",
             )  # fmt: skip
             return
-        helper = ServiceThread(self._make_copies, "flexcache-copies-helper", self._help, NO_HELP)
+        make = partial(make_copies, self._words.ctypes.data, self._permit.address)
+        helper = ServiceThread(make, "flexcache-copies-helper", self._help, NO_HELP, self._landed)
         with self._starts:
             if self._is_closed:
                 return
@@ -195,12 +197,7 @@ class CopyQueue:
                 helper.start()
             self._give = give
         try:
-            self._make_copies(self._work, self._help)
+            make(self._work, self._help, self._landed)
         finally:
             os.eventfd_write(self._help, 1)
             helper.wait()
-
-    def _make_copies(self, work: int, help: int) -> None:
-        from flexcache.transfer.workers.copy_loop import make_copies
-
-        make_copies(self._words.ctypes.data, self._permit.address, work, help, self._landed)

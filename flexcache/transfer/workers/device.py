@@ -134,7 +134,6 @@ class DeviceWorker:
             return False
         if self._addresses.most_bytes(message) > _PIECE_BYTES:
             return False
-        op: OpCopies | None = None
         try:
             op = self._addresses.copies_of(message)
             copies = op.take(_PIECE_BYTES)
@@ -144,7 +143,7 @@ class DeviceWorker:
             return False
         except BaseException:  # it will be executed later: not beside copies of its own
             queue.settle()
-            self._in_flight.forget(op)
+            self._in_flight.forget(message.op_id)
             self.queued_op = None
             raise
         return self.queued_op == message.op_id

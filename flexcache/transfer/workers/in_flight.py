@@ -71,10 +71,10 @@ class InFlight:
         op.is_over, op.failure = True, op.failure or failure
         return [] if op.num_in_flight else [_done(op)]
 
-    def forget(self, op: OpCopies | None) -> None:
+    def forget(self, op_id: int) -> None:
         """Forget an op whose pieces have landed, as if none had been queued."""
         for lane, pieces in self._pieces.items():
-            kept = [piece for piece in pieces if piece.op is not op]
+            kept = [piece for piece in pieces if piece.op.message.op_id != op_id]
             self._pieces[lane] = deque(kept)
             self._bytes[lane] = sum(piece.num_bytes for piece in kept)
 

@@ -34,6 +34,7 @@ from flexcache.storage.remote.base import (
     Region,
     RemoteStore,
     StoreUnavailableError,
+    address_of,
 )
 from flexcache.storage.remote.block_mover import BlockMover, Moved, batch_size
 from flexcache.storage.remote.connection import Connection
@@ -173,7 +174,7 @@ class RemoteService:
         batch_bytes = batch_size(block_bytes) * room_bytes(block_bytes)
         self._rooms = mmap.mmap(-1, batch_bytes * len(codecs))
         regions = [Region(segment.address, segment.size) for segment in segments]
-        regions.append(Region(_address_of(self._rooms), len(self._rooms)))
+        regions.append(Region(address_of(self._rooms), len(self._rooms)))
         self._connection = Connection(
             lambda: open_store(
                 config.url,
@@ -314,10 +315,6 @@ def main() -> None:
     # Daemon threads, ours and the client's, may still be leaving native code: finalizing the
     # interpreter at the same time would abort the process.
     os._exit(0)
-
-
-def _address_of(memory: mmap.mmap) -> int:
-    return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
 
 
 if __name__ == "__main__":
