@@ -180,7 +180,7 @@ ON_PIECES = [
            "if kind is OpKind.D2H:", "if True: return True\n    if kind is OpKind.D2H:",
            on_worker.test_a_large_op_is_queued_in_pieces_and_few_are_in_flight),
     Mutant("M2: a load by layer comes behind other loads", InFlight, "has_room",
-           "0 if urgent else self._bytes[Lane.LOADS]", "self._bytes[Lane.LOADS]",
+           "[Lane.LAYERS] if urgent else ", "",
            on_worker.test_a_load_by_layer_does_not_wait_for_a_large_load),
     Mutant("an op that was dropped goes on", DeviceWorker, "_end_dropped",
            "del self._in_pieces[kind]", "continue",

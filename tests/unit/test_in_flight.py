@@ -63,12 +63,16 @@ class InFlightMachine(RuleBasedStateMachine):
         done = self.flying.end(self.ops[number][0], failure)
         assert done == ([] if self.is_flying(number) else [self.answer(number)])
 
-    @rule(data=st.data())
-    def land(self, data: st.DataObject) -> None:
+    @rule(stream=st.sampled_from(STREAMS), at=st.integers(0, in_flight.COPIES_AT_ONCE - 1))
+    def land(self, stream: tuple[OpKind, bool], at: int) -> None:
+        """One of those that may be under way lands."""
+        for _, _, landing in self.flying_of(stream)[at : at + 1]:
+            landing.is_past = True
+
+    @rule()
+    def report(self) -> None:
         expected = []
         for pieces in self.pieces.values():
-            for _, _, landing in pieces[: data.draw(st.integers(0, len(pieces)))]:
-                landing.is_past = True
             while pieces and pieces[0][2].is_past:
                 number = pieces.pop(0)[0]
                 if number in self.ended and not self.is_flying(number):
@@ -77,6 +81,9 @@ class InFlightMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.flying.check()
+
+    def flying_of(self, stream: tuple[OpKind, bool]) -> list[tuple[int, int, Landing]]:
+        return [piece for piece in self.pieces[stream] if not piece[2].is_past]
 
     def is_flying(self, number: int) -> bool:
         return any(number == each[0] for pieces in self.pieces.values() for each in pieces)
@@ -88,10 +95,9 @@ class InFlightMachine(RuleBasedStateMachine):
     @rule()
     def compare(self) -> None:
         self.flying.check()
-        sizes = {
-            stream: sum(size for _, size, _ in pieces) for stream, pieces in self.pieces.items()
-        }
-        layers, loads, stores = (sizes[stream] for stream in STREAMS)
+        layers, loads, stores = (
+            sum(size for _, size, _ in self.flying_of(stream)) for stream in STREAMS
+        )
         most = in_flight.MOST_BYTES
         assert self.flying.has_room(OpKind.H2D, urgent=True) == (layers < most)
         assert self.flying.has_room(OpKind.H2D) == (layers + loads < most)

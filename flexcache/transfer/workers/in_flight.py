@@ -11,6 +11,7 @@ is dropped or revoked stops soon. (A copier may take less: `Copier.may_start`.)
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from flexcache.errors import TaskRevokedError
@@ -23,18 +24,22 @@ from flexcache.transfer.workers.op_copies import OpCopies
 MOST_BYTES = 128 << 20
 """2.5 ms at 50 GB/s. A thread that must wait a switch interval (5 ms) for the interpreter lock
 before it queues more still keeps half of the link busy."""
+COPIES_AT_ONCE = 2
+"""Pieces of a lane that may be under way at once. Behind so many none has landed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Piece:
     op: OpCopies
     num_bytes: int
     landed: Fence
+    has_landed: bool = False
+    """As far as is known."""
 
 
 class InFlight:
-    """Pieces of ops that were queued, in the order of each lane: none of the first has landed, as
-    far as is known. Those behind may have, since several threads may copy.
+    """Pieces of ops that were queued, in the order of each lane, until their landing is reported.
+    Several threads may copy, so one may land before those ahead of it.
 
     Attributes:
         failure: Why it is unknown what has landed, if it is.
@@ -55,9 +60,14 @@ class InFlight:
     def has_room(self, kind: OpKind, urgent: bool = False) -> bool:
         """Whether more may be queued; loads by layer do not count other loads."""
         if kind is OpKind.D2H:
-            return self._bytes[Lane.STORES] < MOST_BYTES
-        ahead = 0 if urgent else self._bytes[Lane.LOADS]
-        return ahead + self._bytes[Lane.LAYERS] < MOST_BYTES
+            ahead = [Lane.STORES]
+        else:
+            ahead = [Lane.LAYERS] if urgent else [Lane.LOADS, Lane.LAYERS]
+        if sum(self._bytes[lane] for lane in ahead) < MOST_BYTES:
+            return True
+        for lane in ahead:  # what has landed takes no room, though it may be long until its report
+            self._look(lane)
+        return sum(self._bytes[lane] for lane in ahead) < MOST_BYTES
 
     def add(self, op: OpCopies, num_bytes: int, landed: Fence, urgent: bool) -> None:
         """Record a piece that was queued."""
@@ -76,16 +86,16 @@ class InFlight:
         for lane, pieces in self._pieces.items():
             kept = [piece for piece in pieces if piece.op.message.op_id != op_id]
             self._pieces[lane] = deque(kept)
-            self._bytes[lane] = sum(piece.num_bytes for piece in kept)
+            self._bytes[lane] = _bytes_on_way(kept)
 
     def take_landed(self) -> list[Done]:
         """Return the ops that have ended, in the order of each lane."""
         done = []
         for lane, pieces in self._pieces.items():
-            while pieces and self._has_landed(pieces[0]):
-                op = pieces[0].op
+            self._look(lane)
+            while pieces and pieces[0].has_landed:
+                op = pieces.popleft().op
                 op.num_in_flight -= 1
-                self._bytes[lane] -= pieces.popleft().num_bytes
                 if op.is_over and not op.num_in_flight:
                     done.append(_done(op))
         return done
@@ -98,9 +108,19 @@ class InFlight:
         for op in self.ops:
             assert op.num_in_flight == counts[id(op)]
         for lane, pieces in self._pieces.items():
-            assert self._bytes[lane] == sum(piece.num_bytes for piece in pieces)
+            assert self._bytes[lane] == _bytes_on_way(pieces)
             is_store = lane is Lane.STORES
             assert all((piece.op.message.kind is OpKind.D2H) == is_store for piece in pieces)
+
+    def _look(self, lane: Lane) -> None:
+        """Find out which pieces have landed. May be interrupted, and called again."""
+        pieces, num_under_way = self._pieces[lane], 0
+        for piece in pieces:
+            piece.has_landed = piece.has_landed or self._has_landed(piece)
+            num_under_way += not piece.has_landed
+            if num_under_way == COPIES_AT_ONCE:
+                break
+        self._bytes[lane] = _bytes_on_way(pieces)
 
     def _has_landed(self, piece: _Piece) -> bool:
         try:
@@ -111,6 +131,10 @@ class InFlight:
         except Exception as error:  # the driver or its wrapper may raise any class
             self.failure = f"{type(error).__name__}: {error}"
             return False
+
+
+def _bytes_on_way(pieces: Iterable[_Piece]) -> int:
+    return sum(piece.num_bytes for piece in pieces if not piece.has_landed)
 
 
 def _done(op: OpCopies) -> Done:
