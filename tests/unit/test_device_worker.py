@@ -591,7 +591,6 @@ def test_a_large_op_is_queued_in_pieces_and_few_are_in_flight(segment: HostSegme
     assert kinds == [OpKind.H2D, OpKind.H2D, OpKind.D2H]
     assert worker.only_waits
     land(copier, 0)
-    worker.advance()
     assert not worker.only_waits
     worker.advance()
     assert len(copier.started) == 4
@@ -1052,6 +1051,19 @@ def test_an_op_is_queued_for_the_thread_that_copies_if_nothing_comes_before_it(
     worker.execute(load(4, [0, 1, 2], [3, 4, 5]))
     assert run_dry(worker) == [Done(4, 3)]
     assert all(torch.equal(t[3:6], expected[name]) for name, t in tensors.items())
+
+
+def test_what_has_landed_takes_no_room_though_it_was_not_reported(
+    memory: EngineMemory, worker: DeviceWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that launches requests may have the interpreter for long."""
+    if memory.device.type != "cpu":
+        pytest.skip("nothing is queued at once on a GPU")
+    monkeypatch.setattr("flexcache.transfer.workers.in_flight.MOST_BYTES", 1)
+    for number in (1, 2, 3):
+        while not worker.queue(store(number, [0], [0])):  # until the one before has landed
+            time.sleep(0.001)
+    assert run_dry(worker) == [Done(1, 1), Done(2, 1), Done(3, 1)]
 
 
 @pytest.mark.parametrize(
