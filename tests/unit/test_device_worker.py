@@ -1060,8 +1060,10 @@ def test_what_has_landed_takes_no_room_though_it_was_not_reported(
     if memory.device.type != "cpu":
         pytest.skip("nothing is queued at once on a GPU")
     monkeypatch.setattr("flexcache.transfer.workers.in_flight.MOST_BYTES", 1)
+    deadline = time.monotonic() + 60
     for number in (1, 2, 3):
         while not worker.queue(store(number, [0], [0])):  # until the one before has landed
+            assert time.monotonic() < deadline
             time.sleep(0.001)
     assert run_dry(worker) == [Done(1, 1), Done(2, 1), Done(3, 1)]
 

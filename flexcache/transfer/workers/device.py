@@ -127,10 +127,12 @@ class DeviceWorker:
         if message.gated or kind not in (OpKind.H2D, OpKind.D2H) or self._lost is not None:
             return False
         is_next = not (self._dropped or self._in_parts or self._in_pieces)
-        if not is_next or any(self._queues.values()) or not self._in_flight.has_room(kind):
+        if not is_next or any(self._queues.values()):
             return False
         queue = self._copier.queue(kind)
-        if queue is None or self.gates.layer_load(message) is not None:
+        if queue is None or not self._in_flight.has_room(kind):
+            return False
+        if self.gates.layer_load(message) is not None:
             return False
         if self._addresses.most_bytes(message) > _PIECE_BYTES:
             return False

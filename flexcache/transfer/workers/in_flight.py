@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from flexcache.errors import TaskRevokedError
 from flexcache.ids import OpKind
@@ -24,22 +25,21 @@ from flexcache.transfer.workers.op_copies import OpCopies
 MOST_BYTES = 128 << 20
 """2.5 ms at 50 GB/s. A thread that must wait a switch interval (5 ms) for the interpreter lock
 before it queues more still keeps half of the link busy."""
-COPIES_AT_ONCE = 2
-"""Pieces of a lane that may be under way at once. Behind so many none has landed."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Piece:
+    """A piece, from byte ``begin`` to ``end`` of what its lane has been given without a break."""
+
     op: OpCopies
-    num_bytes: int
+    begin: int
+    end: int
     landed: Fence
-    has_landed: bool = False
-    """As far as is known."""
 
 
 class InFlight:
     """Pieces of ops that were queued, in the order of each lane, until their landing is reported.
-    Several threads may copy, so one may land before those ahead of it.
+    One behind another may have landed before it, since several threads may copy.
 
     Attributes:
         failure: Why it is unknown what has landed, if it is.
@@ -47,34 +47,36 @@ class InFlight:
 
     def __init__(self) -> None:
         self.failure: str | None = None
-        self._pieces: dict[Lane, deque[_Piece]] = {lane: deque() for lane in Lane}
-        self._bytes = dict.fromkeys(Lane, 0)
+        self._on_way: dict[Lane, deque[_Piece]] = {lane: deque() for lane in Lane}
+        """The first has not landed, as far as is known."""
+        self._landed: dict[Lane, deque[_Piece]] = {lane: deque() for lane in Lane}
+        """Those before them, to be reported."""
 
     def __bool__(self) -> bool:
-        return any(self._pieces.values())
+        return any(self._on_way.values()) or any(self._landed.values())
 
     @property
     def ops(self) -> list[OpCopies]:
-        return [piece.op for pieces in self._pieces.values() for piece in pieces]
+        both = (*self._landed.values(), *self._on_way.values())
+        return [piece.op for pieces in both for piece in pieces]
 
     def has_room(self, kind: OpKind, urgent: bool = False) -> bool:
-        """Whether more may be queued; loads by layer do not count other loads."""
+        """Whether more may be queued; loads by layer do not count other loads. What has landed
+        takes no room, though it may be long until its report. May be interrupted."""
         if kind is OpKind.D2H:
             ahead = [Lane.STORES]
         else:
             ahead = [Lane.LAYERS] if urgent else [Lane.LOADS, Lane.LAYERS]
-        if sum(self._bytes[lane] for lane in ahead) < MOST_BYTES:
-            return True
-        for lane in ahead:  # what has landed takes no room, though it may be long until its report
-            self._look(lane)
-        return sum(self._bytes[lane] for lane in ahead) < MOST_BYTES
+        if self._num_bytes(ahead) >= MOST_BYTES:
+            self._look(ahead)
+        return self._num_bytes(ahead) < MOST_BYTES
 
     def add(self, op: OpCopies, num_bytes: int, landed: Fence, urgent: bool) -> None:
         """Record a piece that was queued."""
-        lane = Lane.of(op.message.kind, urgent)
+        pieces = self._on_way[Lane.of(op.message.kind, urgent)]
+        begin = pieces[-1].end if pieces else 0
         op.num_in_flight += 1
-        self._bytes[lane] += num_bytes
-        self._pieces[lane].append(_Piece(op, num_bytes, landed))
+        pieces.append(_Piece(op, begin, begin + num_bytes, landed))
 
     def end(self, op: OpCopies, failure: str | None = None) -> list[Done]:
         """End an op of which no more will be queued: now, or when what is in flight has landed."""
@@ -83,17 +85,16 @@ class InFlight:
 
     def forget(self, op_id: int) -> None:
         """Forget an op whose pieces have landed, as if none had been queued."""
-        for lane, pieces in self._pieces.items():
-            kept = [piece for piece in pieces if piece.op.message.op_id != op_id]
-            self._pieces[lane] = deque(kept)
-            self._bytes[lane] = _bytes_on_way(kept)
+        for lanes in (self._on_way, self._landed):
+            for lane, pieces in lanes.items():
+                lanes[lane] = deque(p for p in pieces if p.op.message.op_id != op_id)
 
     def take_landed(self) -> list[Done]:
         """Return the ops that have ended, in the order of each lane."""
+        self._look(Lane)
         done = []
-        for lane, pieces in self._pieces.items():
-            self._look(lane)
-            while pieces and pieces[0].has_landed:
+        for pieces in self._landed.values():
+            while pieces:
                 op = pieces.popleft().op
                 op.num_in_flight -= 1
                 if op.is_over and not op.num_in_flight:
@@ -101,26 +102,35 @@ class InFlight:
         return done
 
     def check(self) -> None:
-        """Raise `AssertionError` unless all is consistent."""
+        """Raise `AssertionError` unless all is consistent. Not after an interrupt."""
         counts: dict[int, int] = {}
         for op in self.ops:
             counts[id(op)] = counts.get(id(op), 0) + 1
         for op in self.ops:
             assert op.num_in_flight == counts[id(op)]
-        for lane, pieces in self._pieces.items():
-            assert self._bytes[lane] == _bytes_on_way(pieces)
-            is_store = lane is Lane.STORES
-            assert all((piece.op.message.kind is OpKind.D2H) == is_store for piece in pieces)
+        for lanes in (self._on_way, self._landed):
+            for lane, pieces in lanes.items():
+                is_store = lane is Lane.STORES
+                assert all((piece.op.message.kind is OpKind.D2H) == is_store for piece in pieces)
+        for pieces in self._on_way.values():
+            assert all(one.end <= other.begin for one, other in pairwise(pieces))
 
-    def _look(self, lane: Lane) -> None:
-        """Find out which pieces have landed. May be interrupted, and called again."""
-        pieces, num_under_way = self._pieces[lane], 0
-        for piece in pieces:
-            piece.has_landed = piece.has_landed or self._has_landed(piece)
-            num_under_way += not piece.has_landed
-            if num_under_way == COPIES_AT_ONCE:
-                break
-        self._bytes[lane] = _bytes_on_way(pieces)
+    def _num_bytes(self, lanes: Iterable[Lane]) -> int:
+        """Return how many bytes are on their way, as far as is known."""
+        on_way = [self._on_way[lane] for lane in lanes]
+        return sum(pieces[-1].end - pieces[0].begin for pieces in on_way if pieces)
+
+    def _look(self, lanes: Iterable[Lane]) -> None:
+        """Find out which pieces have landed."""
+        for lane in lanes:
+            pieces, landed = self._on_way[lane], self._landed[lane]
+            while pieces:
+                first = pieces[0]
+                if not landed or landed[-1] is not first:  # else a look was interrupted here
+                    if not self._has_landed(first):
+                        break
+                    landed.append(first)
+                pieces.popleft()
 
     def _has_landed(self, piece: _Piece) -> bool:
         try:
