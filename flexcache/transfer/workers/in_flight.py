@@ -143,10 +143,6 @@ class InFlight:
             return False
 
 
-def _bytes_on_way(pieces: Iterable[_Piece]) -> int:
-    return sum(piece.num_bytes for piece in pieces if not piece.has_landed)
-
-
 def _done(op: OpCopies) -> Done:
     if op.failure is not None:
         return Done(op.message.op_id, 0, error=op.failure)
