@@ -281,7 +281,8 @@ class Executors:
         if run.waiting_for:
             return []
         op = run.op
-        del self._running[op.op_id], run.task.running[op.op_id]
+        del self._running[op.op_id]
+        run.task.running.pop(op.op_id, None)  # not there if its launch was interrupted
         self._sweep_deadlines()
         self._accounts.op_ended(run, now)
         if op.kind.is_direct:

@@ -591,6 +591,7 @@ def test_a_large_op_is_queued_in_pieces_and_few_are_in_flight(segment: HostSegme
     assert kinds == [OpKind.H2D, OpKind.H2D, OpKind.D2H]
     assert worker.only_waits
     land(copier, 0)
+    worker.advance()
     assert not worker.only_waits
     worker.advance()
     assert len(copier.started) == 4
@@ -1059,7 +1060,8 @@ def test_what_has_landed_takes_no_room_though_it_was_not_reported(
     """The thread that launches requests may have the interpreter for long."""
     if memory.device.type != "cpu":
         pytest.skip("nothing is queued at once on a GPU")
-    monkeypatch.setattr("flexcache.transfer.workers.in_flight.MOST_BYTES", 1)
+    monkeypatch.setattr(in_flight, "MOST_BYTES", 1)
+    monkeypatch.setattr(copy_queue, "_MOST_BYTES", 1)
     deadline = time.monotonic() + 60
     for number in (1, 2, 3):
         while not worker.queue(store(number, [0], [0])):  # until the one before has landed
@@ -1117,12 +1119,14 @@ def test_an_op_of_a_revoked_task_is_not_queued(
     assert done[2] == Done(2, 1)
 
 
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, TimeoutError])
 @pytest.mark.parametrize("is_recorded", [False, True])
 def test_an_op_that_was_interrupted_while_it_was_queued_may_be_executed_later(
     memory: EngineMemory, tensors: Tensors, segment: HostSegment, landed: int,
-    monkeypatch: pytest.MonkeyPatch, is_recorded: bool,
+    monkeypatch: pytest.MonkeyPatch, is_recorded: bool, interrupt: type[BaseException],
 ) -> None:  # fmt: skip
-    """None of its first copies is being made when the interrupt passes on."""
+    """None of its first copies is being made when the interrupt, of any class that a signal handler
+    may raise, passes on."""
     if memory.device.type != "cpu":
         pytest.skip("nothing is queued at once on a GPU")
     copy_loop = pytest.importorskip("flexcache.transfer.workers.copy_loop")
@@ -1141,7 +1145,7 @@ def test_an_op_that_was_interrupted_while_it_was_queued_may_be_executed_later(
         ends.append(end)
         if is_recorded:
             add(inside, op, num_bytes, end, urgent)
-        raise KeyboardInterrupt
+        raise interrupt
 
     monkeypatch.setattr(copy_loop, "make_copies", make_copies_later)
     monkeypatch.setattr(copy_queue, "time", SimpleNamespace(sleep=begin_and_sleep))
@@ -1150,7 +1154,7 @@ def test_an_op_that_was_interrupted_while_it_was_queued_may_be_executed_later(
         assert worker.queue(store(1, [0], [0]))
         with monkeypatch.context() as patched:
             patched.setattr(InFlight, "add", be_interrupted)
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(interrupt):
                 worker.queue(store(2, [1], [1]))
         assert [end.query() for end in ends] == [True]
         assert worker.queued_op is None

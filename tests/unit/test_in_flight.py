@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import dropwhile
-
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
@@ -65,15 +63,12 @@ class InFlightMachine(RuleBasedStateMachine):
         done = self.flying.end(self.ops[number][0], failure)
         assert done == ([] if self.is_flying(number) else [self.answer(number)])
 
-    @rule(stream=st.sampled_from(STREAMS), at=st.integers(0, 3))
-    def land(self, stream: tuple[OpKind, bool], at: int) -> None:
-        for _, _, landing in self.pieces[stream][at : at + 1]:
-            landing.is_past = True
-
-    @rule()
-    def report(self) -> None:
+    @rule(data=st.data())
+    def land(self, data: st.DataObject) -> None:
         expected = []
         for pieces in self.pieces.values():
+            for _, _, landing in pieces[: data.draw(st.integers(0, len(pieces)))]:
+                landing.is_past = True
             while pieces and pieces[0][2].is_past:
                 number = pieces.pop(0)[0]
                 if number in self.ended and not self.is_flying(number):
@@ -82,12 +77,6 @@ class InFlightMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.flying.check()
-
-    def size_of(self, stream: tuple[OpKind, bool]) -> int:
-        """Bytes from the first piece on that has not landed."""
-        return sum(
-            size for _, size, _ in dropwhile(lambda piece: piece[2].is_past, self.pieces[stream])
-        )
 
     def is_flying(self, number: int) -> bool:
         return any(number == each[0] for pieces in self.pieces.values() for each in pieces)
@@ -99,7 +88,10 @@ class InFlightMachine(RuleBasedStateMachine):
     @rule()
     def compare(self) -> None:
         self.flying.check()
-        layers, loads, stores = map(self.size_of, STREAMS)
+        sizes = {
+            stream: sum(size for _, size, _ in pieces) for stream, pieces in self.pieces.items()
+        }
+        layers, loads, stores = (sizes[stream] for stream in STREAMS)
         most = in_flight.MOST_BYTES
         assert self.flying.has_room(OpKind.H2D, urgent=True) == (layers < most)
         assert self.flying.has_room(OpKind.H2D) == (layers + loads < most)

@@ -59,20 +59,22 @@ class QueuedCopy:
     Args:
         entry: Words of its entry, until another copy has it.
         runs: Its addresses, which must live until it has ended.
+        begin: Bytes queued before it, since its lane was empty.
+        end: Those with its own.
     """
 
-    def __init__(self, entry: Words, runs: list[Addresses], num_bytes: int) -> None:
-        self.num_bytes = num_bytes
+    def __init__(self, entry: Words, runs: list[Addresses], begin: int, end: int) -> None:
+        self.begin, self.end = begin, end
         self._entry = entry
         self._runs = runs
-        self._end = OPEN
+        self._outcome = OPEN
 
     @property
     def has_ended(self) -> bool:
         """Whether it has ended, in whichever way. To be asked before another gets its entry."""
-        if self._end == OPEN:
-            self._end = int(self._entry[END])
-        return self._end != OPEN
+        if self._outcome == OPEN:
+            self._outcome = int(self._entry[END])
+        return self._outcome != OPEN
 
     def query(self) -> bool:
         """Return whether it has ended.
@@ -80,9 +82,9 @@ class QueuedCopy:
         Raises:
             TaskRevokedError: It ended early.
         """
-        if self.has_ended and self._end == REVOKED:
+        if self.has_ended and self._outcome == REVOKED:
             raise TaskRevokedError
-        return self._end != OPEN
+        return self._outcome != OPEN
 
     def wait(self) -> None:
         """Wait until it has ended."""
@@ -107,7 +109,6 @@ class CopyQueue:
         self._num_given = [0] * NUM_LANES
         self._queued: list[dict[int, QueuedCopy]] = [{} for _ in range(NUM_LANES)]
         """Those that are not known to have ended, by number, so that their addresses live."""
-        self._num_bytes = [0] * NUM_LANES
         self._work, self._help = (os.eventfd(0, os.EFD_CLOEXEC) for _ in range(2))
         self._thread: ServiceThread | None = None
         self._starts = threading.Lock()
@@ -119,12 +120,12 @@ class CopyQueue:
         """Return whether copies may be added. The first call begins to compile the loop, on its
         thread; until that is done, and if it fails, they may not."""
         if self._thread is None:
-            thread = ServiceThread(self._run, "flexcache-copies")
+            self._thread = ServiceThread(self._run, "flexcache-copies")
             try:
-                thread.start()
+                self._thread.start()  # if it is interrupted there may be a thread: not a second one
             except RuntimeError:  # there may be no more threads
+                self._thread = None
                 return False
-            self._thread = thread
         return self._give is not None
 
     def has_room(self, lane: int) -> bool:
@@ -133,9 +134,15 @@ class CopyQueue:
         while queued:
             first = next(iter(queued))
             if not queued[first].has_ended:
-                break
-            self._num_bytes[lane] -= queued.pop(first).num_bytes
-        return len(queued) < NUM_SLOTS and self._num_bytes[lane] < _MOST_BYTES
+                num_bytes = self._end_of(lane) - queued[first].begin
+                return len(queued) < NUM_SLOTS and num_bytes < _MOST_BYTES
+            del queued[first]
+        return True
+
+    def _end_of(self, lane: int) -> int:
+        """Return how many bytes a lane was given since it was empty."""
+        queued = self._queued[lane]
+        return queued[next(reversed(queued))].end if queued else 0
 
     def add(
         self, lane: int, destinations: Addresses, sources: Addresses, sizes: Addresses,
@@ -148,10 +155,11 @@ class CopyQueue:
         entry = self._entries[lane, number % NUM_SLOTS]
         tables = [each.ctypes.data for each in runs]
         entry[:] = np.array([*tables, len(sizes), task_id, num_bytes, OPEN], np.uint64)
-        copy = self._queued[lane][number] = QueuedCopy(entry, runs, num_bytes)
+        begin = self._end_of(lane)
+        copy = QueuedCopy(entry, runs, begin, begin + num_bytes)
+        self._queued[lane][number] = copy
         self._give(self._words.ctypes.data, lane, number + 1, self._work)
         self._num_given[lane] = number + 1
-        self._num_bytes[lane] += num_bytes
         return copy
 
     def settle(self) -> None:
@@ -162,7 +170,6 @@ class CopyQueue:
             queued.pop(given, None)
             while not all(copy.has_ended for copy in queued.values()):
                 time.sleep(_POLL_S)
-            self._num_bytes[lane] = sum(copy.num_bytes for copy in queued.values())
 
     def close(self) -> None:
         """Wait until no copy is being made, and end the threads. Those that have not begun end as

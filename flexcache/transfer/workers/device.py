@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from flexcache.errors import DeviceLostError
+from flexcache.errors import DeviceLostError, TaskRevokedError
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import BlockLayout
@@ -129,25 +129,26 @@ class DeviceWorker:
         is_next = not (self._dropped or self._in_parts or self._in_pieces)
         if not is_next or any(self._queues.values()):
             return False
-        queue = self._copier.queue(kind)
-        if queue is None or not self._in_flight.has_room(kind):
-            return False
-        if self.gates.layer_load(message) is not None:
+        queue = self._copier.queue(kind)  # its room counts, as what has landed takes none there
+        if queue is None or self.gates.layer_load(message) is not None:
             return False
         if self._addresses.most_bytes(message) > _PIECE_BYTES:
             return False
         try:
             op = self._addresses.copies_of(message)
+        except ValueError:  # as `execute` will find, and report
+            return False
+        try:
             copies = op.take(_PIECE_BYTES)
             if op.num_bytes and self._start_copies(op, copies) is not None:
                 self.queued_op = message.op_id
-        except Exception:  # as `execute` will find, and report
-            return False
-        except BaseException:  # it will be executed later: not beside copies of its own
+        except BaseException as error:  # of any class, from a signal handler
+            # It will be executed later: not beside copies of its own.
             queue.settle()
             self._in_flight.forget(message.op_id)
             self.queued_op = None
-            raise
+            if not isinstance(error, TaskRevokedError):
+                raise
         return self.queued_op == message.op_id
 
     def drop(self, op_id: int) -> None:

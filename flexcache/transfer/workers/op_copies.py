@@ -64,7 +64,7 @@ class OpCopies:
     num_started: int = 0
     """Segments whose copies were taken; or copies, if all segments are taken together."""
     num_in_flight: int = 0
-    """Pieces that were queued and whose landing was not reported."""
+    """Pieces that were queued and have not landed."""
     is_over: bool = False
     """Whether no more of it will be queued."""
     failure: str | None = None
