@@ -138,9 +138,10 @@ class DeviceWorker:
             op = self._addresses.copies_of(message)
         except ValueError:  # as `execute` will find, and report
             return False
+        if not op.num_bytes:
+            return False
         try:
-            copies = op.take(_PIECE_BYTES)
-            if op.num_bytes and self._start_copies(op, copies) is not None:
+            if self._start_copies(op, op.take(_PIECE_BYTES)) is not None:
                 self.queued_op = message.op_id
         except BaseException as error:  # of any class, from a signal handler
             # It will be executed later: not beside copies of its own.
