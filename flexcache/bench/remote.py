@@ -28,7 +28,7 @@ from flexcache.config.remote_url import check_remote_url
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.remote import check_packages, open_remote_store
-from flexcache.storage.remote.base import RemoteStore, Status
+from flexcache.storage.remote.base import RemoteStore, Status, address_of
 from flexcache.storage.remote.object_format import object_name
 from flexcache.transfer.messages import BlockNames, Done, Execute, pack_ids
 from flexcache.transfer.workers.remote import RemoteService, RemoteWorkerConfig
@@ -89,7 +89,7 @@ class MooncakeCalls(OwnCalls):
         assert min(results) > 0, results
 
     def _buffers(self, blocks: list[memoryview]) -> tuple[list[int], list[int]]:
-        addresses = [np.frombuffer(block, np.uint8).ctypes.data for block in blocks]
+        addresses = [address_of(block) for block in blocks]
         return addresses, [len(block) for block in blocks]
 
 

@@ -234,6 +234,7 @@ def test_after_an_interrupted_addition_all_has_ended_and_more_may_be_added(
         rig.add([(at, at, 100)]).wait()
     assert np.array_equal(rig.target[200:400], rig.source[200:400])
     assert rig.queue.has_room(STORES)
+    assert rig.queue._end_of(STORES) == 0
 
 
 def test_loads_come_before_stores_that_were_queued_earlier(gate: threading.Event, rig: Rig) -> None:
