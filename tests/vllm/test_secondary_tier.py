@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,9 +61,15 @@ def offloading_engine(
         more={"secondary_tiers": [{**TIER, **settings}], "block_size": block_size},
         probe_dir=str(tmp_path / "probe"),
     )  # fmt: skip
-    with running(DrivenEngine(offloading, tmp_path / "log")) as engine:
-        engine.tier("until_up")
-        yield engine
+    log = tmp_path / "log"
+    try:
+        with running(DrivenEngine(offloading, log)) as engine:
+            engine.tier("until_up")
+            yield engine
+    finally:
+        # vLLM leaves its region in /dev/shm if it is killed or does not start.
+        for region in re.findall(r"Created mmap file (\S+)", log.read_text()):
+            Path(region).unlink(missing_ok=True)
 
 
 def prompt_digests(tmp_path: Path) -> list[list[str]]:
