@@ -14,7 +14,7 @@ with contextlib.suppress(ImportError):  # the tests that need a GPU do without
     from hypothesis import HealthCheck, settings
 
     _PROFILE = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-    settings.register_profile("full", max_examples=200, **_PROFILE)
+    settings.register_profile("full", max_examples=100, **_PROFILE)
     settings.register_profile("fast", max_examples=20, **_PROFILE)  # scripts/test.sh fast
     settings.load_profile("full")
 
