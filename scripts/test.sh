@@ -2,7 +2,7 @@
 # Sets everything up and runs all checks and tests.
 #
 #   scripts/test.sh                        everything
-#   scripts/test.sh fast                   the unit tests, in under a minute
+#   scripts/test.sh fast                   the unit tests, in a few minutes
 #   scripts/test.sh [fast] ARGUMENT...     tests only; the arguments go to pytest, paths select:
 #                                          scripts/test.sh -k disk; scripts/test.sh tests/unit/test_tier.py
 #
