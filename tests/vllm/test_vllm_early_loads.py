@@ -265,7 +265,7 @@ def test_a_request_that_asks_too_soon_waits_for_its_blocks(
         answered = answer(request, num_computed)
         if request.num_prompt_tokens == len(prompt) and answered[0] is None:
             asks += 1
-        if asks == 2 and held:
+        if asks >= 2 and held:
             monkeypatch.setattr(tasks, "op_done", op_done)
             with engine.server.lock, engine.server.session():
                 for done, more in held:
@@ -274,7 +274,6 @@ def test_a_request_that_asks_too_soon_waits_for_its_blocks(
         return answered
 
     monkeypatch.setattr(engine.connector._scheduler.gets, "num_matched_tokens", vllm_asks)
-    until(lambda: engine.llm.llm_engine.step() is not None and held)
     assert run(engine, "waits") == (expected, NUM_TOKENS)
     assert asks >= 2
     after = early_stats(engine)
