@@ -20,7 +20,9 @@ from flexcache.bench.ssd import BLOCK_BYTES, beside_raw, driven_workers
 from flexcache.config.tiers import SSD_SYNCS
 from flexcache.storage.block_io import open_block_io
 
-SYNCED_PEER = f"fio, fdatasync every {QUEUE_DEPTH}"
+BLOCKS_PER_SYNC = 96
+"""About as many as the disk worker's groups have here."""
+SYNCED_PEER = f"fio, fdatasync every {BLOCKS_PER_SYNC}"
 
 
 def measure_durability(console: Console, path: Path, size: int, rounds: int, engine: str) -> None:
@@ -28,7 +30,7 @@ def measure_durability(console: Console, path: Path, size: int, rounds: int, eng
     io = open_block_io(engine, QUEUE_DEPTH)
     raw = raw_disks(path, size, BLOCK_BYTES, io)
     if isinstance(raw[0], Fio):
-        raw.append(Fio(path, size, BLOCK_BYTES, "io_uring", f"--fdatasync={QUEUE_DEPTH}"))
+        raw.append(Fio(path, size, BLOCK_BYTES, "io_uring", f"--fdatasync={BLOCKS_PER_SYNC}"))
         raw[-1].name = SYNCED_PEER
     table = Table("2 MiB blocks", "median", "lowest", "highest", "bound", "of")
     try:

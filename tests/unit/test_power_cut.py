@@ -50,7 +50,7 @@ from flexcache.transfer.workers.disk import DiskWorker
 ROOT = RootId(b"root of a model!")
 NUM_SLOTS, SLOT_BYTES, NUM_HOST_BLOCKS = 24, 8192, 16
 SECTOR = 512
-NUM_ROUNDS = settings().max_examples * 3 // 2
+NUM_ROUNDS = settings().max_examples * 3
 
 
 @cache

@@ -68,7 +68,8 @@ def offloading_engine(
             yield engine
     finally:
         # vLLM leaves its region in /dev/shm if it is killed or does not start.
-        for region in re.findall(r"Created mmap file (\S+)", log.read_text()):
+        said = log.read_text(errors="replace") if log.exists() else ""
+        for region in re.findall(r"Created mmap file (/dev/shm/vllm_offload_\S+\.mmap)", said):
             Path(region).unlink(missing_ok=True)
 
 
