@@ -21,7 +21,7 @@ from flexcache.config.tiers import SSD_SYNCS
 from flexcache.storage.block_io import open_block_io
 
 BLOCKS_PER_SYNC = 96
-"""About as many as the disk worker's groups have here."""
+"""About as many as a group of the disk worker has."""
 SYNCED_PEER = f"fio, fdatasync every {BLOCKS_PER_SYNC}"
 
 

@@ -28,7 +28,7 @@ class SessionReturns:
             self._heap = sorted((time, name) for name, time in self._times.items())
 
     def forget(self, session_id: str) -> None:
-        """Fetch nothing for this session."""
+        """Fetch nothing for a session any more."""
         self._times.pop(session_id, None)
 
     def take_due(self, now: float) -> str | None:
