@@ -19,7 +19,8 @@ import numpy as np
 
 from flexcache.cache.block_keys import EngineBlockKeys
 from flexcache.cache.eviction_queue import LruRanking, Outlook, Ranking
-from flexcache.cache.prefix_index import PrefixIndex, PrefixMatch, Run
+from flexcache.cache.prefix_index import PrefixIndex, PrefixMatch
+from flexcache.cache.run import Run
 from flexcache.ids import BlockKey, RootId
 
 MAX_SHADOW = 65_536

@@ -2,7 +2,8 @@
 
 Tails are of *kinds*, and each kind has a queue by last use. What a tail is worth depends on its
 kind and on its age, the time since its last use. With age the worth of a kind first rises, if at
-all, and then falls. So the worst tail of a kind stands at one of the two ends of its queue:
+all, and then falls. So the worst tail of a kind stands at one of the two ends of its queue, and at
+the old one if it never rises:
 
     kind 0   oldest |------------------------| youngest
     kind 1   oldest |----------| youngest                   the worst of all these ends goes next
@@ -21,7 +22,7 @@ import heapq
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from typing import NamedTuple, Protocol
 
 from flexcache.cache.sorted_tails import Entry, SortedTails
@@ -31,7 +32,7 @@ RETIRED = -1e300
 """Time of use of tails that go before all that are not retired."""
 _REFRESH_S = 1.0
 """Worths change with age: those that are compared are at most this old."""
-_TURNS = 64
+_TURNS = 16
 """Parts of the ends that are seen to in turn, so that seldom an eviction weighs them all."""
 _SPARE_ENTRIES = 64
 _GROWTH = 3
@@ -108,10 +109,14 @@ class EvictionQueue:
         self._worths = [math.inf] * num_ends
         """Worth of the oldest tail of each kind, then of the youngest of each."""
         self._changes_at = [math.inf] * num_ends
-        """When each of them changes, if the tail stays."""
+        """When each of them changes at the earliest, if the tail stays."""
+        self._alike_until = [-math.inf] * self._num_kinds
+        """Last use up to which the tails of a kind are worth as much as its oldest."""
+        self._rises = [False] * self._num_kinds
+        """Whether the worth of a kind rises with age: else its youngest is never the worst."""
         self._order: list[tuple[float, int]] = []
         """A heap of worths and ends; outdated unless it is the end's present worth."""
-        self._version = ranking.version
+        self._version = -1
         self._turn = 0
         self._refresh_at = math.inf if ranking.is_lru else 0.0
 
@@ -122,7 +127,7 @@ class EvictionQueue:
         tails.add(entry)
         if tails.oldest is entry:
             self._weigh(kind)
-        if self._has_kinds and tails.youngest is entry:
+        if self._rises[kind] and tails.youngest is entry:
             self._weigh(self._num_kinds + kind)
 
     def remove(self, entry: Entry) -> None:
@@ -133,7 +138,8 @@ class EvictionQueue:
     def pop(self, below: float = math.inf) -> Entry | None:
         """Take out the tail that is worth least.
 
-        None if all are worth ``below`` or more. Amortised O(log ends).
+        None if all are worth ``below`` or more. Amortised O(log ends). Most evictions call it, and
+        calls are most of what it costs, so it is one function.
         """
         order, worths = self._order, self._worths
         if self.now >= self._refresh_at or self._version != self._ranking.version:
@@ -142,20 +148,25 @@ class EvictionQueue:
             heapq.heappop(order)
         if not order or order[0][0] >= below:
             return None
-        return self._pop_from(order[0][1])
-
-    def _pop_from(self, end: int) -> Entry:
+        end = order[0][1]
         kind = end % self._num_kinds
         tails = self._tails[kind]
         entry = tails.pop_oldest() if end == kind else tails.pop_youngest()
-        if self._weigh(end) == math.inf and self._has_kinds:  # the last of its kind has gone
+        following = tails.oldest
+        if following is None:
             self._weigh_both(kind)
+        elif end != kind or following[0] > self._alike_until[kind]:
+            self._weigh(end)
         return entry
 
     def _refresh(self) -> None:
         """Weigh the ends whose turn it is and whose worth changes; all, if the ranking has."""
         begin, self._turn = self._turn, int(self.now / _REFRESH_S * _TURNS)
-        due = math.inf if self._version != self._ranking.version else self.now
+        due = self.now
+        if self._version != self._ranking.version:
+            due, ranking = math.inf, self._ranking
+            for kind, worths in enumerate(ranking.worths):
+                self._rises[kind] = not ranking.is_lru and any(a < b for a, b in pairwise(worths))
         if due == math.inf or begin < self._turn - _TURNS:
             begin = self._turn - _TURNS
         changes_at = self._changes_at
@@ -167,8 +178,10 @@ class EvictionQueue:
                 while entry := tails.oldest if end < self._num_kinds else tails.youngest:
                     if self._is_evictable(entry[1]):
                         break
-                    self._pop_from(end)
+                    tails.remove(entry)
                 self._weigh(end)
+                if not tails:
+                    self._weigh_both(end % self._num_kinds)
         self._version = self._ranking.version
         self._refresh_at = (
             math.inf if self._ranking.is_lru else (self._turn + 1) * _REFRESH_S / _TURNS
@@ -177,18 +190,19 @@ class EvictionQueue:
     def _weigh_both(self, kind: int) -> None:
         """Weigh both ends of a kind."""
         self._weigh(kind)
-        if self._has_kinds:
+        if self._rises[kind]:
             self._weigh(self._num_kinds + kind)
 
-    def _weigh(self, end: int) -> float:
-        """Note and return what the tail at an end is worth; infinity if there is none, or under LRU
-        at the young end."""
+    def _weigh(self, end: int) -> None:
+        """Note what the tail at an end is worth; infinity if there is none, or at a young end that
+        cannot be the worst."""
         ranking, kind = self._ranking, end % self._num_kinds
         if end == kind:
             entry = self._tails[kind].oldest
         else:
-            entry = None if ranking.is_lru else self._tails[kind].youngest
+            entry = self._tails[kind].youngest if self._rises[kind] else None
         worth = changes_at = math.inf
+        alike_until = -math.inf
         if entry is not None:
             time = entry[0]
             if ranking.is_lru or time <= RETIRED:
@@ -199,21 +213,23 @@ class EvictionQueue:
                 edges = ranking.edges
                 passed = bisect_right(edges, self.now - time)
                 worth = ranking.worths[kind][passed]
+                alike_until = self.now - (edges[passed - 1] if passed else 0.0)
                 if passed < len(edges):
                     changes_at = time + edges[passed]
         self._changes_at[end] = changes_at
+        if end == kind:
+            self._alike_until[kind] = alike_until
         outdated = self._worths[end]
         if worth == outdated:
-            return worth
+            return
         order = self._order
         self._worths[end] = worth
         if order and order[0] == (outdated, end):  # as after each eviction
             heapq.heapreplace(order, (worth, end))
-            return worth
+            return
         heapq.heappush(order, (worth, end))
         if len(order) > _GROWTH * len(self._worths) + _SPARE_ENTRIES:
             order[:] = sorted(zip(self._worths, range(len(self._worths)), strict=True))
-        return worth
 
     def check(self, queued: set[Entry]) -> None:
         """Raise `InternalError` if the queue has others than these entries, or an end that has one

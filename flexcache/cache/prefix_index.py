@@ -9,10 +9,11 @@ or at a position in another run, so the runs form a tree:
 
     half-open: run B holds depths [5, 15); parent_length = 5 blocks of A precede it.
 
-A dictionary per root maps a key to (run, offset). Since only leaves are evicted, the cached blocks
-are closed under prefixes: if the key of block i is there, so are those of all blocks before it. The
-longest match is hence a bisection over a handful of keys, and the block ids of a match are slices
-of a few arrays; neither takes a Python step per cached block.
+A dictionary per root maps a key to a *code*: its offset in its run, and the run's number. Since
+only leaves are evicted, the cached blocks are closed under prefixes: if the key of block i is
+there, so are those of all blocks before it. The longest match is hence a bisection over a handful
+of keys, and the block ids of a match are slices of a few arrays; neither takes a Python step per
+cached block.
 
 A *hold* on its run keeps a block in place: a child that hangs off the run, or a pin. Holds are
 counted by length, and all blocks beyond the longest hold are the run's evictable tail. Recency is
@@ -29,113 +30,35 @@ does not decrease.
 
 from __future__ import annotations
 
-import heapq
 import math
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.eviction_queue import RETIRED, EvictionQueue, LruRanking, Outlook, Ranking
-from flexcache.cache.sorted_tails import Entry
-from flexcache.cache.staircase import cover, cut
+from flexcache.cache.run import (
+    CODE_STEP,
+    DISCARDED,
+    ID_BYTES,
+    NUMBER_BITS,
+    NUMBER_MASK,
+    BlockIds,
+    Run,
+    Segment,
+)
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId
 
-BlockIds = npt.NDArray[np.int64]
-
 NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int64)
-_OFFSET_BITS = 24
-_OFFSET_MASK = (1 << _OFFSET_BITS) - 1
 _ONE_KIND = Outlook(0, 0, 0)
-_DISCARDED = float("-inf")  # recency of blocks that can no longer be found: the first to go
 
 
-def _view(ids: array[int]) -> BlockIds:
-    """Return a view of a run's ids. It must be dropped before their number changes."""
-    return np.frombuffer(ids, dtype=np.int64) if ids else NO_BLOCKS
-
-
-Segment = tuple[int, float, int]
-"""Blocks of a run that were last used at once: where they end, when that was, and their kind."""
-
-
-class Run:
-    """Consecutive blocks of one sequence. Internal to the index."""
-
-    __slots__ = (
-        "blocks", "children", "depth", "holds", "keys", "longest_holds", "parent",
-        "parent_length", "queue", "queued", "recency", "root", "run_id", "uses",
-    )  # fmt: skip
-
-    def __init__(
-        self, run_id: int, root: RootId, parent: Run | None, parent_length: int,
-        queue: EvictionQueue,
-    ) -> None:  # fmt: skip
-        self.run_id = run_id
-        self.root = root
-        self.queue = queue
-        self.parent = parent
-        self.parent_length = parent_length
-        self.depth: int = 0 if parent is None else parent.depth + parent_length
-        self.keys: list[BlockKey] = []
-        self.blocks: array[int] = array("q")  # of a few ids, made and freed faster than numpy's
-        self.holds: dict[int, int] | None = None  # length -> how often; below the longest also 0
-        self.longest_holds: list[int] | None = None  # heap of the negated lengths
-        self.children: dict[int, Run] | None = None
-        self.recency: list[Segment] = []  # ends rise, times do not
-        self.queued: Entry | None = None  # its entry in the queue
-        self.uses: list[tuple[int, int]] | None = None  # see `Retention`
-
-    @property
-    def length(self) -> int:
-        return len(self.keys)
-
-    @property
-    def held_length(self) -> int:
-        return -self.longest_holds[0] if self.longest_holds else 0
-
-    def segment(self, length: int) -> Segment:
-        """Return the segment of the last of the first ``length`` blocks. O(segments)."""
-        for segment in self.recency:
-            if segment[0] >= length:
-                return segment
-        raise InternalError(f"run {self.run_id} has no segment at {length}")
-
-    def hold(self, length: int) -> None:
-        if self.holds is None or self.longest_holds is None:
-            self.holds, self.longest_holds = {length: 1}, [-length]
-            return
-        count = self.holds.get(length)
-        self.holds[length] = 1 if count is None else count + 1
-        if count is None:
-            heapq.heappush(self.longest_holds, -length)
-
-    def release(self, length: int) -> None:
-        """Amortised O(log lengths held). An unheld length is dropped once it is the longest."""
-        holds, longest = self.holds, self.longest_holds
-        assert holds is not None and longest is not None
-        holds[length] -= 1
-        while longest and not holds[-longest[0]]:
-            del holds[-heapq.heappop(longest)]
-        if not holds:
-            self.holds = self.longest_holds = None
-
-    def touch(self, length: int, now: float, kind: int) -> None:
-        """Make the first ``length`` blocks as recent as ``now``, and of a kind. Amortised O(1).
-
-        Blocks that are to be retained for longer are more recent already, and stay so.
-        """
-        cover(self.recency, (length, now, kind))
-
-    def truncate(self, length: int) -> None:
-        del self.keys[length:]
-        del self.blocks[length:]
-        cut(self.recency, length)
+def _joined(pieces: Iterable[bytes]) -> BlockIds:
+    """Return block ids in one array, which is read-only."""
+    return np.frombuffer(b"".join(pieces), np.int64)
 
 
 def _like(run: Run, length: int) -> Outlook:
@@ -218,7 +141,7 @@ class PrefixIndex:
         code = self._directories.get(root, {}).get(key)
         if code is None:
             return EMPTY_MATCH
-        run, length = self._runs[code >> _OFFSET_BITS], (code & _OFFSET_MASK) + 1
+        run, length = self._runs[code & NUMBER_MASK], (code >> NUMBER_BITS) + 1
         return PrefixMatch(run, length, run.depth + length)
 
     def match(self, keys: BlockKeys, near: int | None = None) -> PrefixMatch:
@@ -249,8 +172,7 @@ class PrefixIndex:
                 length, step = min(hit + step, miss - 1), 2 * step
         if found is None:
             return EMPTY_MATCH
-        run = self._runs[found >> _OFFSET_BITS]
-        length = (found & _OFFSET_MASK) + 1
+        run, length = self._runs[found & NUMBER_MASK], (found >> NUMBER_BITS) + 1
         if run.depth + length != hit:  # engine keys that do not chain: not a prefix cache's keys
             return EMPTY_MATCH
         return PrefixMatch(run, length, hit)
@@ -260,7 +182,7 @@ class PrefixIndex:
         pieces: list[BlockIds] = []
         run, length = match.run, match.length
         while run is not None and run.depth + length > start:
-            pieces.append(_view(run.blocks)[max(0, start - run.depth) : length])
+            pieces.append(run.blocks[max(0, start - run.depth) : length])
             length, run = run.parent_length, run.parent
         if not pieces:
             return NO_BLOCKS
@@ -282,10 +204,10 @@ class PrefixIndex:
         """
         run, length = match.run, match.length
         while run is not None:
-            count = 1
-            while run.recency[count - 1][0] < length:
+            segments, count = run.segments, 1
+            while segments[count - 1][0] < length:
                 count += 1
-            for end, time, kind in reversed(run.recency[:count]):
+            for end, time, kind in reversed(segments[:count]):
                 yield run.depth + min(end, length), time, kind
             length, run = run.parent_length, run.parent
 
@@ -295,7 +217,7 @@ class PrefixIndex:
 
     def blocks_by_root(self) -> Iterator[tuple[RootId, BlockIds]]:
         """Yield the blocks of each run with its root."""
-        return ((run.root, _view(run.blocks)) for run in self._runs.values())
+        return ((run.root, run.blocks) for run in self._runs.values())
 
     def touch(
         self, match: PrefixMatch, now: float, retain: float = 0.0, outlook: Outlook | None = None
@@ -338,16 +260,13 @@ class PrefixIndex:
             The number of blocks that were not due first already.
         """
         run = match.run
-        if run is None or run.recency[-1][1] == _DISCARDED:
+        if run is None or run.tail[0] == DISCARDED:
             return 0
-        kept, recency = start - run.depth, run.recency
-        ordinary = run.length
-        if recency[-1][1] == RETIRED:
-            ordinary = recency[-2][0] if len(recency) > 1 else 0
+        kept = start - run.depth
+        ordinary = run.tail_start if run.tail[0] == RETIRED else run.length
         if kept >= ordinary:
             return 0
-        cut(recency, kept)
-        recency.append((run.length, RETIRED, 0))
+        run.end_with(kept, RETIRED)
         self._unqueue(run)
         self._queue_if_evictable(run)
         return ordinary - kept
@@ -389,48 +308,46 @@ class PrefixIndex:
         if run is None or length != run.length:
             run = self._add_run(root, run, length)
         offset = run.length
-        run.blocks.frombytes(blocks.tobytes())
-        run.keys.extend(keys)
+        run.extend(keys, blocks, now + retain, outlook.rear)
         self._enter(run, offset, keys)
         match = PrefixMatch(run, run.length, run.depth + run.length)
-        due = now + retain
-        last = run.recency[-1][1] if run.recency else due
         self._unqueue(run)  # its tail is another one now
-        run.recency.append((run.length, min(due, last), outlook.rear))
         self.touch(match, now, retain, outlook)
         self._queue_if_evictable(run)
         return match
 
     def restore(
         self, root: RootId, parent: BlockKey | None, keys: list[BlockKey], blocks: BlockIds,
-        recency: list[Segment],
+        segments: list[Segment],
     ) -> Run:  # fmt: skip
         """Add a run that is to have these segments, behind the cached block ``parent``.
 
-        None of its keys may be cached; the run keeps the lists. No block may be more recent than
+        None of its keys may be cached; the run keeps their list. No block may be more recent than
         one before it; those behind ``parent`` become no more recent than that is.
         `queue_restored` must follow.
         """
         before = EMPTY_MATCH if parent is None else self.locate(root, parent)
-        if before.run is not None and recency[0][1] > (due := self.due(before)):
-            recent = sum(time >= due for _, time, _ in recency)
-            recency = [(recency[recent - 1][0], due, 0), *recency[recent:]]
+        if before.run is not None and segments[0][1] > (due := self.due(before)):
+            recent = sum(time >= due for _, time, _ in segments)
+            segments = [(segments[recent - 1][0], due, 0), *segments[recent:]]
         run = self._add_run(root, before.run, before.length)
-        run.keys, run.blocks, run.recency = keys, array("q", blocks.tobytes()), recency
+        run.keys, run.ids, run.segments = keys, blocks.tobytes(), segments
         self._enter(run, 0, keys)
         return run
 
     def queue_restored(self, runs: Iterable[Run]) -> None:
         """Queue the evictable ones of restored runs, oldest first: each goes to the young end."""
-        for run in sorted(runs, key=lambda run: run.recency[-1][1]):
+        for run in sorted(runs, key=lambda run: run.tail[0]):
             self._queue_if_evictable(run)
 
     def _enter(self, run: Run, offset: int, keys: Sequence[BlockKey]) -> None:
         """Make the keys of a run's last blocks findable, from ``offset`` on."""
-        code = (run.run_id << _OFFSET_BITS) + offset
         directory = self._directories.setdefault(run.root, {})
         before = len(directory)
-        directory.update(zip(keys, range(code, code + len(keys)), strict=True))
+        codes = range(run.code(offset), run.code(run.length), CODE_STEP)
+        directory.update(zip(keys, codes, strict=True))
+        if not offset:
+            directory[keys[0]] = run.run_id  # the same number, and no object of its own
         if len(directory) != before + len(keys):
             raise InternalError("a key was inserted twice")
         self._num_blocks += len(keys)
@@ -444,30 +361,32 @@ class PrefixIndex:
         ``before`` or later, or is worth ``below`` or more. Amortised O(log leaves) per run cut,
         slices within a run.
         """
-        freed: array[int] = array("q")
+        freed: list[bytes] = []
         missing, queue = count, self._queues[tenant]
         queue.now = self._now
         while missing > 0 and (entry := queue.pop(below)) is not None:
-            time, run_id, kind = entry
-            run = self._runs[run_id]
+            run = self._runs[entry[1]]
             run.queued = None
-            recency, length = run.recency, len(run.keys)
+            length = len(run.keys)
             start = run.held_length if run.longest_holds else 0
             if length <= start:
                 continue
-            _, last_use, last_kind = recency[-1]
-            if last_use != time or last_kind != kind:  # it was used since
+            if entry is not run.tail:  # it was used since
                 self._queue_if_evictable(run)
                 continue
-            if time >= before:
+            if entry[0] >= before:
                 self._queue_if_evictable(run)
                 break
-            if len(recency) > 1:  # the blocks before it are more recent
-                start = max(start, recency[-2][0])
-            keep = max(start, length - missing)
+            if run.front:  # these blocks are more recent
+                start = max(start, run.tail_start)
+            keep = length - missing
+            if keep < start:
+                keep = start
             missing -= length - keep
-            freed += self._cut(run, keep)
-        return _view(freed)
+            if entry[0] > DISCARDED:
+                self._hide(run, keep, length)
+            freed.append(self._cut(run, keep))
+        return _joined(freed)
 
     def discard(self, root: RootId, key: BlockKey) -> BlockIds:
         """Make a block with bad bytes and all after it unfindable; return the freed ids.
@@ -477,14 +396,14 @@ class PrefixIndex:
         code = self._directories.get(root, {}).get(key)
         if code is None:
             return NO_BLOCKS
-        freed: array[int] = array("q")
-        tails = [(self._runs[code >> _OFFSET_BITS], code & _OFFSET_MASK)]
+        freed: list[bytes] = []
+        tails = [(self._runs[code & NUMBER_MASK], code >> NUMBER_BITS)]
         for run, offset in tails:  # grows by the runs behind each, however deep
             children = (run.children or {}).values()
             tails += [(child, 0) for child in children if child.parent_length > offset]
         for run, offset in reversed(tails):  # the runs behind a run go before it
             self._discard_tail(run, offset, freed)
-        return _view(freed)
+        return _joined(freed)
 
     def sweep(self) -> BlockIds:
         """Remove discarded blocks that are no longer held; return their ids.
@@ -493,45 +412,41 @@ class PrefixIndex:
         """
         if not self._discarded:
             return NO_BLOCKS
-        freed: array[int] = array("q")
+        freed: list[bytes] = []
         for run_id in sorted(self._discarded, reverse=True):  # children are younger than parents
             run = self._runs.get(run_id)
-            if run is not None and run.recency[-1][1] == _DISCARDED:
-                start = run.recency[-2][0] if len(run.recency) > 1 else 0
+            if run is not None and run.tail[0] == DISCARDED:
+                start = run.tail_start
                 keep = max(start, run.held_length)
                 if keep < run.length:
-                    freed += self._cut(run, keep)
+                    freed.append(self._cut(run, keep))
                 if keep > start:
                     continue
             del self._discarded[run_id]
-        return _view(freed)
+        return _joined(freed)
 
-    def _discard_tail(self, run: Run, offset: int, freed: array[int]) -> None:
+    def _discard_tail(self, run: Run, offset: int, freed: list[bytes]) -> None:
         """Discard a run's blocks from ``offset`` on, behind which no findable run starts."""
-        directory = self._directories.get(run.root, {})
-        code = run.run_id << _OFFSET_BITS
-        if self.on_removed:
-            self._tell_removed(run, offset, run.keys[offset:])
-        for position in range(offset, run.length):
-            if directory.get(run.keys[position]) == code + position:
-                del directory[run.keys[position]]
+        stop = run.tail_start if run.tail[0] == DISCARDED else run.length
+        if offset < stop:
+            self._hide(run, offset, stop)
+        run.end_with(offset, DISCARDED)
         keep = max(offset, run.held_length)
         if keep < run.length:
-            freed.extend(self._cut(run, keep))
+            freed.append(self._cut(run, keep))
         if offset < keep:  # pinned: unfindable now, freed at the unpin
-            cut(run.recency, offset)
-            run.recency.append((run.length, _DISCARDED, 0))
             self._discarded[run.run_id] = None
             self._unqueue(run)
 
-    def _tell_removed(self, run: Run, offset: int, keys: list[BlockKey]) -> None:
-        """Report keys that can no longer be found."""
-        directory = self._directories.get(run.root, {})
-        code = (run.run_id << _OFFSET_BITS) + offset
-        found = [key for i, key in enumerate(keys) if directory.get(key) == code + i]
-        if found:
-            for tell in self.on_removed:
-                tell(run.root, found)
+    def _hide(self, run: Run, start: int, stop: int) -> None:
+        """Make these blocks of a run unfindable, none of which is so already."""
+        directory, keys = self._directories[run.root], run.keys[start:stop]
+        for key in keys:
+            del directory[key]
+        if not directory:
+            del self._directories[run.root]
+        for tell in self.on_removed:
+            tell(run.root, keys)
 
     def _add_run(self, root: RootId, parent: Run | None, parent_length: int) -> Run:
         queue = self._queues[self._tenant_of(root)] if parent is None else parent.queue
@@ -545,50 +460,33 @@ class PrefixIndex:
             parent.children[run.run_id] = run
         return run
 
-    def _cut(self, run: Run, keep: int) -> array[int]:
-        """Drop the run's blocks from ``keep`` on, and the run itself when none is left."""
-        directory = self._directories.get(run.root, {})
-        code = (run.run_id << _OFFSET_BITS) + keep
-        keys = run.keys[keep:] if keep else run.keys
-        if self.on_removed:
-            self._tell_removed(run, keep, keys)
-        for key in keys:
-            if directory.get(key) == code:
-                del directory[key]
-            code += 1
-        if not directory:
-            self._directories.pop(run.root, None)
-        freed = run.blocks[keep:] if keep else run.blocks
-        self._num_blocks -= len(freed)
-        if keep:
-            run.truncate(keep)
-            self._unqueue(run)
-            self._queue_if_evictable(run)
-        else:
-            self._remove(run)
-        return freed
-
-    def _remove(self, run: Run) -> None:
-        """Forget a run without blocks."""
+    def _cut(self, run: Run, keep: int) -> bytes:
+        """Drop a run's unfindable blocks, from ``keep`` on, and the run when none is left."""
+        length = len(run.keys)
+        self._num_blocks -= length - keep
+        freed = run.ids[ID_BYTES * keep : ID_BYTES * length]
         if run.queued is not None:
             self._unqueue(run)
+        if keep:
+            run.truncate(keep)
+            self._queue_if_evictable(run)
+            return freed
         del self._runs[run.run_id]
         parent = run.parent
-        if parent is None:
-            return
-        assert parent.children is not None
-        del parent.children[run.run_id]
-        if not parent.children:
-            parent.children = None
-        parent.release(run.parent_length)
-        self._queue_if_evictable(parent)
+        if parent is not None:
+            assert parent.children is not None
+            del parent.children[run.run_id]
+            if not parent.children:
+                parent.children = None
+            parent.release(run.parent_length)
+            self._queue_if_evictable(parent)
+        return freed
 
     def _queue_if_evictable(self, run: Run) -> None:
         """Queue a run's tail. If it is queued and used again, its entry is corrected at an end."""
         if run.queued is None and run.length > run.held_length:
-            _, time, kind = run.recency[-1]
-            run.queued = (time, run.run_id, kind)
-            run.queue.add(run.queued)
+            run.queued = run.tail
+            run.queue.add(run.tail)
 
     def _unqueue(self, run: Run) -> None:
         """Take a run's entry out of the queue: it would be found there too late."""
@@ -619,21 +517,20 @@ class PrefixIndex:
             raise InternalError(f"{num_blocks} blocks in runs, {self._num_blocks} counted")
         for directory in self._directories.values():
             for key, code in directory.items():
-                found = self._runs.get(code >> _OFFSET_BITS)
-                offset = code & _OFFSET_MASK
+                found, offset = self._runs.get(code & NUMBER_MASK), code >> NUMBER_BITS
                 if found is None or offset >= found.length or found.keys[offset] != key:
                     raise InternalError("a key leads nowhere")
 
     def _check_run(self, run: Run) -> None:
         name = f"run {run.run_id}"
-        if not run.length == len(run.blocks) > 0:
-            raise InternalError(f"{name} has {run.length} keys for {len(run.blocks)} blocks")
+        if not 0 < run.length <= len(run.ids) // ID_BYTES:
+            raise InternalError(f"{name} has {run.length} keys for {len(run.ids)} bytes of ids")
         if run.held_length > run.length:
             raise InternalError(f"{name} lost blocks that are held")
-        ends = [end for end, _, _ in run.recency]
-        times = [time for _, time, _ in run.recency]
-        if ends != sorted(set(ends)) or ends[-1] != run.length:
-            raise InternalError(f"{name} has recency segments {ends} for {run.length} blocks")
+        ends = [end for end, _, _ in run.segments]
+        times = [time for _, time, _ in run.segments]
+        if ends != sorted(set(ends)):
+            raise InternalError(f"{name} has segments that end at {ends}")
         if times != sorted(times, reverse=True):
             raise InternalError(f"{name} is more recent behind than before")
         if run.length > run.held_length and run.queued is None:
@@ -645,5 +542,5 @@ class PrefixIndex:
         if run.parent is not None:
             if self._runs.get(run.parent.run_id) is not run.parent:
                 raise InternalError(f"{name} hangs off a run that is gone")
-            if run.recency[0][1] > run.parent.recency[0][1]:
+            if run.segments[0][1] > run.parent.segments[0][1]:
                 raise InternalError(f"{name} is more recent than its parent")

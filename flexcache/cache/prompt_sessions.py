@@ -27,7 +27,8 @@ from typing import NamedTuple
 from flexcache.cache.block_keys import BlockKeys, EngineBlockKeys
 from flexcache.cache.load_cost import LoadCost
 from flexcache.cache.plan import LOAD_OP, Plan
-from flexcache.cache.prefix_index import PrefixIndex, PrefixMatch, Run
+from flexcache.cache.prefix_index import PrefixIndex, PrefixMatch
+from flexcache.cache.run import Run
 from flexcache.cache.session_returns import SessionReturns
 from flexcache.cache.tiers import Tiers
 from flexcache.errors import InternalError

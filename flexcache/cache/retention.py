@@ -19,7 +19,8 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from flexcache.cache.prefix_index import NO_BLOCKS, BlockIds, PrefixIndex, PrefixMatch, Run
+from flexcache.cache.prefix_index import NO_BLOCKS, PrefixIndex, PrefixMatch
+from flexcache.cache.run import BlockIds, Run
 from flexcache.cache.staircase import cover, cut
 from flexcache.cache.tail_index import Tail, TailIndex
 from flexcache.errors import InternalError

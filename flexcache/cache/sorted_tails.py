@@ -5,6 +5,8 @@ Both ends are at hand, and most tails come in at the young one:
     oldest |e e e e| |e e e e| |e e| youngest       sorted lists of bounded length, in order
 
 To add a tail elsewhere, or to take one out, is a bisection over the lists and one within a list.
+The list from which the oldest are being taken is kept the other way round, so that none moves for
+it; it is turned back for anything else.
 
 Pure. Not thread-safe.
 """
@@ -26,38 +28,45 @@ MAX_LENGTH = 512
 
 
 class SortedTails:
-    """Entries in order. Each is there once."""
+    """Entries in order. Each is there once.
 
-    __slots__ = ("_lists",)
+    Attributes:
+        oldest: The oldest, if there are any.
+    """
+
+    __slots__ = ("_going", "_lists", "oldest")
 
     def __init__(self) -> None:
-        self._lists: list[list[Entry]] = []  # none is empty
+        self.oldest: Entry | None = None
+        self._going: list[Entry] = []  # the oldest, in the order youngest to oldest
+        self._lists: list[list[Entry]] = []  # the others; none is empty
 
     def __bool__(self) -> bool:
-        return bool(self._lists)
+        return bool(self._going or self._lists)
 
     def __iter__(self) -> Iterator[Entry]:
-        return chain.from_iterable(self._lists)
-
-    @property
-    def oldest(self) -> Entry | None:
-        lists = self._lists
-        return lists[0][0] if lists else None
+        return chain(reversed(self._going), chain.from_iterable(self._lists))
 
     @property
     def youngest(self) -> Entry | None:
-        lists = self._lists
-        return lists[-1][-1] if lists else None
+        if self._lists:
+            return self._lists[-1][-1]
+        return self._going[0] if self._going else None
 
     def add(self, entry: Entry) -> None:
         """O(1) for the youngest, O(log entries) and a bounded move otherwise."""
-        lists = self._lists
+        lists, going = self._lists, self._going
+        if self.oldest is None or entry < self.oldest:
+            self.oldest = entry
         if not lists or lists[-1][-1] < entry:
             if lists and len(lists[-1]) < MAX_LENGTH:
                 lists[-1].append(entry)
-            else:
+                return
+            if lists or not going or going[0] < entry:
                 lists.append([entry])
-            return
+                return
+        if going and entry < going[0]:
+            self._turn_back()
         at = self._list_of(entry)
         entries = lists[at]
         insort(entries, entry)
@@ -66,21 +75,44 @@ class SortedTails:
             del entries[MAX_LENGTH // 2 :]
 
     def pop_oldest(self) -> Entry:
-        entries = self._lists[0]
-        entry = entries.pop(0)
-        if not entries:
-            del self._lists[0]
+        """O(1), amortised."""
+        going = self._going
+        if not going:
+            going = self._going = self._lists.pop(0)
+            going.reverse()
+        entry = going.pop()
+        if going:
+            self.oldest = going[-1]
+        else:
+            self._look_for_oldest()
         return entry
 
     def pop_youngest(self) -> Entry:
+        if not self._lists:
+            self._turn_back()
         entries = self._lists[-1]
         entry = entries.pop()
         if not entries:
             del self._lists[-1]
+            self._look_for_oldest()
         return entry
+
+    def _look_for_oldest(self) -> None:
+        if self._going:
+            self.oldest = self._going[-1]
+        else:
+            self.oldest = self._lists[0][0] if self._lists else None
+
+    def _turn_back(self) -> None:
+        """Have the oldest among the other lists again."""
+        self._going.reverse()
+        self._lists.insert(0, self._going)
+        self._going = []
 
     def remove(self, entry: Entry) -> None:
         """Take out an entry. O(log entries) and a bounded move."""
+        if self._going and entry <= self._going[0]:
+            self._turn_back()
         at = self._list_of(entry) if self._lists else 0
         entries = self._lists[at] if self._lists else []
         position = bisect_left(entries, entry)
@@ -89,6 +121,7 @@ class SortedTails:
         del entries[position]
         if not entries:
             del self._lists[at]
+        self._look_for_oldest()
 
     def _list_of(self, entry: Entry) -> int:
         """Return the number of the list that an entry belongs to."""
@@ -96,7 +129,10 @@ class SortedTails:
 
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold. O(entries)."""
-        if any(not 0 < len(entries) <= MAX_LENGTH for entries in self._lists):
+        lengths = [len(entries) for entries in self._lists]
+        if 0 in lengths or max((len(self._going), *lengths)) > MAX_LENGTH:
             raise InternalError("a list of sorted tails is empty or too long")
+        if self.oldest != next(iter(self), None):
+            raise InternalError("the oldest of sorted tails is another")
         if any(one >= other for one, other in pairwise(self)):
             raise InternalError("sorted tails are out of order, or one is there twice")

@@ -400,7 +400,9 @@ class Tier:
     def clear(self) -> BlockIds:
         """Drop every unheld block, and those that are expected; return their ids."""
         tenants = range(1 if self.quotas is None else self.quotas.num_tenants)
-        freed = np.concatenate([self._evict(self.capacity, tenant=tenant) for tenant in tenants])
+        freed = np.concatenate(
+            [self._evict_with_tails(self.capacity, math.inf, tenant) for tenant in tenants]
+        )
         self._give_back(freed)
         return np.concatenate((freed, self._give_up(self.num_expected)))
 
@@ -490,9 +492,10 @@ class Tier:
         Evicted blocks are handed over directly: through the free stack they would cost twice as
         much.
         """
-        if count > self.pool.num_free and self.num_expected:
-            self._give_up(count - self.pool.num_free)
-        num_free, blocks = min(count, self.pool.num_free), NO_BLOCKS
+        num_free, blocks = self.pool.num_free, NO_BLOCKS
+        if count > num_free and len(self._expected):
+            num_free += len(self._give_up(count - num_free))
+        num_free = min(count, num_free)
         if num_free:
             blocks = self.pool.take(num_free)
             self._charge(root, blocks)
@@ -530,7 +533,10 @@ class Tier:
 
         There may be more than ``count`` if the last are a tail's; what is not wanted is freed.
         """
-        evicted = self._evict(count, below, tenant)
+        if self.tails.num_tails:
+            evicted = self._evict_with_tails(count, below, tenant)
+        else:
+            evicted = self.index.evict(count, math.inf, below, tenant)
         self.counters.evicted_blocks += len(evicted)
         if self.quotas is not None:
             self.quotas.count_evicted(tenant, len(evicted))
@@ -539,15 +545,13 @@ class Tier:
             evicted = evicted[:wanted]
         return evicted
 
-    def _evict(self, count: int, below: float = math.inf, tenant: int = 0) -> BlockIds:
+    def _evict_with_tails(self, count: int, below: float, tenant: int) -> BlockIds:
         """Remove ``count`` unheld blocks of a tenant if possible, and a few more if the last are a
         tail's.
 
         A tail goes before blocks that were used no earlier: without them it would be useless.
         """
-        if not self.tails.num_tails:
-            return self.index.evict(count, below=below, tenant=tenant)
-        pieces: list[BlockIds] = []
+        pieces = [NO_BLOCKS]
         while count > 0:
             due = self.tails.next_due(tenant)
             pieces.append(self.index.evict(count, due, below, tenant))
@@ -707,10 +711,10 @@ class Tier:
             if not run.keys:
                 continue
             ends = run.ends or [len(run.keys)]
-            recency = [
+            segments = [
                 (end, now - age * _TICK_S, 0) for end, age in zip(ends, run.ages, strict=True)
             ]
-            added.append(self.index.restore(run.root, run.parent, run.keys, run.blocks, recency))
+            added.append(self.index.restore(run.root, run.parent, run.keys, run.blocks, segments))
             if self._retention is not None:
                 self._retention.restored(added[-1], zip(ends, run.written_s or [now], strict=True))
             if (quotas := self.quotas) is not None:

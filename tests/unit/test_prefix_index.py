@@ -3,7 +3,7 @@ last used."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from flexcache.cache.block_keys import EngineBlockKeys
 from flexcache.cache.eviction_queue import RETIRED
-from flexcache.cache.prefix_index import EMPTY_MATCH, PrefixIndex, PrefixMatch, Run
+from flexcache.cache.prefix_index import EMPTY_MATCH, PrefixIndex, PrefixMatch
+from flexcache.cache.run import Run
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId
 
@@ -539,6 +540,48 @@ def test_discarded_blocks_are_swept_once_they_are_unpinned() -> None:
     assert index.evict(9).tolist() == []
 
 
+@pytest.mark.parametrize("bad", "ac")
+def test_a_use_of_discarded_blocks_that_are_pinned_does_not_keep_them(bad: str) -> None:
+    index = PrefixIndex()
+    match = store(index, "abc", 0)
+    index.pin(match)
+    index.discard(ROOT, key_of("abc"[: "abc".index(bad) + 1]))
+    index.touch(match, 9)
+    index.check()
+    index.unpin(match)
+    assert index.sweep().tolist() == [0, 1, 2]["abc".index(bad) :]
+    index.check()
+
+
+def test_removed_keys_are_told_once_and_stay_as_they_were() -> None:
+    index, told = PrefixIndex(), list[tuple[RootId, Sequence[BlockKey]]]()
+    index.on_removed.append(lambda root, keys: told.append((root, keys)))
+    match = store(index, "abcd", 0)
+    held = index.match(prompt("ab"))
+    index.pin(held)
+    index.discard(ROOT, key_of("abc"))
+    index.discard(ROOT, key_of("a"))
+    assert told == [(ROOT, keys_of("abcd")[2:]), (ROOT, keys_of("ab"))]
+    index.unpin(held)
+    index.sweep()
+    assert told == [(ROOT, keys_of("abcd")[2:]), (ROOT, keys_of("ab"))]
+    assert match.run is not None
+    assert index.num_blocks == 0
+
+
+def test_a_conversation_that_grows_and_shrinks_keeps_its_blocks() -> None:
+    index = PrefixIndex()
+    for turn in range(1, 9):
+        text = "abcdefgh"[:turn]
+        index.insert(index.match(prompt(text)), ROOT, keys_of(text, turn - 1), ids(turn), now=turn)
+    for kept in (7, 6, 2):
+        assert len(index.evict(index.num_blocks - kept)) > 0
+        assert index.blocks(index.match(prompt("abcdefgh"))).tolist() == list(range(1, kept + 1))
+    index.insert(index.match(prompt("abc")), ROOT, keys_of("abc", 2), ids(9), now=9)
+    assert index.blocks(index.match(prompt("abcd"))).tolist() == [1, 2, 9]
+    index.check()
+
+
 def test_what_was_dropped_at_once_does_not_wait_for_a_sweep() -> None:
     index = PrefixIndex()
     store(index, "abc", 0)
@@ -590,12 +633,12 @@ def _lose_a_key(tree: Damaged) -> None:
 
 
 def _lose_a_block(tree: Damaged) -> None:
-    tree.trunk.blocks = tree.trunk.blocks[:-1]
+    tree.trunk.ids = tree.trunk.ids[:-8]
 
 
 def _empty_a_run(tree: Damaged) -> None:
     tree.branch.keys.clear()
-    del tree.branch.blocks[:]
+    tree.branch.ids = b""
 
 
 def _lose_a_run(tree: Damaged) -> None:
@@ -615,20 +658,16 @@ def _let_go_of_a_branch(tree: Damaged) -> None:
     tree.trunk.release(2)
 
 
-def _end_recency_early(tree: Damaged) -> None:
-    tree.trunk.recency = [(3, 1.0, 0)]
-
-
-def _repeat_a_recency_segment(tree: Damaged) -> None:
-    tree.trunk.recency = [(4, 2.0, 0), (4, 2.0, 0)]
+def _repeat_a_segment(tree: Damaged) -> None:
+    tree.trunk.segments = [(4, 2.0, 0), (4, 2.0, 0)]
 
 
 def _make_the_tail_the_most_recent(tree: Damaged) -> None:
-    tree.trunk.recency = [(2, 2.0, 0), (4, 3.0, 0)]
+    tree.trunk.segments = [(2, 2.0, 0), (4, 3.0, 0)]
 
 
 def _make_a_branch_more_recent(tree: Damaged) -> None:
-    tree.branch.recency = [(2, 99.0, 0)]
+    tree.branch.segments = [(2, 99.0, 0)]
 
 
 def _forget_to_queue(tree: Damaged) -> None:
@@ -641,7 +680,7 @@ def _lose_the_queue(tree: Damaged) -> None:
 
 def _cut_off_a_branch(tree: Damaged) -> None:
     stranger = Run(tree.trunk.run_id, ROOT, None, 0, tree.trunk.queue)
-    stranger.recency = tree.trunk.recency
+    stranger.segments = tree.trunk.segments
     tree.branch.parent = stranger
 
 
@@ -667,8 +706,7 @@ def test_a_bad_block_is_dropped_with_all_behind_it_however_many_prompts_branch_t
         _lead_a_key_astray,
         _hold_what_is_not_there,
         _let_go_of_a_branch,
-        _end_recency_early,
-        _repeat_a_recency_segment,
+        _repeat_a_segment,
         _make_the_tail_the_most_recent,
         _make_a_branch_more_recent,
         _forget_to_queue,
