@@ -166,7 +166,8 @@ class EvictionQueue:
         if self._version != self._ranking.version:
             due, ranking = math.inf, self._ranking
             for kind, worths in enumerate(ranking.worths):
-                self._rises[kind] = not ranking.is_lru and any(a < b for a, b in pairwise(worths))
+                rises = any(one < other for one, other in pairwise(worths))
+                self._rises[kind] = rises and self._has_kinds and not ranking.is_lru
         if due == math.inf or begin < self._turn - _TURNS:
             begin = self._turn - _TURNS
         changes_at = self._changes_at

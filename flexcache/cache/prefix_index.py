@@ -439,12 +439,15 @@ class PrefixIndex:
             self._unqueue(run)
 
     def _hide(self, run: Run, start: int, stop: int) -> None:
-        """Make these blocks of a run unfindable, none of which is so already."""
-        directory, keys = self._directories[run.root], run.keys[start:stop]
+        """Make these blocks of a run unfindable.
+
+        Only after an interrupted call are some of them so already.
+        """
+        directory, keys = self._directories.get(run.root, {}), run.keys[start:stop]
         for key in keys:
-            del directory[key]
+            directory.pop(key, None)
         if not directory:
-            del self._directories[run.root]
+            self._directories.pop(run.root, None)
         for tell in self.on_removed:
             tell(run.root, keys)
 
@@ -523,7 +526,7 @@ class PrefixIndex:
 
     def _check_run(self, run: Run) -> None:
         name = f"run {run.run_id}"
-        if not 0 < run.length <= len(run.ids) // ID_BYTES:
+        if not 0 < run.length <= len(run.ids) // ID_BYTES <= 2 * run.length:
             raise InternalError(f"{name} has {run.length} keys for {len(run.ids)} bytes of ids")
         if run.held_length > run.length:
             raise InternalError(f"{name} lost blocks that are held")

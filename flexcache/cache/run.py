@@ -27,10 +27,10 @@ BlockIds = npt.NDArray[np.int64]
 ID_BYTES = 8
 
 NUMBER_BITS = 40
-"""A block's code is its offset in its run, shifted by so much, and the run's number."""
+"""A block's code is the number of its run, and above these bits its offset in the run."""
 NUMBER_MASK = (1 << NUMBER_BITS) - 1
 CODE_STEP = 1 << NUMBER_BITS
-"""From a block's code to the next one's."""
+"""Difference between the codes of a block and of the next one."""
 
 DISCARDED = -math.inf
 """Time of blocks that can no longer be found: the first to go."""
@@ -98,8 +98,8 @@ class Run:
     @segments.setter
     def segments(self, segments: list[Segment]) -> None:
         _, time, kind = segments[-1]
-        self.tail = (time, self.run_id, kind)
-        self.front = segments[:-1] or None
+        # Nothing is called between the two, so that no signal's handler runs there.
+        self.front, self.tail = segments[:-1] or None, (time, self.run_id, kind)
 
     @property
     def tail_start(self) -> int:
@@ -177,5 +177,5 @@ class Run:
             cut(segments, length)
             self.segments = segments
         del self.keys[length:]
-        if len(self.ids) > 2 * ID_BYTES * length:  # so that it copies an id once at most
+        if len(self.ids) > 2 * ID_BYTES * length:  # so that no more are copied than have gone
             self.ids = self.ids[: ID_BYTES * length]

@@ -6,7 +6,7 @@ Both ends are at hand, and most tails come in at the young one:
 
 To add a tail elsewhere, or to take one out, is a bisection over the lists and one within a list.
 The list from which the oldest are being taken is kept the other way round, so that none moves for
-it; it is turned back for anything else.
+it; it is turned back when a tail comes in among its own, or one of them is taken out.
 
 Pure. Not thread-safe.
 """
@@ -75,10 +75,11 @@ class SortedTails:
             del entries[MAX_LENGTH // 2 :]
 
     def pop_oldest(self) -> Entry:
-        """O(1), amortised."""
+        """O(1), but for turning each list once, or as often as it has been turned back."""
         going = self._going
         if not going:
-            going = self._going = self._lists.pop(0)
+            going = self._going = self._lists[0]
+            del self._lists[0]
             going.reverse()
         entry = going.pop()
         if going:

@@ -222,6 +222,30 @@ def test_a_held_tail_hides_nothing() -> None:
     assert queue.pop() == (1.0, 1, 2)
 
 
+def test_a_kind_whose_tails_are_all_held_has_no_end_left() -> None:
+    queue = EvictionQueue(Scripted(), lambda number: False)
+    assert queue.pop() is None
+    for time, number in [(0.1, 1), (2.0, 2)]:  # their kind's worth rises: both ends count
+        queue.now = time
+        queue.add((time, number, 1))
+    queue.now = 2.5  # only the older one's worth has changed
+    assert queue.pop() is None
+    queue.check(set())
+
+
+class OneKind(Scripted):
+    num_kinds = 1
+    worths = WORTHS[1:2]
+
+
+def test_tails_of_one_kind_go_by_age_whatever_they_are_worth() -> None:
+    queue = EvictionQueue(OneKind(), lambda number: True)
+    for number in range(4):
+        queue.add((float(number), number, 0))
+    queue.now = 4.0
+    assert [queue.pop(below) for below in (7.0, 4.0, 7.0)] == [(0.0, 0, 0), None, (1.0, 1, 0)]
+
+
 def test_the_order_of_ends_does_not_grow() -> None:
     queue = EvictionQueue(Scripted(), lambda number: True)
     for now in range(10_000):

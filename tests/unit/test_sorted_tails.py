@@ -76,5 +76,6 @@ def test_disorder_is_noticed() -> None:
     for wrong in damaged:
         tails = SortedTails()
         tails._lists = wrong
+        tails.oldest = next(iter(tails), None)
         with pytest.raises(InternalError):
             tails.check()
