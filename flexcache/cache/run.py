@@ -20,6 +20,7 @@ import numpy.typing as npt
 from flexcache.cache.eviction_queue import EvictionQueue
 from flexcache.cache.sorted_tails import Entry
 from flexcache.cache.staircase import cover, cut
+from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId
 
 BlockIds = npt.NDArray[np.int64]
@@ -112,11 +113,10 @@ class Run:
 
     def segment(self, length: int) -> Segment:
         """Return the segment of the last of the first ``length`` blocks. O(segments)."""
-        for segment in self.front or ():
+        for segment in self.segments:
             if segment[0] >= length:
                 return segment
-        time, _, kind = self.tail
-        return len(self.keys), time, kind
+        raise InternalError(f"run {self.run_id} has no segment at {length}")
 
     def hold(self, length: int) -> None:
         if self.holds is None or self.longest_holds is None:
