@@ -22,7 +22,7 @@ enum { ORDER_STREAM = 1, ORDER_DURING_CALL = 2, ORDER_ANY = 3 };
 
 Context contexts[NUM_DEVICES] = {{0, 0}, {1, 0}, {2, 0}, {3, 0}};
 int driver_version = 13000;
-static __thread Context *current;
+__thread Context *current;
 
 #define HAS_CONTEXT (current && current->num_holders)
 

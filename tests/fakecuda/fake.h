@@ -152,5 +152,6 @@ CUresult check_capture(void); /* for calls that a capture in global mode forbids
 void begin_capture(Stream *stream, int mode);
 bool end_capture(Stream *stream);
 extern __thread int capture_mode_of_thread;
+extern __thread Context *current; /* of the calling thread */
 
 #endif

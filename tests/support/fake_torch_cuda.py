@@ -98,9 +98,7 @@ class FakePinnedTensor(torch.Tensor):
         assert non_blocking
         gpu, stream = self.owner.gpu, self.owner.current_stream().handle
         memory = gpu.allocate(self.nbytes, device.index)
-        size = ctypes.c_size_t(self.nbytes)
-        source = ctypes.c_uint64(self.data_ptr())
-        gpu.call("cuMemcpyAsync", ctypes.c_uint64(memory.address), source, size, c_void_p(stream))
+        self.owner.copy(memory.address, self.data_ptr(), self.nbytes, stream)
         there: DeviceTensor = over(memory.address, self).as_subclass(DeviceTensor)
         weakref.finalize(there, gpu.fill, stream, memory, SCRIBBLE)
         return there
@@ -109,9 +107,8 @@ class FakePinnedTensor(torch.Tensor):
         """Queue a copy from the device."""
         assert non_blocking
         assert source.is_contiguous()
-        gpu, stream = self.owner.gpu, self.owner.current_stream().handle
-        ends = ctypes.c_uint64(self.data_ptr()), ctypes.c_uint64(source.data_ptr())
-        gpu.call("cuMemcpyAsync", *ends, ctypes.c_size_t(self.nbytes), c_void_p(stream))
+        stream = self.owner.current_stream().handle
+        self.owner.copy(self.data_ptr(), source.data_ptr(), self.nbytes, stream)
         return self
 
 
@@ -224,6 +221,12 @@ class FakeTorchCuda:
         self.gpu.call("cuStreamCreateWithPriority", byref(handle), 1, 0)
         self.gpu.call("cuCtxSetCurrent", before)
         return handle.value or 0
+
+    def copy(self, to: int, start: int, size: int, stream: int) -> None:
+        """Queue a copy. As the runtime does, make the calling thread's device current first."""
+        self._set_runtime_device(self.current_device())
+        ends = ctypes.c_uint64(to), ctypes.c_uint64(start)
+        self.gpu.call("cuMemcpyAsync", *ends, ctypes.c_size_t(size), c_void_p(stream))
 
     @contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
