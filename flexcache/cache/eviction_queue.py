@@ -144,11 +144,15 @@ class EvictionQueue:
         order, worths = self._order, self._worths
         if self.now >= self._refresh_at or self._version != self._ranking.version:
             self._refresh()
-        while order and worths[order[0][1]] != order[0][0]:
+        while order:
+            worth, end = order[0]
+            if worth == worths[end]:
+                break
             heapq.heappop(order)
-        if not order or order[0][0] >= below:
+        else:
             return None
-        end = order[0][1]
+        if worth >= below:
+            return None
         kind = end % self._num_kinds
         tails = self._tails[kind]
         entry = tails.pop_oldest() if end == kind else tails.pop_youngest()

@@ -56,11 +56,6 @@ NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int64)
 _ONE_KIND = Outlook(0, 0, 0)
 
 
-def _joined(pieces: Iterable[bytes]) -> BlockIds:
-    """Return block ids in one array, which is read-only."""
-    return np.frombuffer(b"".join(pieces), np.int64)
-
-
 def _like(run: Run, length: int) -> Outlook:
     """Return the kind that the last of a run's first blocks has, for all of a prompt."""
     kind = run.segment(length)[2]
@@ -105,7 +100,7 @@ class PrefixIndex:
         self._now = 0.0
         self._queues = [EvictionQueue(self.ranking, self._is_evictable) for _ in range(num_tenants)]
         self._num_blocks = 0
-        self._discarded: dict[int, None] = {}  # runs with blocks that wait for their last unpin
+        self._num_discarded = 0  # blocks that wait for their last unpin
         self.on_removed: list[Callable[[RootId, Sequence[BlockKey]], None]] = []
         """Called with consecutive blocks that can no longer be found."""
 
@@ -190,7 +185,7 @@ class PrefixIndex:
 
     def path_keys(self, match: PrefixMatch) -> list[BlockKey]:
         """Return the keys of the matched blocks from the prompt's start. O(blocks)."""
-        pieces: list[list[BlockKey]] = []
+        pieces: list[Sequence[BlockKey]] = []
         run, length = match.run, match.length
         while run is not None:
             pieces.append(run.keys[:length])
@@ -266,9 +261,7 @@ class PrefixIndex:
         ordinary = run.tail_start if run.tail[0] == RETIRED else run.length
         if kept >= ordinary:
             return 0
-        run.end_with(kept, RETIRED)
-        self._unqueue(run)
-        self._queue_if_evictable(run)
+        self._end_with(run, kept, RETIRED)
         return ordinary - kept
 
     def due(self, match: PrefixMatch) -> float:
@@ -362,14 +355,14 @@ class PrefixIndex:
         slices within a run.
         """
         freed: list[bytes] = []
-        missing, queue = count, self._queues[tenant]
+        missing, queue, runs = count, self._queues[tenant], self._runs
         queue.now = self._now
         while missing > 0 and (entry := queue.pop(below)) is not None:
-            run = self._runs[entry[1]]
-            run.queued = None
-            length = len(run.keys)
-            start = run.held_length if run.longest_holds else 0
-            if length <= start:
+            run = runs[entry[1]]
+            run.queued, keys = None, run.keys
+            length = len(keys)
+            start = 0
+            if run.longest_holds and length <= (start := run.held_length):
                 continue
             if entry is not run.tail:  # it was used since
                 self._queue_if_evictable(run)
@@ -382,11 +375,22 @@ class PrefixIndex:
             keep = length - missing
             if keep < start:
                 keep = start
-            missing -= length - keep
+            num_gone = length - keep
+            missing -= num_gone
             if entry[0] > DISCARDED:
-                self._hide(run, keep, length)
-            freed.append(self._cut(run, keep))
-        return _joined(freed)
+                self._hide(run.root, keys[keep:])
+            else:
+                self._num_discarded -= num_gone
+            self._num_blocks -= num_gone
+            freed.append(run.ids[ID_BYTES * keep : ID_BYTES * length])
+            if keep:
+                run.truncate(keep)
+                self._queue_if_evictable(run)
+                continue
+            del runs[entry[1]]
+            if run.parent is not None:
+                self._take_off(run, run.parent)
+        return np.frombuffer(b"".join(freed), np.int64)
 
     def discard(self, root: RootId, key: BlockKey) -> BlockIds:
         """Make a block with bad bytes and all after it unfindable; return the freed ids.
@@ -396,60 +400,39 @@ class PrefixIndex:
         code = self._directories.get(root, {}).get(key)
         if code is None:
             return NO_BLOCKS
-        freed: list[bytes] = []
         tails = [(self._runs[code & NUMBER_MASK], code >> NUMBER_BITS)]
         for run, offset in tails:  # grows by the runs behind each, however deep
             children = (run.children or {}).values()
             tails += [(child, 0) for child in children if child.parent_length > offset]
         for run, offset in reversed(tails):  # the runs behind a run go before it
-            self._discard_tail(run, offset, freed)
-        return _joined(freed)
+            stop = run.tail_start if run.tail[0] == DISCARDED else run.length
+            if offset < stop:
+                self._num_discarded += stop - offset
+                self._hide(run.root, run.keys[offset:stop])
+            self._end_with(run, offset, DISCARDED)
+        return self.sweep()
 
     def sweep(self) -> BlockIds:
-        """Remove discarded blocks that are no longer held; return their ids.
-
-        O(runs with discarded blocks), which is O(1) if there are none.
-        """
-        if not self._discarded:
+        """Remove discarded blocks that are not held; return their ids. O(1) if there are none."""
+        if not self._num_discarded:
             return NO_BLOCKS
-        freed: list[bytes] = []
-        for run_id in sorted(self._discarded, reverse=True):  # children are younger than parents
-            run = self._runs.get(run_id)
-            if run is not None and run.tail[0] == DISCARDED:
-                start = run.tail_start
-                keep = max(start, run.held_length)
-                if keep < run.length:
-                    freed.append(self._cut(run, keep))
-                if keep > start:
-                    continue
-            del self._discarded[run_id]
-        return _joined(freed)
+        tenants = range(len(self._queues))
+        freed = [self.evict(self._num_blocks, below=RETIRED, tenant=tenant) for tenant in tenants]
+        return np.concatenate(freed)
 
-    def _discard_tail(self, run: Run, offset: int, freed: list[bytes]) -> None:
-        """Discard a run's blocks from ``offset`` on, behind which no findable run starts."""
-        stop = run.tail_start if run.tail[0] == DISCARDED else run.length
-        if offset < stop:
-            self._hide(run, offset, stop)
-        run.end_with(offset, DISCARDED)
-        keep = max(offset, run.held_length)
-        if keep < run.length:
-            freed.append(self._cut(run, keep))
-        if offset < keep:  # pinned: unfindable now, freed at the unpin
-            self._discarded[run.run_id] = None
-            self._unqueue(run)
-
-    def _hide(self, run: Run, start: int, stop: int) -> None:
-        """Make these blocks of a run unfindable.
+    def _hide(self, root: RootId, keys: Sequence[BlockKey]) -> None:
+        """Make these blocks unfindable.
 
         Only after an interrupted call are some of them so already.
         """
-        directory, keys = self._directories.get(run.root, {}), run.keys[start:stop]
-        for key in keys:
-            directory.pop(key, None)
-        if not directory:
-            self._directories.pop(run.root, None)
+        directory = self._directories.get(root)
+        if directory is not None:
+            for key in keys:
+                directory.pop(key, None)
+            if not directory:
+                del self._directories[root]
         for tell in self.on_removed:
-            tell(run.root, keys)
+            tell(root, keys)
 
     def _add_run(self, root: RootId, parent: Run | None, parent_length: int) -> Run:
         queue = self._queues[self._tenant_of(root)] if parent is None else parent.queue
@@ -463,27 +446,20 @@ class PrefixIndex:
             parent.children[run.run_id] = run
         return run
 
-    def _cut(self, run: Run, keep: int) -> bytes:
-        """Drop a run's unfindable blocks, from ``keep`` on, and the run when none is left."""
-        length = len(run.keys)
-        self._num_blocks -= length - keep
-        freed = run.ids[ID_BYTES * keep : ID_BYTES * length]
-        if run.queued is not None:
-            self._unqueue(run)
-        if keep:
-            run.truncate(keep)
-            self._queue_if_evictable(run)
-            return freed
-        del self._runs[run.run_id]
-        parent = run.parent
-        if parent is not None:
-            assert parent.children is not None
-            del parent.children[run.run_id]
-            if not parent.children:
-                parent.children = None
-            parent.release(run.parent_length)
-            self._queue_if_evictable(parent)
-        return freed
+    def _take_off(self, run: Run, parent: Run) -> None:
+        """Take a run that is gone off its parent, which may be evictable now."""
+        assert parent.children is not None
+        del parent.children[run.run_id]
+        if not parent.children:
+            parent.children = None
+        parent.release(run.parent_length)
+        self._queue_if_evictable(parent)
+
+    def _end_with(self, run: Run, start: int, time: float) -> None:
+        """Make the blocks of a run from ``start`` on due at a time that is before all others."""
+        run.end_with(start, time)
+        self._unqueue(run)
+        self._queue_if_evictable(run)
 
     def _queue_if_evictable(self, run: Run) -> None:
         """Queue a run's tail. If it is queued and used again, its entry is corrected at an end."""
@@ -507,10 +483,12 @@ class PrefixIndex:
 
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold. O(blocks)."""
-        num_blocks = 0
+        num_blocks = num_discarded = 0
         for run in self._runs.values():
             self._check_run(run)
             num_blocks += run.length
+            if run.tail[0] == DISCARDED:
+                num_discarded += run.length - run.tail_start
         for tenant, queue in enumerate(self._queues):
             runs = [run for run in self._runs.values() if self._tenant_of(run.root) == tenant]
             if any(run.queue is not queue for run in runs):
@@ -518,6 +496,8 @@ class PrefixIndex:
             queue.check({run.queued for run in runs if run.queued is not None})
         if num_blocks != self._num_blocks:
             raise InternalError(f"{num_blocks} blocks in runs, {self._num_blocks} counted")
+        if num_discarded != self._num_discarded:
+            raise InternalError(f"{num_discarded} discarded, {self._num_discarded} counted")
         for directory in self._directories.values():
             for key, code in directory.items():
                 found, offset = self._runs.get(code & NUMBER_MASK), code >> NUMBER_BITS

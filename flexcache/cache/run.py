@@ -26,6 +26,8 @@ from flexcache.ids import BlockKey, RootId
 BlockIds = npt.NDArray[np.int64]
 
 ID_BYTES = 8
+_FEW_KEYS = 16
+"""So many are put in a tuple: one object, where a list would be two."""
 
 NUMBER_BITS = 40
 """A block's code is the number of its run, and above these bits its offset in the run."""
@@ -67,7 +69,7 @@ class Run:
         self.parent = parent
         self.parent_length = parent_length
         self.depth: int = 0 if parent is None else parent.depth + parent_length
-        self.keys: list[BlockKey] = []
+        self.keys: Sequence[BlockKey] = ()
         self.ids = b""
         self.holds: dict[int, int] | None = None  # length -> how often; below the longest also 0
         self.longest_holds: list[int] | None = None  # heap of the negated lengths
@@ -142,9 +144,10 @@ class Run:
         if self.keys:
             self.front = self.segments
             self.ids = self.ids[: ID_BYTES * len(self.keys)] + blocks.tobytes()
-            self.keys.extend(keys)
+            self._listed_keys().extend(keys)
         else:
-            self.keys, self.ids = list(keys), blocks.tobytes()
+            self.keys = tuple(keys) if len(keys) <= _FEW_KEYS else list(keys)
+            self.ids = blocks.tobytes()
         self.tail = (min(time, self.tail[0]), self.run_id, kind)
 
     def touch(self, length: int, now: float, kind: int) -> None:
@@ -176,6 +179,12 @@ class Run:
             segments = self.segments
             cut(segments, length)
             self.segments = segments
-        del self.keys[length:]
+        del self._listed_keys()[length:]
         if len(self.ids) > 2 * ID_BYTES * length:  # so that no more are copied than have gone
             self.ids = self.ids[: ID_BYTES * length]
+
+    def _listed_keys(self) -> list[BlockKey]:
+        """Return its keys as the list that they are once they change."""
+        if not isinstance(self.keys, list):
+            self.keys = list(self.keys)
+        return self.keys
