@@ -42,6 +42,7 @@ from flexcache.cache.eviction_queue import RETIRED, EvictionQueue, LruRanking, O
 from flexcache.cache.run import (
     CODE_STEP,
     DISCARDED,
+    FEW_KEYS,
     ID_BYTES,
     NUMBER_BITS,
     NUMBER_MASK,
@@ -54,6 +55,8 @@ from flexcache.ids import BlockKey, RootId
 
 NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int64)
 _ONE_KIND = Outlook(0, 0, 0)
+_ALL = 1 << 62
+"""More blocks than there are."""
 
 
 def _like(run: Run, length: int) -> Outlook:
@@ -100,7 +103,7 @@ class PrefixIndex:
         self._now = 0.0
         self._queues = [EvictionQueue(self.ranking, self._is_evictable) for _ in range(num_tenants)]
         self._num_blocks = 0
-        self._num_discarded = 0  # blocks that wait for their last unpin
+        self._discarded: dict[int, int] = {}  # tenant -> its blocks that wait for their last unpin
         self.on_removed: list[Callable[[RootId, Sequence[BlockKey]], None]] = []
         """Called with consecutive blocks that can no longer be found."""
 
@@ -315,8 +318,8 @@ class PrefixIndex:
     ) -> Run:  # fmt: skip
         """Add a run that is to have these segments, behind the cached block ``parent``.
 
-        None of its keys may be cached; the run keeps their list. No block may be more recent than
-        one before it; those behind ``parent`` become no more recent than that is.
+        None of its keys may be cached; the run may keep their list. No block may be more recent
+        than one before it; those behind ``parent`` become no more recent than that is.
         `queue_restored` must follow.
         """
         before = EMPTY_MATCH if parent is None else self.locate(root, parent)
@@ -324,7 +327,8 @@ class PrefixIndex:
             recent = sum(time >= due for _, time, _ in segments)
             segments = [(segments[recent - 1][0], due, 0), *segments[recent:]]
         run = self._add_run(root, before.run, before.length)
-        run.keys, run.ids, run.segments = keys, blocks.tobytes(), segments
+        run.keys = tuple(keys) if len(keys) <= FEW_KEYS else keys
+        run.ids, run.segments = blocks.tobytes(), segments
         self._enter(run, 0, keys)
         return run
 
@@ -380,45 +384,62 @@ class PrefixIndex:
             if entry[0] > DISCARDED:
                 self._hide(run.root, keys[keep:])
             else:
-                self._num_discarded -= num_gone
+                self._count_discarded(tenant, -num_gone)
             self._num_blocks -= num_gone
             freed.append(run.ids[ID_BYTES * keep : ID_BYTES * length])
             if keep:
                 run.truncate(keep)
                 self._queue_if_evictable(run)
                 continue
+            parent = run.parent
+            # Nothing is called between the two, so that no signal's handler runs there.
             del runs[entry[1]]
-            if run.parent is not None:
-                self._take_off(run, run.parent)
+            if parent is not None and parent.children is not None:
+                del parent.children[entry[1]]
+                self._let_go(parent, run.parent_length)
         return np.frombuffer(b"".join(freed), np.int64)
 
     def discard(self, root: RootId, key: BlockKey) -> BlockIds:
-        """Make a block with bad bytes and all after it unfindable; return the freed ids.
+        """Make a block with bad bytes and all after it unfindable; free them, and return their ids.
 
         Pinned blocks stay allocated until they are unpinned, and go first then. O(blocks dropped).
         """
         code = self._directories.get(root, {}).get(key)
         if code is None:
             return NO_BLOCKS
-        tails = [(self._runs[code & NUMBER_MASK], code >> NUMBER_BITS)]
+        tenant, tails = (
+            self._tenant_of(root),
+            [(self._runs[code & NUMBER_MASK], code >> NUMBER_BITS)],
+        )
         for run, offset in tails:  # grows by the runs behind each, however deep
             children = (run.children or {}).values()
             tails += [(child, 0) for child in children if child.parent_length > offset]
         for run, offset in reversed(tails):  # the runs behind a run go before it
             stop = run.tail_start if run.tail[0] == DISCARDED else run.length
             if offset < stop:
-                self._num_discarded += stop - offset
+                self._count_discarded(tenant, stop - offset)
                 self._hide(run.root, run.keys[offset:stop])
             self._end_with(run, offset, DISCARDED)
-        return self.sweep()
+        return self._evict_discarded(tenant)
 
     def sweep(self) -> BlockIds:
-        """Remove discarded blocks that are not held; return their ids. O(1) if there are none."""
-        if not self._num_discarded:
+        """Remove discarded blocks that are not held; return their ids.
+
+        O(tenants with discarded blocks), and O(1) without any.
+        """
+        if not self._discarded:
             return NO_BLOCKS
-        tenants = range(len(self._queues))
-        freed = [self.evict(self._num_blocks, below=RETIRED, tenant=tenant) for tenant in tenants]
-        return np.concatenate(freed)
+        return np.concatenate([self._evict_discarded(tenant) for tenant in list(self._discarded)])
+
+    def _evict_discarded(self, tenant: int) -> BlockIds:
+        return self.evict(_ALL, below=RETIRED, tenant=tenant)
+
+    def _count_discarded(self, tenant: int, change: int) -> None:
+        count = self._discarded.get(tenant, 0) + change
+        if count:
+            self._discarded[tenant] = count
+        else:
+            self._discarded.pop(tenant, None)
 
     def _hide(self, root: RootId, keys: Sequence[BlockKey]) -> None:
         """Make these blocks unfindable.
@@ -446,14 +467,12 @@ class PrefixIndex:
             parent.children[run.run_id] = run
         return run
 
-    def _take_off(self, run: Run, parent: Run) -> None:
-        """Take a run that is gone off its parent, which may be evictable now."""
-        assert parent.children is not None
-        del parent.children[run.run_id]
-        if not parent.children:
-            parent.children = None
-        parent.release(run.parent_length)
-        self._queue_if_evictable(parent)
+    def _let_go(self, run: Run, length: int) -> None:
+        """End the hold of a child that is gone; the run may be evictable now."""
+        if not run.children:
+            run.children = None
+        run.release(length)
+        self._queue_if_evictable(run)
 
     def _end_with(self, run: Run, start: int, time: float) -> None:
         """Make the blocks of a run from ``start`` on due at a time that is before all others."""
@@ -483,12 +502,13 @@ class PrefixIndex:
 
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold. O(blocks)."""
-        num_blocks = num_discarded = 0
+        num_blocks, discarded = 0, dict[int, int]()
         for run in self._runs.values():
             self._check_run(run)
             num_blocks += run.length
             if run.tail[0] == DISCARDED:
-                num_discarded += run.length - run.tail_start
+                tenant = self._tenant_of(run.root)
+                discarded[tenant] = discarded.get(tenant, 0) + run.length - run.tail_start
         for tenant, queue in enumerate(self._queues):
             runs = [run for run in self._runs.values() if self._tenant_of(run.root) == tenant]
             if any(run.queue is not queue for run in runs):
@@ -496,8 +516,8 @@ class PrefixIndex:
             queue.check({run.queued for run in runs if run.queued is not None})
         if num_blocks != self._num_blocks:
             raise InternalError(f"{num_blocks} blocks in runs, {self._num_blocks} counted")
-        if num_discarded != self._num_discarded:
-            raise InternalError(f"{num_discarded} discarded, {self._num_discarded} counted")
+        if discarded != self._discarded:
+            raise InternalError(f"{discarded} discarded, {self._discarded} counted")
         for directory in self._directories.values():
             for key, code in directory.items():
                 found, offset = self._runs.get(code & NUMBER_MASK), code >> NUMBER_BITS

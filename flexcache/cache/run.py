@@ -26,8 +26,8 @@ from flexcache.ids import BlockKey, RootId
 BlockIds = npt.NDArray[np.int64]
 
 ID_BYTES = 8
-_FEW_KEYS = 16
-"""So many are put in a tuple: one object, where a list would be two."""
+FEW_KEYS = 16
+"""Up to so many keys are put in a tuple: one object, where a list would be two."""
 
 NUMBER_BITS = 40
 """A block's code is the number of its run, and above these bits its offset in the run."""
@@ -134,19 +134,22 @@ class Run:
         holds, longest = self.holds, self.longest_holds
         assert holds is not None and longest is not None
         holds[length] -= 1
-        while longest and not holds[-longest[0]]:
-            del holds[-heapq.heappop(longest)]
+        while longest and not holds.get(-longest[0]):
+            # Interrupted between the two, it leaves a length that is asked for again.
+            holds.pop(-longest[0], None)
+            heapq.heappop(longest)
         if not holds:
             self.holds = self.longest_holds = None
 
     def extend(self, keys: Sequence[BlockKey], blocks: BlockIds, time: float, kind: int) -> None:
         """Add blocks at its end. They were last used then, but not after those before them."""
         if self.keys:
+            listed = self._listed_keys()
             self.front = self.segments
-            self.ids = self.ids[: ID_BYTES * len(self.keys)] + blocks.tobytes()
-            self._listed_keys().extend(keys)
+            self.ids = self.ids[: ID_BYTES * len(listed)] + blocks.tobytes()
+            listed.extend(keys)
         else:
-            self.keys = tuple(keys) if len(keys) <= _FEW_KEYS else list(keys)
+            self.keys = tuple(keys) if len(keys) <= FEW_KEYS else list(keys)
             self.ids = blocks.tobytes()
         self.tail = (min(time, self.tail[0]), self.run_id, kind)
 
@@ -175,11 +178,12 @@ class Run:
         self.segments = [*segments, (len(self.keys), time, 0)]
 
     def truncate(self, length: int) -> None:
+        listed = self._listed_keys()
         if self.front:
             segments = self.segments
             cut(segments, length)
             self.segments = segments
-        del self._listed_keys()[length:]
+        del listed[length:]
         if len(self.ids) > 2 * ID_BYTES * length:  # so that no more are copied than have gone
             self.ids = self.ids[: ID_BYTES * length]
 

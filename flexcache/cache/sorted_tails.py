@@ -54,10 +54,13 @@ class SortedTails:
         return self._going[0] if self._going else None
 
     def add(self, entry: Entry) -> None:
-        """O(1) for the youngest, O(log entries) and a bounded move otherwise."""
+        """O(1) for the youngest, mostly for the oldest; else O(log entries) and a bounded move."""
         lists, going = self._lists, self._going
         if self.oldest is None or entry < self.oldest:
             self.oldest = entry
+            if going and len(going) < MAX_LENGTH:
+                going.append(entry)
+                return
         if not lists or lists[-1][-1] < entry:
             if lists and len(lists[-1]) < MAX_LENGTH:
                 lists[-1].append(entry)

@@ -232,6 +232,6 @@ void fake_reset(void) {
   *violation = 0;
   for (int i = 0; i < NUM_DEVICES; i++) contexts[i].num_holders = 0;
   capture_mode_of_thread = GLOBAL_MODE;
-  current = NULL; /* or a test would find the context of the one before it */
+  current = NULL; /* this thread's, or a test would find that of the one before it */
   pthread_mutex_unlock(&the_lock);
 }

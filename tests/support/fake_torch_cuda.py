@@ -224,7 +224,8 @@ class FakeTorchCuda:
 
     def copy(self, to: int, start: int, size: int, stream: int) -> None:
         """Queue a copy. As the runtime does, make the calling thread's device current first."""
-        self._set_runtime_device(self.current_device())
+        device, self._target = self.current_device(), -1
+        self._set_runtime_device(device)
         ends = ctypes.c_uint64(to), ctypes.c_uint64(start)
         self.gpu.call("cuMemcpyAsync", *ends, ctypes.c_size_t(size), c_void_p(stream))
 

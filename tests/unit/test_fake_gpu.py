@@ -300,6 +300,14 @@ def test_torch_hands_out_its_streams_again_after_32(gpu: FakeGpu) -> None:
     assert given[32] == given[0]
 
 
+def test_a_reset_leaves_the_thread_without_a_context(gpu: FakeGpu) -> None:
+    bind(gpu)
+    gpu.reset()
+    context = c_void_p()
+    gpu.call("cuCtxGetCurrent", byref(context))
+    assert context.value is None
+
+
 def test_memory_that_torch_gets_back_is_used_again_in_the_order_of_its_stream(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:

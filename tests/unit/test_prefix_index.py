@@ -553,7 +553,7 @@ def test_a_use_of_discarded_blocks_that_are_pinned_does_not_keep_them(bad: str) 
     index.check()
 
 
-def test_listeners_get_removed_keys_once_in_a_list_that_stays() -> None:
+def test_listeners_get_removed_keys_once_and_they_stay_as_they_are() -> None:
     index, told = PrefixIndex(), list[tuple[RootId, Sequence[BlockKey]]]()
     index.on_removed.append(lambda root, keys: told.append((root, keys)))
     store(index, "abcd", 0)
@@ -585,11 +585,60 @@ def test_a_conversation_that_grows_and_shrinks_keeps_its_blocks() -> None:
         index.check()
 
 
+def test_discarded_blocks_of_each_tenant_are_swept() -> None:
+    index = PrefixIndex(num_tenants=3, tenant_of=lambda root: {ROOT: 2, OTHER_ROOT: 1}[root])
+    pins = [
+        index.insert(EMPTY_MATCH, root, keys_of("abc"), ids(first, first + 1, first + 2), now=0)
+        for root, first in [(ROOT, 0), (OTHER_ROOT, 10)]
+    ]
+    for pin in pins:
+        index.pin(pin)
+    assert index.discard(ROOT, key_of("ab")).tolist() == []
+    assert index.discard(OTHER_ROOT, key_of("a")).tolist() == []
+    for pin in pins:
+        index.unpin(pin)
+    assert sorted(index.sweep().tolist()) == [1, 2, 10, 11, 12]
+    assert index.sweep().tolist() == []
+    index.check()
+
+
+def test_an_eviction_interrupted_when_a_leaf_has_gone_leaves_nothing_that_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    index = PrefixIndex()
+    store(index, "abcd", 0, now=2)
+    store(index, "abxy", 10, now=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(PrefixIndex, "_let_go", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            index.evict(2)
+    assert cached(index, "abxy") == 2
+    index.discard(ROOT, key_of("a"))
+    assert cached(index, "abcd") == 0
+    index.evict(4)
+
+
+def _interrupt(*arguments: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_long_run_grows_and_shrinks_beside_its_callers_list() -> None:
+    text = "abcdefghijklmnopqrstuvwxyz"
+    keys, index = keys_of(text[:20]), PrefixIndex()
+    first = index.insert(EMPTY_MATCH, ROOT, keys, ids(*range(20)), now=1)
+    index.insert(first, ROOT, keys_of(text, 20), ids(*range(20, 26)), now=2)
+    assert keys == keys_of(text[:20])
+    assert sorted(index.evict(8).tolist()) == list(range(18, 26))
+    index.check()
+    keys.clear()
+    assert index.blocks(index.match(prompt(text))).tolist() == list(range(18))
+
+
 def test_what_was_dropped_at_once_does_not_wait_for_a_sweep() -> None:
     index = PrefixIndex()
     store(index, "abc", 0)
     index.discard(ROOT, key_of("a"))
-    assert not index._num_discarded
+    assert not index._discarded
 
 
 def test_keys_that_do_not_chain_match_nothing() -> None:
@@ -632,7 +681,7 @@ def _lose_count(tree: Damaged) -> None:
 
 
 def _lose_count_of_the_discarded(tree: Damaged) -> None:
-    tree.index._num_discarded += 1
+    tree.index._discarded[0] = 1
 
 
 def _lose_a_key(tree: Damaged) -> None:
