@@ -407,10 +407,8 @@ class PrefixIndex:
         code = self._directories.get(root, {}).get(key)
         if code is None:
             return NO_BLOCKS
-        tenant, tails = (
-            self._tenant_of(root),
-            [(self._runs[code & NUMBER_MASK], code >> NUMBER_BITS)],
-        )
+        tenant = self._tenant_of(root)
+        tails = [(self._runs[code & NUMBER_MASK], code >> NUMBER_BITS)]
         for run, offset in tails:  # grows by the runs behind each, however deep
             children = (run.children or {}).values()
             tails += [(child, 0) for child in children if child.parent_length > offset]
