@@ -192,9 +192,10 @@ class ServerLink:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self.event)
         now, messages = time.monotonic(), []
-        with contextlib.suppress(zmq.Again):
-            while self._socket is not None and self._socket in ready:
-                messages.append(self._socket.recv(zmq.NOBLOCK))
+        if self._socket is not None and self._socket in ready:
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    messages.append(self._socket.recv(zmq.NOBLOCK))
         if messages:
             self.heard_s, self._asked_s = now, None
         if self._pidfd in ready and not messages:

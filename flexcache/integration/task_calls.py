@@ -7,7 +7,7 @@ nothing to load or store.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from flexcache.client.group_blocks import GroupBlocks
 from flexcache.errors import FlexCacheError
@@ -38,24 +38,32 @@ class TaskCalls:
         self._block_size = block_size
 
     def launch(self, task_id: int, blocks: GroupBlocks, gated: bool = True) -> bool:
-        """Launch a matched task.
+        """Launch a matched task; return whether it was launched. If not, it has ended.
 
         Args:
             blocks: GPU blocks of each group.
             gated: Whether the ranks begin only when they are asked to (`KVTPClient.open_gates`).
-
-        Returns:
-            Whether the launch succeeded. If not, the task has ended.
         """
+        return bool(self.launch_all({task_id: blocks}, gated))
+
+    def launch_all(self, blocks: Mapping[int, GroupBlocks], gated: bool = True) -> list[int]:
+        """Launch matched tasks, given the blocks of each; return those that were launched."""
+        task_ids = list(blocks)
         try:
-            self._manager.launch([task_id], group_blocks=[blocks], gated=gated)
+            self._manager.launch(task_ids, group_blocks=list(blocks.values()), gated=gated)
             # A task that had already ended (because the server was lost, say) was not launched.
-            response = self._manager.try_wait([task_id]).get(task_id)
+            ended = self._manager.try_wait(task_ids)
         except (FlexCacheError, ValueError, KeyError) as error:
-            log_event(logger, logging.WARNING, "launch_failed", task=task_id, error=error)
-            self.cancel(task_id)
-            return False
-        return response is None or response.status is KVStatus.SUCCESS
+            if len(task_ids) > 1:  # none was launched because of one of them
+                return [each for each in task_ids if self.launch(each, blocks[each], gated)]
+            log_event(logger, logging.WARNING, "launch_failed", task=task_ids[0], error=error)
+            self.cancel(task_ids[0])
+            return []
+        return [
+            task_id
+            for task_id in task_ids
+            if task_id not in ended or ended[task_id].status is KVStatus.SUCCESS
+        ]
 
     def has_arrived(self, task_id: int, num_tokens: int) -> bool:
         """Return whether everything that was matched was loaded.

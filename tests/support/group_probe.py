@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ class GroupProbe(_Connector):  # type: ignore[misc]
 
     def _note_tasks(self, cache: Any) -> None:
         """Keep which block of which group and key each task will copy."""
-        match, match_put, launch = cache.match, cache.match_put, cache.launch
+        match, match_put, launch_all = cache.match, cache.match_put, cache.launch_all
         extents: dict[int, tuple[Any, bool, int, int]] = {}
 
         def noted_match(request: Any, num_computed: int, num_tokens: int, look_up: bool) -> Any:
@@ -55,16 +56,18 @@ class GroupProbe(_Connector):  # type: ignore[misc]
                 extents[found[0]] = (request, False, found[1].start * size, stop * size)
             return found
 
-        def noted_launch(task_id: int, blocks: list[list[int]]) -> bool:
-            request, is_get, start, stop = extents.pop(task_id)
-            pairs = self._pairs(request, blocks, start, stop)
-            if is_get:
-                self._loading[request.request_id] = pairs
-            else:
-                self._stored[task_id] = pairs
-            return bool(launch(task_id, blocks))
+        def noted_launch_all(blocks: Mapping[int, list[list[int]]], gated: bool = True) -> Any:
+            for task_id in blocks.keys() & extents.keys():
+                request, is_get, start, stop = extents.pop(task_id)
+                pairs = self._pairs(request, blocks[task_id], start, stop)
+                if is_get:
+                    self._loading[request.request_id] = pairs
+                else:
+                    self._stored[task_id] = pairs
+            return launch_all(blocks, gated)
 
-        cache.match, cache.match_put, cache.launch = noted_match, noted_match_put, noted_launch
+        cache.match, cache.match_put = noted_match, noted_match_put
+        cache.launch_all = noted_launch_all
 
     def _pairs(self, request: Any, blocks: list[list[int]], start: int, stop: int) -> Pairs:
         """Name the blocks of a task over tokens ``[start, stop)``, except those not wanted."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ class ProbeConnector(_Connector):  # type: ignore[misc]
 
     def _note_puts(self, cache: Any) -> None:
         """Keep which block of which key each put will copy."""
-        match_put, launch = cache.match_put, cache.launch
+        match_put, launch_all = cache.match_put, cache.launch_all
         keys: dict[int, list[str]] = {}
 
         def noted_match(request: Any, first: int, stop: int, has_tail: bool) -> Any:
@@ -74,12 +75,13 @@ class ProbeConnector(_Connector):  # type: ignore[misc]
                 keys[found[0]] = [request.block_hashes[i].hex() for i in found[1]]
             return found
 
-        def noted_launch(task_id: int, blocks: list[list[int]]) -> bool:
-            if task_id in keys:
-                self._stored[task_id] = list(zip(keys.pop(task_id), blocks[0], strict=True))
-            return bool(launch(task_id, blocks))
+        def noted_launch_all(blocks: Mapping[int, list[list[int]]], gated: bool = True) -> Any:
+            for task_id in blocks.keys() & keys.keys():
+                pairs = zip(keys.pop(task_id), blocks[task_id][0], strict=True)
+                self._stored[task_id] = list(pairs)
+            return launch_all(blocks, gated)
 
-        cache.match_put, cache.launch = noted_match, noted_launch
+        cache.match_put, cache.launch_all = noted_match, noted_launch_all
 
     # -- worker
 

@@ -395,15 +395,15 @@ def fail_in_the_third_layer(engine: Engine, patch: pytest.MonkeyPatch) -> None:
 
 
 def announce_no_third_layer(engine: Engine, patch: pytest.MonkeyPatch) -> None:
-    worker = get_kv_transfer_group()._worker
-    announce = worker.before_layer
-    patch.setattr(worker, "before_layer", lambda name: None if ".2." in name else announce(name))
+    loads = get_kv_transfer_group()._worker.step_loads
+    announce = loads.before_layer
+    patch.setattr(loads, "before_layer", lambda name: None if ".2." in name else announce(name))
 
 
 def begin_too_late(engine: Engine, patch: pytest.MonkeyPatch) -> None:
     """Stop the rank's thread between messages until the engine no longer waits."""
     worker, may_go = client_worker(), threading.Event()
-    step_loads = get_kv_transfer_group()._worker._in_step
+    step_loads = get_kv_transfer_group()._worker.step_loads
     advance, finish = worker.advance, step_loads.finish
 
     def late() -> Any:
@@ -436,7 +436,7 @@ FAULTS: list[Callable[[Engine, pytest.MonkeyPatch], None]] = [
 @pytest.fixture
 def _trusts_announcements_again() -> Iterator[None]:
     yield
-    get_kv_transfer_group()._worker._in_step._all_are_announced = True
+    get_kv_transfer_group()._worker.step_loads._all_are_announced = True
 
 
 @pytest.mark.usefixtures("_trusts_announcements_again")

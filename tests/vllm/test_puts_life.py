@@ -5,7 +5,7 @@ which they are stored."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -129,13 +129,15 @@ class FakeCache:
         ]
         return task_id, range(begin, stop)
 
-    def launch(self, task_id: int, blocks: Sequence[Sequence[int]]) -> bool:
-        expected = self.matched.pop(task_id, None)
-        if expected is None or self.is_full:
-            return False
-        assert [list(of_group) for of_group in blocks] == expected
-        self.launched[task_id] = expected
-        return True
+    def launch_all(self, blocks: Mapping[int, Sequence[Sequence[int]]]) -> list[int]:
+        launched = []
+        for task_id, of_task in blocks.items():
+            expected = self.matched.pop(task_id, None)
+            if expected is not None and not self.is_full:
+                assert [list(of_group) for of_group in of_task] == expected
+                self.launched[task_id] = expected
+                launched.append(task_id)
+        return launched
 
     def cancel(self, task_id: int) -> None:
         self.forget(self.owners[task_id])

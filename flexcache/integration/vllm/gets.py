@@ -204,7 +204,8 @@ class Gets:
 
     def _cancel(self, record: RequestRecord) -> None:
         if record.get is not None:
-            self._cache.cancel(record.get.task_id)
+            if record.get.num_tokens:  # else it has ended, as nothing was found
+                self._cache.cancel(record.get.task_id)
             record.get = None
 
     # -- loads -----------------------------------------------------------------------------------

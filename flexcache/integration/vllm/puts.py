@@ -277,14 +277,11 @@ class Puts:
     def launch(self) -> list[int]:
         """Launch what was matched, and return its tasks for the metadata of the next step."""
         matched, self._matched = self._matched, []
-        launched = []
-        for put in matched:
-            if put.task_id not in self._pinned:
-                continue  # it has ended meanwhile: cancelled, say
-            if self._cache.launch(put.task_id, put.blocks):
-                launched.append(put.task_id)
-            else:
-                self._unpin(put.task_id)
+        # The others have ended meanwhile: they were cancelled, say.
+        blocks = {put.task_id: put.blocks for put in matched if put.task_id in self._pinned}
+        launched = self._cache.launch_all(blocks) if blocks else []
+        for task_id in blocks.keys() - launched:
+            self._unpin(task_id)
         return launched
 
     def release(self) -> bool:

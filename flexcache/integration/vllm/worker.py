@@ -24,7 +24,11 @@ _IDLE_WAIT_S = 0.002  # an engine with nothing to compute spins; waiting leaves 
 
 
 class FlexCacheWorker:
-    """One rank's `KVTPClient` and the tasks it has to report."""
+    """One rank's `KVTPClient` and the tasks it has to report.
+
+    Attributes:
+        step_loads: The loads within the step that is being computed.
+    """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         self._vllm_config = vllm_config
@@ -39,7 +43,7 @@ class FlexCacheWorker:
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
-        self._in_step = StepLoads((), self._config.server_timeout_s)
+        self.step_loads = StepLoads((), self._config.server_timeout_s)
         self._idle = False
         self._begun: FlexCacheMetadata | None = None
 
@@ -60,7 +64,7 @@ class FlexCacheWorker:
             kv_replicas=getattr(self._kv_cache_config, "kv_tp_replicas", None),
             groups=read_layers(self._kv_cache_config),
         )
-        self._in_step = StepLoads(kv_caches, self._config.server_timeout_s)
+        self.step_loads = StepLoads(kv_caches, self._config.server_timeout_s)
 
     def unregister(self) -> None:
         """End all copies: the tensors lose their memory until `restore`. Idempotent.
@@ -100,7 +104,7 @@ class FlexCacheWorker:
                     self._received.add(load.request_id)
             elif load.by_layer:
                 layers = self.client.load_by_layer(load.task_id, len(load.block_ids))
-                self._in_step.add(layers, load.block_ids)
+                self.step_loads.add(layers, load.block_ids)
             else:
                 self._loads[load.task_id] = load
                 new.append(load.task_id)
@@ -109,18 +113,10 @@ class FlexCacheWorker:
             if new := new + metadata.stores:
                 self.client.open_gates(new)
 
-    def before_step(self) -> None:
-        """Wait, if necessary, before the model runs."""
-        self._in_step.before_step()
-
-    def before_layer(self, name: str) -> None:
-        """Wait for this layer, which the model is about to run."""
-        self._in_step.before_layer(name)
-
     def take_received(self) -> set[str]:
         """Return the requests whose get between steps has ended on every rank since the last call.
         Called at the end of each step."""
-        self._bad_blocks |= self._in_step.finish()
+        self._bad_blocks |= self.step_loads.finish()
         if self.client is not None and (self._loads or self._stores):
             if self._idle:
                 self.client.wait_ended(_IDLE_WAIT_S)

@@ -58,10 +58,10 @@ class WorkerHooks(KVConnectorBase_V1):  # type: ignore[misc]
         self._worker.begin_step(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._worker.before_step()
+        self._worker.step_loads.before_step()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        self._worker.before_layer(layer_name)
+        self._worker.step_loads.before_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any

@@ -63,7 +63,7 @@ class QueuedCopy:
         end: Those with its own.
     """
 
-    def __init__(self, entry: Words, runs: list[Addresses], begin: int, end: int) -> None:
+    def __init__(self, entry: Words, runs: Addresses, begin: int, end: int) -> None:
         self.begin, self.end = begin, end
         self._entry = entry
         self._runs = runs
@@ -105,6 +105,7 @@ class CopyQueue:
         self._landed = landed
         self._words = np.zeros(_QUEUE_WORDS, np.uint64)
         self._words[ONE] = 1
+        self._address = self._words.ctypes.data
         self._entries = self._words[ENTRIES:].reshape(NUM_LANES, NUM_SLOTS, ENTRY_WORDS)
         self._num_given = [0] * NUM_LANES
         self._queued: list[dict[int, QueuedCopy]] = [{} for _ in range(NUM_LANES)]
@@ -151,14 +152,15 @@ class CopyQueue:
         """Queue a copy. The queue must be ready, and the lane have room."""
         assert self._give is not None
         number, num_bytes = self._num_given[lane], int(sizes.sum())
-        runs = [np.ascontiguousarray(each, np.int64) for each in (destinations, sources, sizes)]
+        runs = np.array((destinations, sources, sizes), np.int64)
         entry = self._entries[lane, number % NUM_SLOTS]
-        tables = [each.ctypes.data for each in runs]
-        entry[:] = np.array([*tables, len(sizes), task_id, num_bytes, OPEN], np.uint64)
+        first, apart = runs.ctypes.data, runs.strides[0]
+        tables = first, first + apart, first + 2 * apart
+        entry[:] = (*tables, len(sizes), task_id, num_bytes, OPEN)
         begin = self._end_of(lane)
         copy = QueuedCopy(entry, runs, begin, begin + num_bytes)
         self._queued[lane][number] = copy
-        self._give(self._words.ctypes.data, lane, number + 1, self._work)
+        self._give(self._address, lane, number + 1, self._work)
         self._num_given[lane] = number + 1
         return copy
 
@@ -195,7 +197,7 @@ class CopyQueue:
                 effect="several requests at once are copied one after the other",
             )  # fmt: skip
             return
-        make = partial(make_copies, self._words.ctypes.data, self._permit.address)
+        make = partial(make_copies, self._address, self._permit.address)
         helper = ServiceThread(make, "flexcache-copies-helper", self._help, NO_HELP, self._landed)
         with self._starts:
             if self._is_closed:
