@@ -47,17 +47,20 @@ class TaskCalls:
         return bool(self.launch_all({task_id: blocks}, gated))
 
     def launch_all(self, blocks: Mapping[int, GroupBlocks], gated: bool = True) -> list[int]:
-        """Launch matched tasks, given the blocks of each; return those that were launched."""
+        """Launch matched tasks, given the blocks of each; return those that were launched. The
+        others have ended, or are cancelled."""
         task_ids = list(blocks)
         try:
             self._manager.launch(task_ids, group_blocks=list(blocks.values()), gated=gated)
             # A task that had already ended (because the server was lost, say) was not launched.
             ended = self._manager.try_wait(task_ids)
         except (FlexCacheError, ValueError, KeyError) as error:
-            if len(task_ids) > 1:  # none was launched because of one of them
+            if len(task_ids) > 1 and not isinstance(error, FlexCacheError):
+                # They were refused as a whole because of one of them.
                 return [each for each in task_ids if self.launch(each, blocks[each], gated)]
-            log_event(logger, logging.WARNING, "launch_failed", task=task_ids[0], error=error)
-            self.cancel(task_ids[0])
+            for task_id in task_ids:
+                log_event(logger, logging.WARNING, "launch_failed", task=task_id, error=error)
+                self.cancel(task_id)
             return []
         return [
             task_id

@@ -57,9 +57,9 @@ class GroupProbe(_Connector):  # type: ignore[misc]
             return found
 
         def noted_launch_all(blocks: Mapping[int, list[list[int]]], gated: bool = True) -> Any:
-            for task_id in blocks.keys() & extents.keys():
-                request, is_get, start, stop = extents.pop(task_id)
-                pairs = self._pairs(request, blocks[task_id], start, stop)
+            for task_id, of_task in blocks.items():
+                request, is_get, start, stop = extents[task_id]  # again if others are refused
+                pairs = self._pairs(request, of_task, start, stop)
                 if is_get:
                     self._loading[request.request_id] = pairs
                 else:

@@ -77,8 +77,7 @@ class ProbeConnector(_Connector):  # type: ignore[misc]
 
         def noted_launch_all(blocks: Mapping[int, list[list[int]]], gated: bool = True) -> Any:
             for task_id in blocks.keys() & keys.keys():
-                pairs = zip(keys.pop(task_id), blocks[task_id][0], strict=True)
-                self._stored[task_id] = list(pairs)
+                self._stored[task_id] = list(zip(keys[task_id], blocks[task_id][0], strict=True))
             return launch_all(blocks, gated)
 
         cache.match_put, cache.launch_all = noted_match, noted_launch_all

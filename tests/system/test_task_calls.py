@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from cluster import WAIT_S, Cluster, running_cluster
 
+from flexcache.errors import ClosedError
 from flexcache.ids import KVStatus
 from flexcache.integration.task_calls import TaskCalls
 
@@ -48,3 +50,20 @@ def test_a_task_with_a_wrong_number_of_blocks_does_not_keep_the_others_from_bein
         assert statuses(cluster, task_ids) == [
             KVStatus.SUCCESS, KVStatus.CANCELLED, KVStatus.SUCCESS,
         ]  # fmt: skip
+
+
+def test_tasks_that_a_cache_does_not_take_are_cancelled_for_its_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise ClosedError("the cache was shut down")
+
+    with running_cluster() as cluster:
+        calls = TaskCalls(cluster.manager, cluster.config.tokens_per_block)
+        task_ids = match_puts(cluster, 2)
+        monkeypatch.setattr(cluster.manager._client.transport, "launch", refuse)
+        assert not calls.launch_all({task_ids[0]: [[0, 1]], task_ids[1]: [[2, 3]]})
+        failures = [each.getMessage() for each in caplog.records if "launch_failed" in each.message]
+        assert len(failures) == 2
+        assert all("shut down" in failure for failure in failures)
+        assert statuses(cluster, task_ids) == [KVStatus.CANCELLED] * 2

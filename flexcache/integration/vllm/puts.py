@@ -280,8 +280,9 @@ class Puts:
         # The others have ended meanwhile: they were cancelled, say.
         blocks = {put.task_id: put.blocks for put in matched if put.task_id in self._pinned}
         launched = self._cache.launch_all(blocks) if blocks else []
-        for task_id in blocks.keys() - launched:
-            self._unpin(task_id)
+        for task_id in blocks:
+            if task_id not in launched:
+                self._unpin(task_id)
         return launched
 
     def release(self) -> bool:

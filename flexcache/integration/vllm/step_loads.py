@@ -46,6 +46,7 @@ class StepLoads:
                     load.give_up()  # the model computes now, so it must not count if it comes yet
 
     def before_layer(self, name: str) -> None:
+        """Wait for this layer, which the model is about to run."""
         if self._loads:
             self._announced.add(name)
             for load, _ in self._loads:
