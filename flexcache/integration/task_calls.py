@@ -38,7 +38,8 @@ class TaskCalls:
         self._block_size = block_size
 
     def launch(self, task_id: int, blocks: GroupBlocks, gated: bool = True) -> bool:
-        """Launch a matched task; return whether it was launched. If not, it has ended.
+        """Launch a matched task; return whether it was launched. Else it has ended, or is
+        cancelled.
 
         Args:
             blocks: GPU blocks of each group.
