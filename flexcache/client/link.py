@@ -2,7 +2,7 @@
 
 The driver (`KVTPClient`, `RemoteTransport`) sends Hello, and calls `attend` after the server's
 Welcome. From then on `receive` raises `ServerLostError` as soon as the server's process is gone, or
-has been silent for too long although it is pinged twice a second.
+has been silent for too long although it is pinged twice a second (`ping_rarely`: less often).
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class ServerLink:
         self._unsent: deque[bytes] = deque()
         self._poller = zmq.Poller()
         self._pidfd = -1
+        self._ping_interval_s = _PING_INTERVAL_S
         self._ping_due_s: float | None = None
         self._asked_s: float | None = None
         """When the oldest ping was sent that no message has followed."""
@@ -153,12 +154,19 @@ class ServerLink:
         check_server_process(server_pid, paths)
         self._was_served, self._distrusted = True, ""
         self.heard_s = time.monotonic()
-        self._ping_due_s = self.heard_s + _PING_INTERVAL_S
+        self._ping_interval_s = _PING_INTERVAL_S
+        self._ping_due_s = self.heard_s + self._ping_interval_s
         self._asked_s = None
         # In another pid namespace only its silence reveals its end.
         with contextlib.suppress(OSError):
             self._pidfd = os.pidfd_open(server_pid)
             self._poller.register(self._pidfd, zmq.POLLIN)
+
+    def ping_rarely(self) -> None:
+        """Ping the attended server once a timeout only: it is in this process, and can hang but not
+        die alone. Each ping takes the interpreter from the engine four times."""
+        self._ping_interval_s = max(self._timeout_s, _PING_INTERVAL_S)
+        self._ping_due_s = self.heard_s + self._ping_interval_s
 
     def offer(self, message: ToServer) -> None:
         """Send a message now or not at all; for messages that are repeated anyway."""
@@ -210,7 +218,7 @@ class ServerLink:
         assert self._ping_due_s is not None
         if now >= self._ping_due_s:
             self.offer(Ping())
-            self._ping_due_s = now + _PING_INTERVAL_S
+            self._ping_due_s = now + self._ping_interval_s
             self._asked_s = self._asked_s or now
 
     def _patience_ms(self, timeout_s: float | None) -> int | None:

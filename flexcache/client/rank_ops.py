@@ -51,6 +51,8 @@ class RankOps:
         self._is_woken = attachment.wakes
         self._tasks.attach(worker, epoch)
         self._line = open_line(self._link.endpoint, server_pid, self._link.identity, self)
+        if self._line is not None:
+            self._link.ping_rarely()
 
     # -- any thread ------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ class LocalLine:
         self._rank = rank
         self._messages: deque[RankMessage] = deque()
         self._is_reporting = False
-        self._is_closed = False
+        self.is_closed = False
         self._closing = threading.Lock()
 
     def put(self, message: RankMessage) -> None:
@@ -69,7 +69,7 @@ class LocalLine:
         What comes after `close` is dropped: the server will hear that the rank has left.
         """
         with self._closing:
-            if self._is_closed:
+            if self.is_closed:
                 return
             op = message if isinstance(message, RunOp) else None
             try:
@@ -87,7 +87,7 @@ class LocalLine:
     def close(self) -> None:
         """Take nothing more, and wake the rank's thread no more: its client may be closed."""
         with self._closing:
-            self._is_closed = True
+            self.is_closed = True
 
     def take(self) -> list[Execute | Drop | Ended | SessionOver]:
         """Return the messages that have come since the last call, in order."""

@@ -24,6 +24,10 @@ WorkerInstruction = RunOp | DropOp | RunLookUp | ReplaceExecutor
 class RankLine(Protocol):
     """Passes messages to a rank in this process."""
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the rank takes nothing more."""
+
     def put(self, message: RankMessage) -> None:
         """Start an op or leave a message for the rank. Called under the server's lock: must not
         wait for copies."""

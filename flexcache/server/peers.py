@@ -278,18 +278,24 @@ class Peers:
     # -- leaving ---------------------------------------------------------------------------------
 
     def expire(self, now: float) -> None:
-        """Lose the peers that have been silent, except ranks that have ops: they may be copying."""
+        """Lose the peers that have been silent, except ranks that have ops: they may be copying; and
+        those of this process, which ping rarely and end with it."""
         for engine in self._claims.expire(now):
             self._dispute_changed(engine, now)
         timeout_s = self._config.client_timeout_s
         for peer in self._registry.peers:
             if now - peer.heard_s < timeout_s:
                 continue
-            if isinstance(peer, Rank) and self._slot.tasks.queries.is_busy(peer.executor):
+            if isinstance(peer, Rank) and self._may_be_silent(peer):
                 peer.heard_s = now
                 continue
             self._counters["expired_clients"] += 1
             self.lose(peer, f"silent for {timeout_s:g} s", now)
+
+    def _may_be_silent(self, rank: Rank) -> bool:
+        line = self._outbox.lines.get(rank.identity)
+        has_line = line is not None and not line.is_closed
+        return has_line or self._slot.tasks.queries.is_busy(rank.executor)
 
     def lose(self, peer: Peer, reason: str, now: float) -> None:
         """The peer is gone: end its ops or its session. ``closed`` is an orderly reason."""
