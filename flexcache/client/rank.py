@@ -86,6 +86,8 @@ class KVTPClient:
         server_timeout_s: A server silent for this long is considered dead.
         keeps_loads: End gated loads that this rank holds even if the server is lost: for engines
             that cannot compute what a load has lost. See `client.held_loads`.
+        engine_polls: The engine's thread calls `take_ended` after each step, or waits. With a
+            server in this process it then does what it would wait for, if this rank's thread did.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class KVTPClient:
         curve_keys: str | None = None,
         server_timeout_s: float = 3.0,
         keeps_loads: bool = False,
+        engine_polls: bool = False,
     ) -> None:
         endpoint, name = arguments.server_and_engine(endpoint, engine_id, dp_rank)
         place = arguments.place_of(rank, tp_rank)
@@ -110,8 +113,8 @@ class KVTPClient:
         self._changed = threading.Condition()
         self._error: str | None = None
         self._attachment: Attachment | None = None  # closed before the engine may reuse its slots
-        self._tasks = RankTasks(keeps_loads, self._link.wake)
-        self._ops = RankOps(self._link, self._tasks)
+        self._tasks = RankTasks(keeps_loads, lambda: self._ops.wake())
+        self._ops = RankOps(self._link, self._tasks, engine_polls)
         self._thread: ServiceThread | None = None
         self._ends = threading.RLock()
         self._closing = False
@@ -188,7 +191,8 @@ class KVTPClient:
 
     def open_gates(self, task_ids: Iterable[int]) -> None:
         """Let gated tasks touch the GPU, behind the work that the calling thread has queued."""
-        self._tasks.open_gates(task_ids)
+        if self._tasks.open_gates(task_ids):
+            self._ops.look()
 
     def load_by_layer(self, task_id: int, num_blocks: int) -> LayerLoad:
         """Open the gate of a load, whose layers the caller then waits for one by one.
@@ -214,12 +218,14 @@ class KVTPClient:
     def wait_ended(self, timeout: float, task_ids: Sequence[int] = ()) -> bool:
         """Wait up to ``timeout`` seconds for any gated task to end, or for one of these; return
         whether one has, and was not taken."""
+        self._ops.hand_back()
         return self._tasks.wait_ended(arguments.wait_s(timeout), task_ids)
 
     def take_ended(self, task_ids: Iterable[int]) -> dict[int, int]:
         """Return the gated tasks that have ended on every rank, with how many blocks arrived: none
         if the server was lost, except for loads that this rank keeps. No copy of them is running.
         """
+        self._ops.drive()
         return self._tasks.take_ended(task_ids)
 
     def close(self) -> None:
@@ -307,6 +313,8 @@ class KVTPClient:
                 received = self._link.receive(_HELLO_INTERVAL_S)
             else:
                 received = self._link.receive(self._ops.rest())
+            if not received and self._ops.may_rest:
+                continue
             self._ops.take_given()  # came before a Stop that was received
             for data in received:
                 if not self._take(_decoder.decode(data)):

@@ -5,18 +5,20 @@ server --socket, or a line if it is in this process--> RankTasks, DeviceWorker
    +------------------- reports, the same way --------------------+
 
 The rank's thread drives the worker. While it does not, a thread that launches an op by the line may
-have the worker queue its copies.
+have the worker queue its copies, and the engine's thread may drive it (`drive`): it spares itself
+the wait for the interpreter, which the rank's thread would take from it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
 from flexcache.client.attachment import Attachment
 from flexcache.client.link import ServerLink
 from flexcache.client.rank_tasks import EVENT_POLL_S, RankTasks
-from flexcache.errors import DeviceLostError
+from flexcache.errors import DeviceLostError, ServerLostError
 from flexcache.protocol.messages import Ended, SessionOver
 from flexcache.server.local_lines import LocalLine, open_line
 from flexcache.server.outbox import make_execute
@@ -24,17 +26,21 @@ from flexcache.tasks.instructions import RunOp
 from flexcache.transfer.messages import Done, Drop, Execute
 from flexcache.transfer.workers.device import DeviceWorker
 
+_NEXT_DRIVE_S = 0.2  # within this time the engine's thread is expected to drive again
+
 
 class RankOps:
     """The ops of one rank. Used on the rank's thread, but for the methods of any thread below.
 
     Args:
         tasks: What of them concerns the engine's thread.
+        engine_polls: Whether the engine's thread will drive again and again.
     """
 
-    def __init__(self, link: ServerLink, tasks: RankTasks) -> None:
+    def __init__(self, link: ServerLink, tasks: RankTasks, engine_polls: bool = False) -> None:
         self._link = link
         self._tasks = tasks
+        self._may_be_driven = engine_polls and not tasks.keeps_loads  # else `finish` may drive it
         self._worker: DeviceWorker | None = None
         self._is_woken = False
         """Whether the rank's thread is woken when copies have landed."""
@@ -44,6 +50,12 @@ class RankOps:
         server's lock; who holds it must not take that one."""
         self._is_advancing = False
         """Whether the rank's thread has its turn for long: it may copy itself."""
+        self._rests_until_s = 0.0
+        """Until when the rank's thread leaves what lands to the engine's; 0: it does not."""
+        self._is_open = False
+        """Whether other threads than the rank's may use the worker."""
+        self._is_torn = False
+        """Whether `drive` was interrupted, so that ops may be lost."""
 
     def begin(self, attachment: Attachment, server_pid: int, epoch: int) -> None:
         """A registration begins, at the server that has greeted the rank."""
@@ -51,6 +63,7 @@ class RankOps:
         self._is_woken = attachment.wakes
         self._tasks.attach(worker, epoch)
         self._line = open_line(self._link.endpoint, server_pid, self._link.identity, self)
+        self._is_torn, self._is_open = False, self._line is not None
         if self._line is not None:
             self._link.ping_rarely()
 
@@ -58,7 +71,47 @@ class RankOps:
 
     def wake(self) -> None:
         """Have the rank's thread look for messages."""
+        self._rests_until_s = 0.0
         self._link.wake()
+
+    def look(self) -> None:
+        """Do what there is to do on this thread, or have the rank's do it."""
+        if not self.drive():
+            self.wake()
+
+    def hand_back(self) -> None:
+        """Do what there is to do, and let the rank's thread rest no more: this one is to wait."""
+        self.drive()
+        if self._rests_until_s:
+            self.wake()
+
+    def drive(self) -> bool:
+        """Do what the rank's thread would be woken for, if this one may; return whether it has.
+
+        If nothing is left but copies that have to land, the rank's thread leaves those to this one,
+        unless it takes too long to come back; else it is woken.
+        """
+        worker, line = self._worker, self._line
+        if worker is None or line is None or not self._may_be_driven or not self._is_woken:
+            return False
+        try:
+            with self._turn:
+                if not self._is_open or self._is_advancing or worker.failure is not None:
+                    return False
+                refused = [done for message in line.take() for done in self._take(message)]
+                done = worker.advance(may_copy=False)
+            self._pass_on(line, [*refused, *done])
+            with self._turn:
+                may_rest = worker.only_lands and worker.failure is None
+                self._rests_until_s = time.monotonic() + _NEXT_DRIVE_S if may_rest else 0.0
+            if not may_rest:
+                self.wake()
+        except BaseException:  # of any class, from a signal handler
+            self._is_torn = True
+            with contextlib.suppress(OSError):  # closed meanwhile
+                self.wake()
+            raise
+        return True
 
     def can_wait(self, run: RunOp) -> bool:
         """Return whether an op can be taken when its gate opens."""
@@ -73,6 +126,7 @@ class RankOps:
         with self._turn:
             if self._worker is not None:
                 self._worker.queue(make_execute(run))
+                self._rests_until_s = 0.0  # who launches it may not drive
 
     def has_started(self, run: RunOp) -> bool:
         """Return whether the last `start` has queued the copies of an op, interrupted or not."""
@@ -84,6 +138,8 @@ class RankOps:
         """Let no other thread start ops any more: what comes by the line is dropped. Idempotent."""
         if self._line is not None:
             self._line.close()
+        with self._turn:
+            self._is_open = False
 
     def end(self) -> None:
         """The registration is over, and with it every task. Idempotent."""
@@ -93,10 +149,10 @@ class RankOps:
 
     def take_given(self) -> None:
         """Take what came by the line."""
-        if self._line is not None:
+        if (line := self._line) is not None:
             with self._turn:  # all that has left the line is with the worker when it is over
-                refused = [done for message in self._line.take() for done in self._take(message)]
-            self._report(refused)
+                refused = [done for message in line.take() for done in self._take(message)]
+            self._pass_on(line, refused)
 
     def take(self, message: Execute | Drop | Ended | SessionOver) -> None:
         """Take what the server has sent."""
@@ -129,23 +185,40 @@ class RankOps:
         with self._turn:
             has_work, only_waits = worker.has_work, worker.only_waits
         if not has_work or (only_waits and self._is_woken):
-            return None
+            if not has_work or not self._rests_until_s:
+                return None
+            return max(0.0, self._rests_until_s - time.monotonic())  # it may not be woken again
         if only_waits:
             time.sleep(EVENT_POLL_S)
         return 0.0
+
+    @property
+    def may_rest(self) -> bool:
+        """Whether what has landed is left to the engine's thread, and there is nothing else."""
+        worker, line = self._worker, self._line
+        if worker is None or line is None or self._is_torn or line.has_messages:
+            return False
+        with self._turn:
+            return self._rests_until_s > time.monotonic() and worker.only_lands
 
     def advance(self) -> None:
         """Start what may start, and report what has ended.
 
         Raises:
             DeviceLostError: No copy will succeed any more.
+            ServerLostError: It is unknown which ops are under way; another registration ends all.
         """
         worker = self._worker
         if worker is None:
             return
+        if self._is_torn:
+            raise ServerLostError("the engine was interrupted while it drove its rank")
+        if worker.failure is not None:
+            raise DeviceLostError(worker.failure)
         self._is_advancing = True
         try:
             with self._turn:
+                self._rests_until_s = 0.0
                 done = worker.advance()
         finally:
             self._is_advancing = False
@@ -156,11 +229,13 @@ class RankOps:
             raise DeviceLostError(worker.failure)
 
     def _report(self, done: list[Done]) -> None:
-        if not done:
-            return
-        if self._line is None:
+        if (line := self._line) is not None:
+            self._pass_on(line, done)
+        else:
             for each in done:
                 self._link.send(each)
-        else:
-            self._line.report(done)
+
+    def _pass_on(self, line: LocalLine, done: list[Done]) -> None:
+        if done:
+            line.report(done)
             self.take_given()  # what follows from it, without having been woken

@@ -40,16 +40,18 @@ class RankTasks:
 
     # -- the engine's thread ---------------------------------------------------------------------
 
-    def open_gates(self, task_ids: Iterable[int]) -> None:
-        """Let the tasks touch the GPU, behind the work that the calling thread has queued."""
+    def open_gates(self, task_ids: Iterable[int]) -> bool:
+        """Let the tasks touch the GPU, behind the work that the calling thread has queued. Returns
+        whether a gate has opened, which the rank has to look at."""
         with self._changed:
             worker = self._worker
             to_open = self._gates.not_ended(task_ids)
             if worker is None:  # no server: the gates stay shut, even if one appears later
                 self._gates.shut(to_open)
-        if worker is not None and to_open:
-            worker.gates.open(to_open)
-            self._wake()
+        if worker is None or not to_open:
+            return False
+        worker.gates.open(to_open)
+        return True
 
     def load_by_layer(self, task_id: int, num_blocks: int) -> LayerLoad:
         """Open the gate of a load that the caller waits for by layer."""

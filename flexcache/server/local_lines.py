@@ -46,8 +46,8 @@ class LinedRank(Protocol):
 
 
 class LocalLine:
-    """What a server has passed to one rank. `put` under the server's lock, the rest on the rank's
-    thread.
+    """What a server has passed to one rank. `put` under the server's lock, the rest on the thread
+    that drives the rank.
 
     Args:
         identity: The rank's, as the server knows it from its socket.
@@ -77,10 +77,11 @@ class LocalLine:
                     self._rank.start(op)
             finally:  # also when it was interrupted
                 if op is None or not self._rank.has_started(op):
-                    self._leave(message, can_wait=op is not None and self._rank.can_wait(op))
+                    self._leave(message)
 
-    def _leave(self, message: RankMessage, can_wait: bool) -> None:
-        self._messages.append(message)
+    def _leave(self, message: RankMessage) -> None:
+        self._messages.append(message)  # first: who opens its gate now looks for it
+        can_wait = isinstance(message, RunOp) and self._rank.can_wait(message)
         if not can_wait and not self._is_reporting:
             self._rank.wake()
 
@@ -88,6 +89,11 @@ class LocalLine:
         """Take nothing more, and wake the rank's thread no more: its client may be closed."""
         with self._closing:
             self.is_closed = True
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether there is something to take."""
+        return bool(self._messages)
 
     def take(self) -> list[Execute | Drop | Ended | SessionOver]:
         """Return the messages that have come since the last call, in order."""
@@ -134,9 +140,11 @@ class LocalLines:
             if identity not in self._hub.outbox.lines:
                 return
             now = time.monotonic()
-            for report in reports:
-                self._hub.take_message(identity, report, now)
-            self.pass_on()
+            try:
+                for report in reports:
+                    self._hub.take_message(identity, report, now)
+            finally:  # also when the engine's thread was interrupted
+                self.pass_on()
         with self._changed:
             if (cache := self._hub.cache) is not None:
                 cache.tasks.cache.tiers.settle()  # the answers did not wait for it

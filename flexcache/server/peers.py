@@ -278,8 +278,8 @@ class Peers:
     # -- leaving ---------------------------------------------------------------------------------
 
     def expire(self, now: float) -> None:
-        """Lose the peers that have been silent, except ranks that have ops: they may be copying; and
-        those of this process, which ping rarely and end with it."""
+        """Lose the peers that have been silent, except ranks that have ops, which may be copying,
+        and ranks of this process, which ping rarely and end with it."""
         for engine in self._claims.expire(now):
             self._dispute_changed(engine, now)
         timeout_s = self._config.client_timeout_s

@@ -85,12 +85,15 @@ class Cluster:
             self.add_client(rank, kv)
         self.manager.wait_ready(READY_S)
 
-    def add_client(self, rank: int, kv: dict[str, torch.Tensor]) -> KVTPClient:
+    def add_client(
+        self, rank: int, kv: dict[str, torch.Tensor], engine_polls: bool = False
+    ) -> KVTPClient:
         client = KVTPClient(
             self.manager.endpoint,
             rank=rank,
             curve_keys=self.config.curve_keys,
             server_timeout_s=self.config.server_timeout_s,
+            engine_polls=engine_polls,
         )
         client.register_kv_caches(
             self._lend(kv),

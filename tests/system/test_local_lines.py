@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -15,7 +15,7 @@ from cluster import PATIENCE_S, Cluster, running_cluster, until
 from flexcache import KVStatus
 from flexcache.client.attachment import Attachment
 from flexcache.client.link import ServerLink
-from flexcache.client.rank import ClientState
+from flexcache.client.rank import ClientState, KVTPClient
 from flexcache.client.rank_tasks import RankTasks
 from flexcache.ids import OpId, OpKind, TaskId
 from flexcache.server.event_loop import EventLoop
@@ -30,8 +30,10 @@ BLOCKS = [0, 1, 2, 3]
 
 
 @contextmanager
-def standing(patch: pytest.MonkeyPatch, owner: type, method: str) -> Iterator[None]:
-    """Have the thread that calls a method stand still there meanwhile."""
+def standing(
+    patch: pytest.MonkeyPatch, owner: type, method: str, nudge: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Have the thread that calls a method stand still there meanwhile; ``nudge`` has it call."""
     goes_on, stands = threading.Event(), threading.Event()
     call = getattr(owner, method)
 
@@ -42,6 +44,7 @@ def standing(patch: pytest.MonkeyPatch, owner: type, method: str) -> Iterator[No
 
     with patch.context() as patched:
         patched.setattr(owner, method, stand)
+        nudge()
         assert stands.wait(PATIENCE_S)
         try:
             yield
@@ -54,9 +57,9 @@ def standing_loop(patch: pytest.MonkeyPatch) -> AbstractContextManager[None]:
     return standing(patch, EventLoop, "_turn")
 
 
-def standing_rank(patch: pytest.MonkeyPatch) -> AbstractContextManager[None]:
-    """Have the ranks' threads stand still meanwhile, where they wait for messages."""
-    return standing(patch, ServerLink, "receive")
+def standing_rank(patch: pytest.MonkeyPatch, client: KVTPClient) -> AbstractContextManager[None]:
+    """Have a rank's thread stand still meanwhile, where it waits for messages."""
+    return standing(patch, ServerLink, "receive", client._link.wake)
 
 
 def store_and_load(cluster: Cluster, gated: bool) -> None:
@@ -234,7 +237,7 @@ def test_copies_do_not_wait_for_the_ranks_thread(monkeypatch: pytest.MonkeyPatch
         assert cluster.put(TOKENS, BLOCKS).mask.all()
         task_id, mask = manager.get_match(TOKENS)
         assert mask.all()
-        with standing_rank(monkeypatch):
+        with standing_rank(monkeypatch, cluster.clients[0]):
             manager.launch([task_id], [cluster.slots([8, 9, 10, 11])])
             until(lambda: cluster.read([8, 9, 10, 11]) == expected)
             assert manager.try_wait([task_id]) == {}  # only the rank's thread reports
@@ -282,7 +285,7 @@ def test_an_interrupted_launch_loses_no_op(monkeypatch: pytest.MonkeyPatch) -> N
             assert queue(worker, message)
             raise KeyboardInterrupt
 
-        with standing_rank(monkeypatch), monkeypatch.context() as patched:
+        with standing_rank(monkeypatch, cluster.clients[0]), monkeypatch.context() as patched:
             patched.setattr(DeviceWorker, "queue", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 manager.launch([task_id], [cluster.slots(BLOCKS)])

@@ -440,6 +440,23 @@ def test_a_silent_rank_expires_unless_it_may_be_copying(world: World) -> None:
     assert set(world.hub.peers) == {engine.events}
 
 
+def test_a_rank_of_this_process_may_be_silent_until_its_line_is_closed(world: World) -> None:
+    class Line:
+        is_closed = False
+
+        def put(self, message: object) -> None:
+            raise AssertionError
+
+    engine, line = Engine(world), Line()
+    engine.register()
+    world.hub.outbox.connect(engine.rank, line)
+    world.hub.expire(world.now + 2 * TIMEOUT_S)
+    assert set(world.hub.peers) == {engine.rank}
+    line.is_closed = True
+    world.hub.expire(world.now + 4 * TIMEOUT_S)
+    assert world.hub.peers == []
+
+
 def test_a_rank_with_a_different_layout_is_refused_and_its_engine_is_notified(world: World) -> None:
     one, two = Engine(world, "one"), Engine(world, "two")
     one.register()

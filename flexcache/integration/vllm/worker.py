@@ -1,9 +1,10 @@
 """Worker side of the connector: lends the KV tensors and reports ended tasks.
 
 Nothing is copied on vLLM's thread, which waits only for the layers of loads that belong to its step
-(`step_loads`). A task may touch the GPU only after the step that carries its metadata has begun
-(its gate), so never while an earlier owner of its blocks still computes. A load is reported only
-when it has ended on every rank; the end of a put is known to the scheduler's side.
+(`step_loads`); with a cache in the engine's process it has copies begin, and reports their end. A
+task may touch the GPU only after the step that carries its metadata has begun (its gate), so never
+while an earlier owner of its blocks still computes. A load is reported only when it has ended on
+every rank; the end of a put is known to the scheduler's side.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class FlexCacheWorker:
             engine_id=self._place.engine_id,
             curve_keys=self._config.curve_keys,
             server_timeout_s=self._config.server_timeout_s,
+            engine_polls=True,
         )
         self.client.register_kv_caches(
             kv_caches,

@@ -105,6 +105,12 @@ class DeviceWorker:
         """Whether the only work left for now is waiting for copies to land, or to be started."""
         return self.has_work and not self._dropped and self._next_start() is None
 
+    @property
+    def only_lands(self) -> bool:
+        """Whether nothing is left to be started: what is left, if anything, is in flight."""
+        is_left = self._dropped or self._in_parts or self._in_pieces
+        return not is_left and not any(self._queues.values())
+
     def execute(self, message: Execute) -> None:
         if message.gated and not self.gates.is_open(message.task_id):
             self._parked.setdefault(message.task_id, []).append(message)
@@ -156,15 +162,19 @@ class DeviceWorker:
         """Drop an op: if it has not started, it ends with nothing moved."""
         self._dropped[op_id] = None
 
-    def advance(self) -> list[Done]:
-        """Start ops that may start and return those that ended. Blocks only to copy on the CPU."""
+    def advance(self, may_copy: bool = True) -> list[Done]:
+        """Start ops that may start and return those that ended. Blocks only to copy on the CPU.
+
+        Args:
+            may_copy: Whether the calling thread may do that; else it only queues copies.
+        """
         for task_id in [task_id for task_id in self._parked if self.gates.is_open(task_id)]:
             for message in self._parked.pop(task_id):
                 self.execute(message)
         done = self._end_dropped()
         # Where a start is the whole copy few of them make a turn, so that messages get through.
         self._turn_bytes = num_started = 0
-        while self._turn_bytes < _TURN_BYTES and (start := self._next_start()) is not None:
+        while self._turn_bytes < _TURN_BYTES and (start := self._next_start(may_copy)) is not None:
             done.extend(ended := start())
             num_started += 1
             if self._lost is not None or num_started == _TURN_STARTS:
@@ -176,11 +186,11 @@ class DeviceWorker:
             done.extend(self._direct.advance())
         return done
 
-    def _next_start(self) -> Callable[[], list[Done]] | None:
+    def _next_start(self, may_copy: bool = True) -> Callable[[], list[Done]] | None:
         """Return what is to be started next, if it may be now."""
         has_room = self._in_flight.has_room
         has_layers = bool(self._queues[Lane.LAYERS] or self._in_parts)
-        if has_layers and has_room(OpKind.H2D, urgent=True):
+        if has_layers and may_copy and has_room(OpKind.H2D, urgent=True):
             return self._start_by_layer if self._queues[Lane.LAYERS] else self._start_part
         for kind in _STORES_FIRST if self._loads_in_a_row >= EAGER_LOADS else _LOADS_FIRST:
             op, queue = self._in_pieces.get(kind), self._queues[Lane.of(kind, urgent=False)]
@@ -188,9 +198,11 @@ class DeviceWorker:
                 continue
             if not has_room(kind) or (has_layers and kind is OpKind.H2D):
                 continue
+            if not may_copy and self._copier.queue(kind) is None:
+                continue
             message = queue[0] if op is None else op.message
             if self._copier.may_start(kind, self.gates.opened_at(message.task_id)):
-                return partial(self._start_piece, kind)
+                return partial(self._start_piece, kind, may_copy)
         return None
 
     def _end_dropped(self) -> list[Done]:
@@ -211,8 +223,8 @@ class DeviceWorker:
         self._dropped = {}
         return ended
 
-    def _start_piece(self, kind: OpKind) -> list[Done]:
-        """Start a piece of the op of this kind that is next."""
+    def _start_piece(self, kind: OpKind, may_copy: bool) -> list[Done]:
+        """Start a piece of the op of this kind that is next: a copy, or only its queueing."""
         self._loads_in_a_row = self._loads_in_a_row + 1 if kind is OpKind.H2D else 0
         op = self._in_pieces.pop(kind, None)
         if op is None:
@@ -224,7 +236,8 @@ class DeviceWorker:
             if not op.num_bytes:
                 return self._in_flight.end(op)
         try:
-            self._start_copies(op, op.take(_PIECE_BYTES), alone=self._is_alone())
+            alone = may_copy and self._is_alone()
+            self._start_copies(op, op.take(_PIECE_BYTES), alone=alone)
         except Exception as error:  # the driver or a compiler may raise any class
             return self._fail(op, error)
         if op.is_over:
