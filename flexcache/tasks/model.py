@@ -129,6 +129,10 @@ class Task:
             position += results[position]
         return position - start
 
+    def num_tail_units(self, kinds: Iterable[OpKind]) -> int:
+        """How many units of its tail, if it has one, were moved without a gap by these kinds."""
+        return 0 if self.plan.tail is None else self.contiguous(kinds, TAIL_FIRST)
+
     def result(self, is_final: bool) -> TaskResult:
         """How it ended, or its GPU side has."""
         plan, error = self.plan, "; ".join(list(dict.fromkeys(self.errors))[:_MAX_ERRORS]) or None
@@ -155,7 +159,7 @@ class Task:
         """
         kinds = STAGED_LOAD_TIER if plan.kind is TaskKind.PREFETCH else GPU_OPS
         is_moved = any(op.kind in kinds and op.first >= TAIL_FIRST for op in plan.graph.ops)
-        is_whole = self.contiguous(kinds, TAIL_FIRST) == (len(tail.units) if is_moved else 0)
+        is_whole = self.num_tail_units(kinds) == (len(tail.units) if is_moved else 0)
         if plan.kind is TaskKind.PUT:
             return num_ok, is_moved and is_whole
         has_blocks = num_ok == plan.num_blocks or not plan.has_dense

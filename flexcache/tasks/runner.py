@@ -14,7 +14,6 @@ from collections import deque
 
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.plan import Plan
-from flexcache.cache.tail_index import TAIL_FIRST
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.ids import KVStatus, OpKind, TaskKind
 from flexcache.tasks.accounts import Accounts
@@ -203,15 +202,14 @@ class TaskRunner:
             if not task.open_ops[kind]:
                 tier = RECORDING_TIER[kind]
                 count = task.contiguous([kind], plan.store_starts.get(tier, plan.stop))
-                num_units = task.contiguous([kind], TAIL_FIRST)
-                self._cache.publish_store(plan, tier, count, num_units)
+                self._cache.publish_store(plan, tier, count, task.num_tail_units([kind]))
         elif kind in _TO_HOST:
             is_put = plan.kind is TaskKind.PUT
             kinds = _FROM_GPU if is_put else _FROM_BELOW
             if not any(task.open_ops[k] for k in kinds):
                 begin = plan.start if is_put else plan.load_start
                 count = task.contiguous(kinds, begin)
-                self._cache.publish_staging(plan, count, task.contiguous(kinds, TAIL_FIRST))
+                self._cache.publish_staging(plan, count, task.num_tail_units(kinds))
 
     def _finish(self, task: Task, now: float, notify_ranks: bool) -> None:
         """Every op of the task has ended, or none was ever started."""

@@ -26,8 +26,9 @@ def merge_runs(
     Args:
         breaks: Addresses, on either side, that no joined run may cross.
     """
-    joined = destinations[1:] == destinations[:-1] + sizes[:-1]
-    joined &= sources[1:] == sources[:-1] + sizes[:-1]
+    joined = sources[1:] == sources[:-1] + sizes[:-1]
+    if joined.any():  # often not: an engine's layers are apart
+        joined &= destinations[1:] == destinations[:-1] + sizes[:-1]
     if len(breaks) and joined.any():
         joined &= ~(np.isin(destinations[1:], breaks) | np.isin(sources[1:], breaks))
     if not joined.any():

@@ -144,7 +144,7 @@ class DeviceWorker:
             op = self._addresses.copies_of(message)
         except ValueError:  # as `execute` will find, and report
             return False
-        if not op.num_bytes:
+        if not op.num_blocks:
             return False
         try:
             if self._start_copies(op, op.take(_PIECE_BYTES)) is not None:
@@ -198,7 +198,9 @@ class DeviceWorker:
                 continue
             if not has_room(kind) or (has_layers and kind is OpKind.H2D):
                 continue
-            if not may_copy and self._copier.queue(kind) is None:
+            if not may_copy:
+                if self._copier.queue(kind) is not None:
+                    return partial(self._start_piece, kind, may_copy)
                 continue
             message = queue[0] if op is None else op.message
             if self._copier.may_start(kind, self.gates.opened_at(message.task_id)):
@@ -233,7 +235,7 @@ class DeviceWorker:
                 op = self._addresses.copies_of(message)
             except ValueError as error:
                 return [self._failed(message, str(error))]
-            if not op.num_bytes:
+            if not op.num_blocks:
                 return self._in_flight.end(op)
         try:
             alone = may_copy and self._is_alone()
