@@ -3,7 +3,7 @@
     python benchmarks/bench_request_cost.py [--requests 250] [--json FILE]
 
 A look-up that finds nothing, and a put of 43 blocks from launch to end, through the calls of vLLM's
-connector, with a rank in the same process. Processor time, which a busy machine changes least: of
+connector, with a rank in the same process that the engine's thread drives. Processor time, which a busy machine changes least: of
 the engine's thread, and of all threads together; and how often each thread was woken.
 """
 
@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import numpy as np
 import search_path  # noqa: F401
 import typer
-from cluster import Cluster, running_cluster
+from cluster import PATIENCE_S, Cluster, running_cluster, until
 from reporting import Say, run_and_show
 
 from flexcache.bench.results import Case, Result
@@ -63,9 +63,9 @@ def serve(cluster: Cluster, cache: CacheCalls, request: Any) -> None:
     task_id, wanted = matched
     assert cache.launch(task_id, [list(wanted)])
     client.open_gates([task_id])
-    while not cache.ended([task_id]):
+    while not client.take_ended([task_id]):
         time.sleep(POLL_S)
-    client.take_ended([task_id])
+    assert cache.ended([task_id])
 
 
 def wakes() -> dict[str, int]:
@@ -81,6 +81,10 @@ def wakes() -> dict[str, int]:
 def measure(num_requests: int) -> Iterator[Result]:
     engine_us, all_us = list[float](), list[float]()
     with running_cluster(num_cpu_blocks=2000, transfer_chunk_mb=64.0) as cluster:
+        cluster.clients.pop().close()
+        until(lambda: not cluster.server.hub.outbox.lines)
+        cluster.add_client(0, cluster.kv[0], engine_polls=True)  # as vLLM's worker
+        cluster.manager.wait_ready(PATIENCE_S)
         cache = CacheCalls(cluster.manager, BLOCK, ("bench",))
         made = make_requests(num_requests + WARM_UP)
         for request in made[:WARM_UP]:
