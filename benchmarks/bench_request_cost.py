@@ -3,8 +3,9 @@
     python benchmarks/bench_request_cost.py [--requests 250] [--json FILE]
 
 A look-up that finds nothing, and a put of 43 blocks from launch to end, through the calls of vLLM's
-connector, with a rank in the same process that the engine's thread drives. Processor time, which a busy machine changes least: of
-the engine's thread, and of all threads together; and how often each thread was woken.
+connector, with a rank in the same process that the engine's thread drives. Processor time, which a
+busy machine changes least: of the engine's thread, and of all threads together; and how often each
+thread was woken.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ def measure(num_requests: int) -> Iterator[Result]:
         until(lambda: not cluster.server.hub.outbox.lines)
         cluster.add_client(0, cluster.kv[0], engine_polls=True)  # as vLLM's worker
         cluster.manager.wait_ready(PATIENCE_S)
+        cluster.await_copy_thread()
         cache = CacheCalls(cluster.manager, BLOCK, ("bench",))
         made = make_requests(num_requests + WARM_UP)
         for request in made[:WARM_UP]:
