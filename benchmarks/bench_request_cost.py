@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import numpy as np
 import search_path  # noqa: F401
 import typer
-from cluster import PATIENCE_S, Cluster, running_cluster, until
+from cluster import Cluster, running_cluster
 from reporting import Say, run_and_show
 
 from flexcache.bench.results import Case, Result
@@ -81,11 +81,9 @@ def wakes() -> dict[str, int]:
 
 def measure(num_requests: int) -> Iterator[Result]:
     engine_us, all_us = list[float](), list[float]()
-    with running_cluster(num_cpu_blocks=2000, transfer_chunk_mb=64.0) as cluster:
-        cluster.clients.pop().close()
-        until(lambda: not cluster.server.hub.outbox.lines)
-        cluster.add_client(0, cluster.kv[0], engine_polls=True)  # as vLLM's worker
-        cluster.manager.wait_ready(PATIENCE_S)
+    with running_cluster(
+        engine_polls=True, num_cpu_blocks=2000, transfer_chunk_mb=64.0
+    ) as cluster:  # as vLLM's worker
         cluster.await_copy_thread()
         cache = CacheCalls(cluster.manager, BLOCK, ("bench",))
         made = make_requests(num_requests + WARM_UP)

@@ -52,8 +52,6 @@ class RankOps:
         """Whether the rank's thread has its turn for long: it may copy itself."""
         self._rests_until_s = 0.0
         """Until when the rank's thread leaves what lands to the engine's; 0: it does not."""
-        self._is_open = False
-        """Whether other threads than the rank's may use the worker."""
         self._is_torn = False
         """Whether `drive` was interrupted, so that ops may be lost."""
 
@@ -63,7 +61,7 @@ class RankOps:
         self._is_woken = attachment.wakes
         self._tasks.attach(worker, epoch)
         self._line = open_line(self._link.endpoint, server_pid, self._link.identity, self)
-        self._is_torn, self._is_open = False, self._line is not None
+        self._is_torn = False
         if self._line is not None:
             self._link.ping_rarely()
 
@@ -96,9 +94,9 @@ class RankOps:
             return False
         try:
             with self._turn:
-                if not self._is_open or self._is_advancing or worker.failure is not None:
+                if line.is_closed or self._is_advancing or worker.failure is not None:
                     return False
-                refused = [done for message in line.take() for done in self._take(message)]
+                refused = self._take_all(line)
                 done = worker.advance(may_copy=False)
             self._pass_on(line, [*refused, *done])
             with self._turn:
@@ -139,7 +137,7 @@ class RankOps:
         if self._line is not None:
             self._line.close()
         with self._turn:
-            self._is_open = False
+            pass  # who drives it has seen that, or is through
 
     def end(self) -> None:
         """The registration is over, and with it every task. Idempotent."""
@@ -151,7 +149,7 @@ class RankOps:
         """Take what came by the line."""
         if (line := self._line) is not None:
             with self._turn:  # all that has left the line is with the worker when it is over
-                refused = [done for message in line.take() for done in self._take(message)]
+                refused = self._take_all(line)
             self._pass_on(line, refused)
 
     def take(self, message: Execute | Drop | Ended | SessionOver) -> None:
@@ -159,6 +157,10 @@ class RankOps:
         with self._turn:
             refused = self._take(message)
         self._report(refused)
+
+    def _take_all(self, line: LocalLine) -> list[Done]:
+        """Take what came by the line; return the ops that have ended by that."""
+        return [done for message in line.take() for done in self._take(message)]
 
     def _take(self, message: Execute | Drop | Ended | SessionOver) -> list[Done]:
         """Take a message; return an op that has ended by that."""
@@ -184,8 +186,10 @@ class RankOps:
             return None
         with self._turn:
             has_work, only_waits = worker.has_work, worker.only_waits
-        if not has_work or (only_waits and self._is_woken):
-            if not has_work or not self._rests_until_s:
+        if not has_work:
+            return None
+        if only_waits and self._is_woken:
+            if not self._rests_until_s:
                 return None
             return max(0.0, self._rests_until_s - time.monotonic())  # it may not be woken again
         if only_waits:

@@ -52,6 +52,9 @@ class LocalLine:
     Args:
         identity: The rank's, as the server knows it from its socket.
         rank: Takes the messages.
+
+    Attributes:
+        is_closed: Whether the rank takes nothing more.
     """
 
     def __init__(self, lines: LocalLines, identity: bytes, rank: LinedRank) -> None:

@@ -62,8 +62,10 @@ class Cluster:
         block_dim: int = 0,
         layout_description: str = "",
         memory: EngineMemory | None = None,
+        engine_polls: bool = False,
     ) -> None:
         self.config = config
+        self._engine_polls = engine_polls
         self._lend = memory.lend if memory is not None else dict
         self.block_dim = block_dim
         self.layout_description = layout_description
@@ -85,15 +87,13 @@ class Cluster:
             self.add_client(rank, kv)
         self.manager.wait_ready(READY_S)
 
-    def add_client(
-        self, rank: int, kv: dict[str, torch.Tensor], engine_polls: bool = False
-    ) -> KVTPClient:
+    def add_client(self, rank: int, kv: dict[str, torch.Tensor]) -> KVTPClient:
         client = KVTPClient(
             self.manager.endpoint,
             rank=rank,
             curve_keys=self.config.curve_keys,
             server_timeout_s=self.config.server_timeout_s,
-            engine_polls=engine_polls,
+            engine_polls=self._engine_polls,
         )
         client.register_kv_caches(
             self._lend(kv),
@@ -207,6 +207,7 @@ def running_cluster(
     block_dim: int = 0,
     layout_description: str = "",
     memory: EngineMemory | None = None,
+    engine_polls: bool = False,
     **settings: object,
 ) -> Iterator[Cluster]:
     """A cluster with an SSD tier if directories are given; checked and stopped at the end."""
@@ -217,7 +218,7 @@ def running_cluster(
         arguments["ssd_cache_dirs"] = [str(path) for path in ssd_dirs]
     arguments.setdefault("transfer_chunk_mb", 0.05)
     cluster = Cluster(model, CacheConfig(**arguments), make_kv, block_dim,  # type: ignore[arg-type]
-                      layout_description, memory)  # fmt: skip
+                      layout_description, memory, engine_polls)  # fmt: skip
     try:
         cluster.start()
         yield cluster

@@ -97,8 +97,7 @@ class DeviceWorker:
     def has_work(self) -> bool:
         """Whether `advance` has something to do or to wait for now."""
         is_moving = self._in_flight or (self._direct is not None and self._direct.op_ids)
-        begun = is_moving or self._in_parts or self._in_pieces
-        return bool(self._dropped or begun or any(self._queues.values()))
+        return bool(is_moving) or not self.only_lands
 
     @property
     def only_waits(self) -> bool:
@@ -132,8 +131,7 @@ class DeviceWorker:
         kind = message.kind
         if message.gated or kind not in (OpKind.H2D, OpKind.D2H) or self._lost is not None:
             return False
-        is_next = not (self._dropped or self._in_parts or self._in_pieces)
-        if not is_next or any(self._queues.values()):
+        if not self.only_lands:
             return False
         queue = self._copier.queue(kind)  # its room counts, as what has landed takes none there
         if queue is None or self.gates.layer_load(message) is not None:
@@ -238,7 +236,7 @@ class DeviceWorker:
             if not op.num_blocks:
                 return self._in_flight.end(op)
         try:
-            alone = may_copy and self._is_alone()
+            alone = may_copy and self.only_lands and not self._in_flight
             self._start_copies(op, op.take(_PIECE_BYTES), alone=alone)
         except Exception as error:  # the driver or a compiler may raise any class
             return self._fail(op, error)
@@ -279,11 +277,6 @@ class DeviceWorker:
             return []
         self._in_parts.remove(op)
         return self._in_flight.end(op)
-
-    def _is_alone(self) -> bool:
-        """Return whether nothing else is in flight, or about to be started."""
-        is_next = any(self._queues.values()) or self._in_pieces or self._in_parts
-        return not is_next and not self._in_flight
 
     def _start_copies(
         self, op: OpCopies, copies: Copies, *, urgent: bool = False, alone: bool = False
