@@ -140,7 +140,7 @@ def benchmarks(directory: Path, traces: Path | None, venvs: Path | None) -> list
         Benchmark("remote", "bench_remote.py", ("--store", "mooncake", "--store", "file"), 300),
         Benchmark("overhead", "bench_overhead.py", ("--model", "tiny", *tmp), 900),
         Benchmark("overhead, a core left", "bench_overhead.py",
-                  ("--model", "tiny", "--spare", "1", *tmp), 900),
+                  ("--model", "tiny", "--spare", "1", "--only", "FlexCache", *tmp), 900),
         Benchmark("TTFT", "bench_ttft.py", ("--tokens", "4000", "--system", "vLLM alone",
                   "--system", "FlexCache", *tmp), 400),
         Benchmark("hits beside", "bench_hits_beside.py", tmp, 400),
