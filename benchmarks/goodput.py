@@ -1,13 +1,16 @@
 """Goodput: the most requests a second that an engine answers in time, with and without a cache.
 
     python benchmarks/goodput.py [--model mid] [--traffic chat] [--users 4 --users 8]
-        [--ttft-ms 2000] [--tpot-ms 200] [--venvs DIRECTORY] [--json FILE] [--plot FILE]
+        [--slo-scale 5] [--venvs DIRECTORY] [--json FILE] [--plot FILE]
 
 A closed loop on real vLLM engines on the CPU: users ask the turns of a conversation, each a while
 after the last answer. A level of load is a number of users; all systems see the same conversations,
 new ones at each level. A request is in time if its TTFT, from the moment the user asked, and its
-time per token are below the limits; the goodput is the highest rate of a level at which 95 % are.
-The conversations under way at the higher levels need several times the GPU's blocks.
+time per token are below the limits: multiples (the SLO scale of AlpaServe, OSDI 2023, and of
+DistServe, OSDI 2024) of what an idle engine takes for a first prompt of which it knows nothing,
+measured before anything else, on the first of the systems. So they fit the machine and its day.
+The goodput is the highest rate of a level at which 95 % are in time. The conversations under way
+at the higher levels need several times the GPU's blocks.
 
 * chat: a shared system prompt, then short questions, some seconds apart.
 * agents: long shared instructions, then long tool outputs and short answers, hardly a pause.
@@ -42,6 +45,7 @@ SYSTEMS = (NONE, bench_ttft.OURS, bench_ttft.PEER, bench_ttft.LMCACHE)
 COLORS = dict(zip(SYSTEMS, ("#8a8a8a", "#2a7fb8", "#d1495b", "#e09f3e"), strict=True))
 IN_TIME = 0.95
 SESSIONS_PER_USER = 2
+NUM_UNLOADED = 5
 MAX_LENGTH = 4096  # all turns of a conversation fit
 GPU_BYTES = {"tiny": 17 << 20, "mid": 97 << 20}  # a longest conversation and a spare block in fp32
 
@@ -60,8 +64,8 @@ class Traffic:
 
 
 TRAFFIC = {
-    "chat": Traffic(256, 200, 120, 6, 24, 2.0, (3, 6, 10, 16)),
-    "agents": Traffic(768, 300, 350, 6, 12, 0.2, (1, 3, 6, 10)),
+    "chat": Traffic(256, 200, 120, 6, 24, 2.0, (3, 5, 7, 10)),
+    "agents": Traffic(768, 300, 350, 6, 12, 0.2, (1, 2, 3, 4)),
 }
 
 
@@ -84,6 +88,14 @@ def sessions_of(traffic: Traffic, num_sessions: int, seed: int) -> list[list[Tur
 class Limits:
     ttft_s: float
     tpot_s: float
+
+    @classmethod
+    def scaled(cls, unloaded: Sequence[Answer], scale: float) -> Limits:
+        """Return multiples of the median times of an idle engine's answers."""
+        return cls(
+            scale * statistics.median(answer.ttft_s for answer in unloaded),
+            scale * statistics.median(answer.tpot_s for answer in unloaded),
+        )
 
     def share_in_time(self, answers: Sequence[Answer]) -> float:
         in_time = [a.ttft_s <= self.ttft_s and a.tpot_s <= self.tpot_s for a in answers]
@@ -143,6 +155,16 @@ def engine_of(
         yield made
 
 
+def unloaded_answers(engine: DrivenEngine, traffic: Traffic) -> list[Answer]:
+    """Let an idle engine answer first prompts of the traffic's length, none of which it knows."""
+    source, length = random.Random(-2), traffic.num_shared + traffic.num_first
+    turns = [
+        (source.choices(range(3, 500), k=length), traffic.num_answer) for _ in range(NUM_UNLOADED)
+    ]
+    answers, _ = engine.converse([[turn] for turn in turns], 1, 0.0)
+    return answers
+
+
 def measure(
     engines: Mapping[str, DrivenEngine], traffic: Traffic, users: Sequence[int], limits: Limits,
     say: Say,
@@ -151,8 +173,6 @@ def measure(
 
     The engines take turns at each level, so that a machine that becomes slower does so for all.
     """
-    for engine in engines.values():
-        engine.converse(sessions_of(traffic, 1, seed=-1), 1, 0.0)  # warm it up
     found: dict[str, list[Level]] = {name: [] for name in engines}
     for number, num_users in enumerate(users):
         sessions = sessions_of(traffic, num_users * SESSIONS_PER_USER, seed=num_users)
@@ -216,15 +236,15 @@ def main(
     traffic: Annotated[list[str], typer.Option(help="chat, agents.")] = list(TRAFFIC),  # noqa: B006
     system: Annotated[list[str], typer.Option(help="Of those in the table.")] = list(SYSTEMS),  # noqa: B006
     users: Annotated[list[int] | None, typer.Option(help="Levels; default: the traffic's.")] = None,
-    ttft_ms: Annotated[float, typer.Option(help="Limit.")] = 2000.0,
-    tpot_ms: Annotated[float, typer.Option(help="Limit.")] = 200.0,
+    slo_scale: Annotated[float, typer.Option(help="Limits, in times of an idle engine.")] = 5.0,
     dram_gb: Annotated[float, typer.Option(help="Of each system's DRAM tier.")] = 1.0,
     directory: Annotated[Path, typer.Option("--dir", help="For SSD tiers.")] = Path("."),
     venvs: Annotated[Path | None, typer.Option(help="Of peers; made where missing.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot")] = None,
 ) -> None:
-    console, limits = Console(width=110), Limits(ttft_ms / 1e3, tpot_ms / 1e3)
+    console = Console(width=110)
+    limits: dict[str, Limits] = {}
     found: dict[str, dict[str, list[Level]]] = {}
     for kind in traffic:
         with tempfile.TemporaryDirectory(dir=directory) as work_dir, ExitStack() as stack:
@@ -238,13 +258,22 @@ def main(
                     )
                 except (DidNotRun, Unsupported, RuntimeError) as error:
                     console.print(f"{name} did not run: {error}")
+            for engine in engines.values():
+                engine.converse(sessions_of(TRAFFIC[kind], 1, seed=-1), 1, 0.0)  # warm it up
+            idle = next(iter(engines.values()))
+            limit = Limits.scaled(unloaded_answers(idle, TRAFFIC[kind]), slo_scale)
             levels = users or TRAFFIC[kind].users
-            found[kind] = measure(engines, TRAFFIC[kind], levels, limits, status.update)
-        title = f"{kind}, {model} model: TTFT below {ttft_ms:g} ms, {tpot_ms:g} ms per token"
+            found[kind] = measure(engines, TRAFFIC[kind], levels, limit, status.update)
+            limits[kind] = limit
+        title = (
+            f"{kind}, {model} model: TTFT below {limit.ttft_s * 1e3:,.0f} ms, "
+            f"{limit.tpot_s * 1e3:,.0f} ms per token"
+        )
         show(console, title, found[kind])
     if json_file is not None:
         plain = {k: {n: [vars(lv) for lv in lvs] for n, lvs in s.items()} for k, s in found.items()}
-        json_file.write_text(json.dumps({"limits": vars(limits), "traffic": plain}, indent=1))
+        of_traffic = {kind: vars(limit) for kind, limit in limits.items()}
+        json_file.write_text(json.dumps({"limits": of_traffic, "traffic": plain}, indent=1))
     if plot_file is not None:
         draw(plot_file, found)
 

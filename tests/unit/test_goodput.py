@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from goodput import TRAFFIC, Level, Limits, goodput, measure, percentile, sessions_of
+from goodput import (
+    TRAFFIC,
+    Level,
+    Limits,
+    goodput,
+    measure,
+    percentile,
+    sessions_of,
+    unloaded_answers,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from users import Answer, Turn, Users
@@ -88,6 +97,31 @@ def test_a_request_is_in_time_if_both_its_times_are() -> None:
     assert level == Level(3, 0.5, 0.5, 0.75, 1.5, 0.5, 0.6)
 
 
+def test_limits_are_multiples_of_an_idle_engines_median() -> None:
+    def answer(ttft_s: float, tpot_s: float) -> Answer:
+        return Answer(0, 0, 100, 0, 10.0, 10.0 + ttft_s, 10.0 + ttft_s + 4 * tpot_s, 5)
+
+    unloaded = [answer(0.5, 0.125), answer(9.0, 4.0), answer(1.0, 0.25)]
+    assert Limits.scaled(unloaded, 3.0) == Limits(3.0, 0.75)
+
+
+def test_the_unloaded_prompts_share_nothing() -> None:
+    asked: list[list[Turn]] = []
+
+    class Idle:
+        def converse(
+            self, sessions: list[list[Turn]], num_users: int, think_s: float
+        ) -> tuple[list[Answer], float]:
+            assert num_users == 1
+            asked.extend(sessions)
+            return [], 0.0
+
+    unloaded_answers(Idle(), TRAFFIC["agents"])  # type: ignore[arg-type]
+    prompts = [prompt for [(prompt, _)] in asked]
+    assert {len(prompt) for prompt in prompts} == {768 + 300}
+    assert len({tuple(prompt[:16]) for prompt in prompts}) == len(prompts)
+
+
 def test_goodput_is_the_highest_rate_that_is_in_time() -> None:
     def level(rate: float, in_time: float) -> Level:
         return Level(1, rate, in_time, 0.0, 0.0, 0.0, 0.0)
@@ -118,7 +152,7 @@ def test_the_load_of_an_engine_rises_until_two_levels_are_not_in_time() -> None:
     limits = Limits(ttft_s=2.0, tpot_s=1.0)
     said: list[str] = []
     found = measure(engines, TRAFFIC["chat"], [1, 2, 4, 8], limits, said.append)  # type: ignore[arg-type]
-    assert [engine.levels[1:] for engine in engines.values()] == [[1, 2, 4], [1, 2, 4, 8]]
+    assert [engine.levels for engine in engines.values()] == [[1, 2, 4], [1, 2, 4, 8]]
     assert {name: goodput(levels) for name, levels in found.items()} == {"slow": 1.0, "fast": 8.0}
 
 
