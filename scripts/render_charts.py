@@ -23,37 +23,12 @@ _REACHED, _MISSED = "#2a9d5c", "#d1495b"
 _AXIS_END_MS = 260.0
 
 
-class Headline(NamedTuple):
-    """One bar of the targets chart: a row of the table and the position of a figure in it."""
+class Standing(NamedTuple):
+    """How far a row of the table of targets is above its target: 1 meets it, and more is better."""
 
-    label: str
-    row: str
-    position: int = 0
-    less_is_better: bool = True
-
-
-HEADLINES = (
-    Headline("get_match, all cached", "`get_match`, 131,072 tokens: all cached"),
-    Headline("get_match, first 100,000 cached", "first 100,000 cached"),
-    Headline("get_match, none cached", "none cached"),
-    Headline("get_match with block_keys, all cached", "the same with `block_keys`"),
-    Headline("server match with block_keys", "through the server, with `block_keys`"),
-    Headline("server match from tokens", "through the server, from tokens"),
-    Headline("allocate, full pool, lru", "allocate 4 blocks"),
-    Headline("allocate, full pool, reuse", "allocate 4 blocks", 1),
-    Headline("request cycles, 1 client", "request cycles", 0, False),
-    Headline("request cycles, 4 clients", "request cycles", 1, False),
-    Headline("memory of the index", "memory of the index"),
-    Headline("DRAM store", "DRAM store / retrieve", 0, False),
-    Headline("DRAM retrieve", "DRAM store / retrieve", 1, False),
-    Headline("SSD write, ordinary pages", "SSD write / read", 0, False),
-    Headline("SSD read, ordinary pages", "SSD write / read", 1, False),
-    Headline("SSD write, huge pages", "SSD write / read", 2, False),
-    Headline("SSD read, huge pages", "SSD write / read", 3, False),
-    Headline("S3, lowest", "REMOTE", 1, False),  # the first number is S3's 3
-    Headline("Mooncake, lowest", "REMOTE", 3, False),
-    Headline("shared directory, lowest", "REMOTE", 5, False),
-)
+    best: float
+    before: float
+    now: float
 
 
 def rows(page: str) -> Iterator[list[str]]:
@@ -75,17 +50,22 @@ def read_ttft(page: str) -> dict[str, dict[str, float]]:
     }
 
 
-def read_targets(page: str) -> dict[str, float]:
-    """Return how far each headline is above its target: 1 meets it, and more is better."""
-    table = {cells[0]: cells for cells in rows(page) if len(cells) == 4}
+def read_targets(page: str) -> dict[str, Standing]:
+    """Return where each row of the table of targets stands that has all three figures."""
     found = {}
-    for headline in HEADLINES:
-        (cells,) = (cells for row, cells in table.items() if row.startswith(headline.row))
-        target = numbers(cells[2])[0]
-        reached = numbers(cells[3].partition(" (")[0])[headline.position]
-        ratio = target / reached if headline.less_is_better else reached / target
-        found[headline.label] = round(ratio, 3)
+    for cells in rows(page):
+        if len(cells) == 6 and re.match("[<>]=", cells[1]) and all(cells[2:4]) and cells[5]:
+            what, target, before, now, _, best = cells
+            found[what] = Standing(*(above(target, cell) for cell in (best, before, now)))
     return found
+
+
+def above(target: str, cell: str) -> float:
+    """Return how far a figure is above its target, which is a ratio if it ends with an x."""
+    if target.endswith("x"):
+        cell = cell.rpartition(", ")[2]
+    (goal, *_), (reached, *_) = numbers(target), numbers(cell)
+    return round(goal / reached if target.startswith("<=") else reached / goal, 3)
 
 
 def draw_ttft(figures: dict[str, dict[str, float]], path: Path) -> None:
@@ -119,14 +99,27 @@ def draw_ttft(figures: dict[str, dict[str, float]], path: Path) -> None:
     save(picture, path, figures)
 
 
-def draw_targets(figures: dict[str, float], path: Path) -> None:
-    picture, axes = new_picture(8, 5.4)
-    for row, ratio in enumerate(figures.values()):
-        axes.barh(row, ratio, height=0.72, color=_REACHED if ratio >= 1 else _MISSED)
-        axes.text(max(ratio, 1) + 0.03, row, f"{ratio:.2f}", va="center", fontsize=8)
-    axes.axvline(1, color="black", lw=1.5)
-    axes.set_yticks(range(len(figures)), list(figures), fontsize=8)
-    axes.set_xlabel("relative to the target (1 meets it; more is better)")
+def draw_targets(figures: dict[str, Standing], path: Path) -> None:
+    picture, axes = new_picture(9, 0.19 * len(figures) + 0.8)
+    for row, (best, before, now) in enumerate(figures.values()):
+        color = _REACHED if best >= 1 else _MISSED
+        axes.plot([1, best], [row, row], color=color, lw=7, solid_capstyle="butt")
+        axes.plot([before, now], [row, row], color="#b0b0b0", lw=1, zorder=3)
+        axes.plot(before, row, "o", ms=4, mfc="white", mec="black", mew=0.8, zorder=4,
+                  label="before, slow machine" if not row else None)  # fmt: skip
+        axes.plot(now, row, "o", ms=4, color="black", zorder=5,
+                  label="now, slow machine" if not row else None)  # fmt: skip
+    axes.plot([], [], color=_REACHED, lw=7, label="best seen, target reached")
+    axes.plot([], [], color=_MISSED, lw=7, label="best seen, missed")
+    axes.axvline(1, color="black", lw=1)
+    axes.set_xscale("log")
+    axes.set_xticks([0.1, 0.2, 0.5, 1, 2, 4], ["0.1", "0.2", "0.5", "1", "2", "4"])
+    axes.set_yticks(range(len(figures)), list(figures), fontsize=7)
+    axes.set_xlabel("relative to the target (1 meets it; more is better)", fontsize=8)
+    axes.minorticks_off()
+    axes.tick_params(axis="x", labelsize=8)
+    axes.set_ylim(len(figures) - 0.4, -0.6)
+    axes.legend(loc="center left", fontsize=7, frameon=False)
     save(picture, path, figures)
 
 
