@@ -1,7 +1,7 @@
 """TTFT of the 136 M model: cold, from DRAM, from SSD; FlexCache with and without a DRAM tier,
 beside vLLM's own offloading and, where environments of peers are named, LMCache.
-Hits of FlexCache also beside the least they take: a hit in the GPU cache of vLLM alone, and one
-memcpy of the bytes that are loaded, or one raw read of them.
+Hits of FlexCache also beside the least they take: a hit in vLLM's own GPU cache, and one memcpy of
+the bytes that are loaded, or one raw read of them.
 
     python benchmarks/bench_ttft.py [--tokens 1000] [--rounds 5] [--system FlexCache]
         [--venvs DIR] [--json FILE]
@@ -143,10 +143,14 @@ def figures(seen: dict[str, Seen], length: int, absent: str) -> Iterator[Result]
 
 
 def beside_least(seen: dict[str, Seen], least: LeastLoad, length: int) -> Iterator[Result]:
-    """Hits of FlexCache beside the bounds that vLLM and the machine set."""
+    """Hits of FlexCache beside the bounds that vLLM and the machine set.
+
+    A hit in vLLM's own cache is taken from the engine that is faster at it: with FlexCache's layout
+    of the KV one took a quarter of the time on a CPU.
+    """
     if not {ALONE, OURS} <= set(seen):
         return
-    in_gpu = statistics.median(seen[ALONE].ms["GPU"])
+    in_gpu = min(statistics.median(seen[name].ms["GPU"]) for name in (ALONE, OURS))
     for run, what in (("DRAM", "one memcpy"), ("SSD", "one raw read")):
         load = statistics.median(least.ms[run][1:])
         yield Result(

@@ -73,7 +73,7 @@ def sessions_of(traffic: Traffic, num_sessions: int, seed: int) -> list[list[Tur
     """Return conversations that share nothing but their first tokens."""
     shared = random.Random(f"shared {traffic.num_shared}")
     first = [shared.randrange(3, 500) for _ in range(traffic.num_shared)]
-    source = random.Random(seed)
+    source = random.Random(f"conversations {seed}")
 
     def turn(number: int) -> Turn:
         mean = traffic.num_next if number else traffic.num_first
@@ -244,7 +244,7 @@ def main(
     plot_file: Annotated[Path | None, typer.Option("--plot")] = None,
 ) -> None:
     console = Console(width=110)
-    limits: dict[str, Limits] = {}
+    report: dict[str, Any] = {}
     found: dict[str, dict[str, list[Level]]] = {}
     for kind in traffic:
         with tempfile.TemporaryDirectory(dir=directory) as work_dir, ExitStack() as stack:
@@ -258,22 +258,26 @@ def main(
                     )
                 except (DidNotRun, Unsupported, RuntimeError) as error:
                     console.print(f"{name} did not run: {error}")
+            if not engines:
+                raise typer.Exit(1)
+            status.update(f"{kind}: an idle engine")
+            unloaded = [unloaded_answers(engine, TRAFFIC[kind]) for engine in engines.values()]
             for engine in engines.values():
                 engine.converse(sessions_of(TRAFFIC[kind], 1, seed=-1), 1, 0.0)  # warm it up
-            idle = next(iter(engines.values()))
-            limit = Limits.scaled(unloaded_answers(idle, TRAFFIC[kind]), slo_scale)
+            limit = Limits.scaled(unloaded[0], slo_scale)
             levels = users or TRAFFIC[kind].users
             found[kind] = measure(engines, TRAFFIC[kind], levels, limit, status.update)
-            limits[kind] = limit
         title = (
             f"{kind}, {model} model: TTFT below {limit.ttft_s * 1e3:,.0f} ms, "
             f"{limit.tpot_s * 1e3:,.0f} ms per token"
         )
         show(console, title, found[kind])
-    if json_file is not None:
-        plain = {k: {n: [vars(lv) for lv in lvs] for n, lvs in s.items()} for k, s in found.items()}
-        of_traffic = {kind: vars(limit) for kind, limit in limits.items()}
-        json_file.write_text(json.dumps({"limits": of_traffic, "traffic": plain}, indent=1))
+        if json_file is not None:
+            systems = {
+                name: [vars(level) for level in levels] for name, levels in found[kind].items()
+            }
+            report[kind] = {"limits": vars(limit), "systems": systems}
+            json_file.write_text(json.dumps(report, indent=1))
     if plot_file is not None:
         draw(plot_file, found)
 

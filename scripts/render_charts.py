@@ -102,8 +102,10 @@ def draw_ttft(figures: dict[str, dict[str, float]], path: Path) -> None:
 def draw_targets(figures: dict[str, Standing], path: Path) -> None:
     picture, axes = new_picture(9, 0.19 * len(figures) + 0.8)
     for row, (best, before, now) in enumerate(figures.values()):
-        color = _REACHED if best >= 1 else _MISSED
-        axes.plot([1, best], [row, row], color=color, lw=7, solid_capstyle="butt")
+        color, ends = _MISSED, (min(best, 0.98), 1.0)
+        if best >= 1:
+            color, ends = _REACHED, (1.0, max(best, 1.02))
+        axes.plot(ends, [row, row], color=color, lw=7, solid_capstyle="butt")
         axes.plot([before, now], [row, row], color="#b0b0b0", lw=1, zorder=3)
         axes.plot(before, row, "o", ms=4, mfc="white", mec="black", mew=0.8, zorder=4,
                   label="before, slow machine" if not row else None)  # fmt: skip
