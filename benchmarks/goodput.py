@@ -212,7 +212,10 @@ def draw(path: Path, found: Mapping[str, Mapping[str, Sequence[Level]]]) -> None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, len(found), figsize=(5 * len(found), 4), squeeze=False)
+    size = (5 * len(found), 4.2)
+    figure, panels = pyplot.subplots(
+        1, len(found), figsize=size, squeeze=False, layout="constrained"
+    )
     for panel, (traffic, systems) in zip(panels[0], found.items(), strict=True):
         for name, levels in systems.items():
             load, done = [lv.num_users for lv in levels], [lv.in_time_per_s for lv in levels]
@@ -226,8 +229,8 @@ def draw(path: Path, found: Mapping[str, Mapping[str, Sequence[Level]]]) -> None
         panel.set_xticks(users)
         panel.set_title(traffic, loc="left")
         panel.spines[["top", "right"]].set_visible(False)
-    panels[0][0].legend(loc="upper right", fontsize=8, frameon=False)
-    figure.tight_layout()
+    lines, names = panels[0][0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     figure.savefig(path, dpi=160)
 
 
