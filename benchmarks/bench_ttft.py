@@ -145,8 +145,8 @@ def figures(seen: dict[str, Seen], length: int, absent: str) -> Iterator[Result]
 def beside_least(seen: dict[str, Seen], least: LeastLoad, length: int) -> Iterator[Result]:
     """Hits of FlexCache beside the bounds that vLLM and the machine set.
 
-    A hit in vLLM's own cache is taken from the engine that is faster at it: with FlexCache's layout
-    of the KV one took a quarter of the time on a CPU.
+    A hit in the GPU cache is that of the engine which is faster at it. Of a prompt of whole blocks
+    vLLM alone computes the last block again; with FlexCache it computes one token.
     """
     if not {ALONE, OURS} <= set(seen):
         return
