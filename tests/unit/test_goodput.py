@@ -87,10 +87,11 @@ def test_users_begin_one_after_the_other() -> None:
     assert [len(users.ask(now)) for now in (0.0, 0.9, 1.0, 5.0)] == [1, 0, 1, 1]
 
 
-def test_a_request_is_in_time_if_both_its_times_are() -> None:
-    def answer(ttft_s: float, tpot_s: float) -> Answer:
-        return Answer(0, 0, 100, 60, 10.0, 10.0 + ttft_s, 10.0 + ttft_s + 4 * tpot_s, 5)
+def answer(ttft_s: float, tpot_s: float) -> Answer:
+    return Answer(0, 0, 100, 60, 10.0, 10.0 + ttft_s, 10.0 + ttft_s + 4 * tpot_s, 5)
 
+
+def test_a_request_is_in_time_if_both_its_times_are() -> None:
     limits = Limits(ttft_s=1.0, tpot_s=0.25)
     answers = [answer(1.0, 0.25), answer(1.5, 0.125), answer(0.5, 0.5), answer(0.5, 0.125)]
     level = Level.of(3, answers, 8.0, limits)
@@ -98,9 +99,6 @@ def test_a_request_is_in_time_if_both_its_times_are() -> None:
 
 
 def test_limits_are_multiples_of_an_idle_engines_median() -> None:
-    def answer(ttft_s: float, tpot_s: float) -> Answer:
-        return Answer(0, 0, 100, 0, 10.0, 10.0 + ttft_s, 10.0 + ttft_s + 4 * tpot_s, 5)
-
     unloaded = [answer(0.5, 0.125), answer(9.0, 4.0), answer(1.0, 0.25)]
     assert Limits.scaled(unloaded, 3.0) == Limits(3.0, 0.75)
 
