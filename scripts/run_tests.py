@@ -14,10 +14,12 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
@@ -144,7 +146,7 @@ def run(lane: str, command: Sequence[str]) -> Outcome:
     if not Path(command[0]).exists():
         print(f"skipped: there is no {command[0]}; `bash scripts/test.sh` sets it up")
         return Outcome(lane, NOT_SET_UP, 0.0)
-    started, tail = time.monotonic(), b""
+    started = time.monotonic()
     colors = {"PY_COLORS": "1"} if sys.stdout.isatty() else {}
     process = subprocess.Popen(
         command,
@@ -155,18 +157,35 @@ def run(lane: str, command: Sequence[str]) -> Outcome:
         start_new_session=True,
     )
     assert process.stdout is not None
+    output = Output(process.stdout)
+    output.start()
     try:
-        while chunk := os.read(process.stdout.fileno(), 1 << 16):
-            tail = (tail + chunk)[-4096:]
-            sys.stdout.buffer.write(chunk)
-            sys.stdout.flush()
         status = process.wait()
     except KeyboardInterrupt:
         end(process)
         raise
-    closing_lines = CLOSING_LINE.findall(tail.decode(errors="replace")) if lane in TESTS else []
+    output.join(TO_END_S)  # a process that a test has left running may hold the pipe
+    closing_lines = CLOSING_LINE.findall(output.tail) if lane in TESTS else []
     seconds = time.monotonic() - started
     return Outcome(lane, status, seconds, closing_lines[-1] if closing_lines else "")
+
+
+class Output(threading.Thread):
+    """Passes on what a lane prints."""
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        super().__init__(daemon=True)
+        self._pipe, self._last = pipe, b""
+
+    @property
+    def tail(self) -> str:
+        return self._last.decode(errors="replace")
+
+    def run(self) -> None:
+        while chunk := os.read(self._pipe.fileno(), 1 << 16):
+            self._last = (self._last + chunk)[-4096:]
+            sys.stdout.buffer.write(chunk)
+            sys.stdout.flush()
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -175,7 +194,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, sent)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=TO_END_S)
+            process.wait(TO_END_S)
 
 
 def print_table(outcomes: Sequence[Outcome]) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -88,3 +91,33 @@ def test_pytests_closing_line_is_printed_last(
     monkeypatch.setattr(run_tests, "commands_for", lambda *_: {})
     assert run_tests.main([]) == 0
     assert capfd.readouterr().out.splitlines()[-1] == closing
+
+
+def test_a_process_that_a_test_has_left_running_does_not_hold_up_the_lane(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    code = f"import subprocess; subprocess.Popen(['cat', {str(fifo)!r}]); print('1 failed in 2s')"
+    monkeypatch.setattr(run_tests, "TO_END_S", 0.2)
+    outcome = run_tests.run("unit", [sys.executable, "-u", "-c", code])
+    assert (outcome.word, outcome.closing_line) == ("passed", "1 failed in 2s")
+    fifo.write_text("the process ends\n")
+
+
+def test_an_interrupt_ends_the_lane_and_all_that_it_has_started(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    wait = subprocess.Popen.wait
+
+    def be_interrupted(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if timeout is None:
+            raise KeyboardInterrupt
+        return wait(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", be_interrupted)
+    lanes = {"unit": [sys.executable, "-c", "import time; time.sleep(600)"]}
+    monkeypatch.setattr(run_tests, "CHECKS", lanes)
+    monkeypatch.setattr(run_tests, "commands_for", lambda *_: {})
+    assert run_tests.main([]) == 128 + signal.SIGINT
+    assert "interrupted" in capfd.readouterr().out
