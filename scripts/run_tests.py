@@ -26,6 +26,8 @@ BIN = Path(sys.executable).parent
 SGLANG_VENV = Path(os.environ.get("SGLANG_VENV", ROOT / ".venv-sglang"))
 NOTHING_SELECTED = 5  # pytest's exit status
 NOT_SET_UP = 77
+OVERDUE = 124
+LANE_S = 2700.0  # a lane that hangs is ended while CI has time for the others
 TO_END_S = 30.0
 CLOSING_LINE = re.compile(r"^.* in \d[\d.]*s\b.*$", re.MULTILINE)
 
@@ -158,20 +160,30 @@ def run(lane: str, command: Sequence[str]) -> Outcome:
     )
     assert process.stdout is not None
     output = Output(process.stdout)
-    output.start()
     try:
-        status = process.wait()
+        output.start()
+        status = process.wait(LANE_S)
+        output.join(TO_END_S)
     except KeyboardInterrupt:
-        end(process)
+        end(process, output)
         raise
-    output.join(TO_END_S)  # a process that a test has left running may hold the pipe
+    except subprocess.TimeoutExpired:
+        print(f"\nended: not done within {LANE_S:.0f} s", flush=True)
+        end(process, output)
+        status = OVERDUE
+    if output.is_alive():  # a process that a test has left running holds the pipe
+        send(process, signal.SIGKILL)
+        output.join(TO_END_S)
     closing_lines = CLOSING_LINE.findall(output.tail) if lane in TESTS else []
     seconds = time.monotonic() - started
     return Outcome(lane, status, seconds, closing_lines[-1] if closing_lines else "")
 
 
 class Output(threading.Thread):
-    """Passes on what a lane prints."""
+    """Passes on what a lane prints, and keeps the last of it.
+
+    A lane may leave a process that never closes the pipe, so that only a thread may wait for it.
+    """
 
     def __init__(self, pipe: IO[bytes]) -> None:
         super().__init__(daemon=True)
@@ -182,19 +194,26 @@ class Output(threading.Thread):
         return self._last.decode(errors="replace")
 
     def run(self) -> None:
-        while chunk := os.read(self._pipe.fileno(), 1 << 16):
-            self._last = (self._last + chunk)[-4096:]
-            sys.stdout.buffer.write(chunk)
-            sys.stdout.flush()
+        with self._pipe:  # closed if standard output fails, or the lane would wait for a reader
+            while chunk := os.read(self._pipe.fileno(), 1 << 16):
+                self._last = (self._last + chunk)[-4096:]
+                sys.stdout.buffer.write(chunk)
+                sys.stdout.flush()
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt all that the lane has started; kill what does not end."""
+def end(process: subprocess.Popen[bytes], output: Output) -> None:
+    """Interrupt all that the lane has started; kill what does not end, at a second interrupt at
+    once."""
     for sent in (signal.SIGINT, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, sent)
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        send(process, sent)
+        with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
             process.wait(TO_END_S)
+            output.join(TO_END_S)
+
+
+def send(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
 
 
 def print_table(outcomes: Sequence[Outcome]) -> None:

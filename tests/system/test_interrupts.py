@@ -6,6 +6,7 @@ import itertools
 import random
 import signal
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -30,10 +31,10 @@ def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Alarm:
-    """Raises in the main thread, wherever that is, while it is in use.
+    """Raises once in the main thread, wherever that is, some time after `set`.
 
     Attributes:
-        has_rung: Whether it has raised since it was set last.
+        has_rung: Whether it has rung since it was last set.
     """
 
     def __init__(self, raised: type[BaseException] = KeyboardInterrupt) -> None:
@@ -45,12 +46,14 @@ class Alarm:
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, self._before)
 
     def set(self, after_s: float) -> None:
         self.has_rung = False
         signal.setitimer(signal.ITIMER_REAL, after_s)
+
+    def stop(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
 
     def _ring(self, *_: object) -> None:
         self.has_rung = True
@@ -60,16 +63,23 @@ class Alarm:
 def call_until_interrupted(
     cluster: Cluster, numbers: Iterator[int], alarm: Alarm, after_s: float
 ) -> None:
-    """Set the alarm again if it was lost: Python ignores what a callback of the garbage collector
-    raises, and hypothesis has one."""
+    """Put and cancel until the alarm interrupts a call.
+
+    It is set again if its exception was lost: Python ignores what a callback of the garbage
+    collector raises, and hypothesis has such a callback.
+    """
+    deadline = time.monotonic() + PATIENCE_S
     alarm.set(after_s)
-    while True:
-        if alarm.has_rung:
-            alarm.set(after_s)
-        number = next(numbers)
-        task_id, _ = cluster.manager.put_match(TOKENS + 64 * number)
-        cluster.manager.launch([task_id], [cluster.slots(BLOCKS)])
-        cluster.manager.cancel([task_id])
+    try:
+        while time.monotonic() < deadline:
+            if alarm.has_rung:
+                alarm.set(after_s)
+            number = next(numbers)
+            task_id, _ = cluster.manager.put_match(TOKENS + 64 * number)
+            cluster.manager.launch([task_id], [cluster.slots(BLOCKS)])
+            cluster.manager.cancel([task_id])
+    finally:
+        alarm.stop()
 
 
 def answers_in_time(cluster: Cluster) -> bool:
@@ -102,6 +112,7 @@ def test_puts_are_whole_after_others_were_interrupted(raised: type[BaseException
                 # numpy.array_equal, which checks slots, takes any error for "they are not equal".
                 with pytest.raises((raised, ValueError)):
                     call_until_interrupted(cluster, numbers, alarm, delays.uniform(1e-4, LONGEST_S))
+                assert alarm.has_rung
                 tokens = TOKENS + 64 * next(numbers)
                 task_id, _ = cluster.manager.put_async(tokens, cluster.slots(BLOCKS))
                 answer = cluster.manager.wait([task_id], PATIENCE_S)[task_id]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -93,31 +96,84 @@ def test_pytests_closing_line_is_printed_last(
     assert capfd.readouterr().out.splitlines()[-1] == closing
 
 
+def ended_outputs() -> bool:
+    """Whether no lane's pipe is held any more, so that no process of a lane is left."""
+    outputs = [each for each in threading.enumerate() if isinstance(each, run_tests.Output)]
+    for output in outputs:
+        output.join(60.0)
+    return not any(output.is_alive() for output in outputs)
+
+
+@pytest.mark.parametrize("has_own_session", [False, True])
 def test_a_process_that_a_test_has_left_running_does_not_hold_up_the_lane(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+    has_own_session: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
-    code = f"import subprocess; subprocess.Popen(['cat', {str(fifo)!r}]); print('1 failed in 2s')"
-    monkeypatch.setattr(run_tests, "TO_END_S", 0.2)
-    outcome = run_tests.run("unit", [sys.executable, "-u", "-c", code])
-    assert (outcome.word, outcome.closing_line) == ("passed", "1 failed in 2s")
-    fifo.write_text("the process ends\n")
+    """It is killed unless it is in a session of its own."""
+    code = (
+        "import subprocess; left = subprocess.Popen("
+        f"['sleep', '600'], start_new_session={has_own_session}); print(left.pid, 'failed in 2s')"
+    )
+    monkeypatch.setattr(run_tests, "TO_END_S", 2.0)
+    outcome = run_tests.run("unit", [sys.executable, "-c", code])
+    assert outcome.word == "passed"
+    left, *words = outcome.closing_line.split()
+    assert words == ["failed", "in", "2s"]
+    if has_own_session:
+        os.kill(int(left), signal.SIGKILL)
+    assert ended_outputs()
 
 
+@pytest.fixture
+def stubborn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Path:
+    """A lane with a child that ignores interrupts; the file is there once it does."""
+    ready = tmp_path / "ready"
+    child = (
+        "import pathlib, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+        f"pathlib.Path({str(ready)!r}).touch(); signal.pause()"
+    )
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    monkeypatch.setattr(run_tests, "TO_END_S", 2.0)
+    monkeypatch.setattr(run_tests, "CHECKS", {"unit": [sys.executable, "-c", code]})
+    monkeypatch.setattr(run_tests, "commands_for", lambda *_: {})
+    return ready
+
+
+@pytest.mark.parametrize("num_interrupts", [1, 2])
 def test_an_interrupt_ends_the_lane_and_all_that_it_has_started(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    num_interrupts: int, stubborn: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wait = subprocess.Popen.wait
+    wait, interrupts = subprocess.Popen.wait, iter(range(num_interrupts))
 
     def be_interrupted(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
-        if timeout is None:
-            raise KeyboardInterrupt
-        return wait(process, timeout)
+        if next(interrupts, None) is None:
+            return wait(process, timeout)
+        while not stubborn.exists():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                wait(process, 0.05)
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(subprocess.Popen, "wait", be_interrupted)
-    lanes = {"unit": [sys.executable, "-c", "import time; time.sleep(600)"]}
-    monkeypatch.setattr(run_tests, "CHECKS", lanes)
-    monkeypatch.setattr(run_tests, "commands_for", lambda *_: {})
     assert run_tests.main([]) == 128 + signal.SIGINT
-    assert "interrupted" in capfd.readouterr().out
+    assert ended_outputs()
+
+
+def test_a_lane_that_hangs_is_ended_and_counts_as_failed(
+    stubborn: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_tests, "LANE_S", 2.0)
+    assert run_tests.main([]) == 1
+    out = capfd.readouterr().out
+    assert "ended: not done within 2 s" in out
+    assert out.splitlines()[-1].startswith(f"{'unit':10}failed (124)")
+    assert ended_outputs()
+
+
+def test_a_lane_ends_if_its_output_cannot_be_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    monkeypatch.setattr(
+        sys, "stdout", SimpleNamespace(buffer=None, write=len, flush=list, isatty=bool)
+    )
+    endless = "while True: print('x' * 4096)"
+    assert run_tests.run("unit", [sys.executable, "-c", endless]).word == "failed (1)"

@@ -45,7 +45,7 @@ def _serve(endpoint: str, is_up: Event, is_over: Event, was_connected: Event) ->
             listener.bind((host, int(port)))
         listener.listen()
         is_up.set()
-        is_over.wait()
+        is_over.wait(120)
         listener.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             listener.accept()
@@ -65,7 +65,7 @@ def another_user_serves(endpoint: str) -> Iterator[int]:
         yield process.pid
     finally:
         is_over.set()
-        process.join()
+        process.join(60)
     assert not was_connected.is_set()
 
 
