@@ -5,9 +5,9 @@
 
 Runs the benchmarks that have targets one after the other, each within a time limit; none stops the
 others. It takes half an hour on an idle machine, and an hour and a half at most, on a slow one: a
-busy one misses what is absolute. Ends with the table, which is also in OUT/table.md beside what each
-benchmark wrote; exit status 1 if one of them left no figures. `ONLY` selects benchmarks by their
-names.
+busy one misses what is absolute. Ends with the table, which is also in OUT/table.md beside what
+each benchmark wrote; exit status 1 if one of them left no figures. `ONLY` selects benchmarks by
+their names.
 
 `--before DIR` names what an earlier run left, of an older checkout say; its figures are shown too.
 
