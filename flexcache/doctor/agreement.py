@@ -27,6 +27,8 @@ def check_block_size(subject: Subject) -> Iterator[Finding]:
         yield ok("tokens per block: taken from the engine")
     elif ours is None or ours == given:
         yield ok(f"tokens per block: {given}")
+    elif given is None and not _is_named(subject):
+        yield ok(f"tokens per block: {ours}, for the model in the server's settings")
     elif given is None:
         yield warning(
             f"tokens_per_block is set to {ours}: vLLM does not start if its own differs",
@@ -52,13 +54,13 @@ def _set_block_size(subject: Subject) -> int | None:
 
     They do if they name it, or if they are those of a server with a model.
     """
-    name = "tokens_per_block"
-    is_set = (
-        subject.model is not None
-        or ENV_PREFIX + name.upper() in subject.environ
-        or name in subject.vllm.extra_config
-    )
+    is_set = subject.model is not None or _is_named(subject)
     return subject.config.tokens_per_block if subject.config is not None and is_set else None
+
+
+def _is_named(subject: Subject) -> bool:
+    name = "tokens_per_block"
+    return ENV_PREFIX + name.upper() in subject.environ or name in subject.vllm.extra_config
 
 
 def _check_slots(subject: Subject) -> Iterator[Finding]:

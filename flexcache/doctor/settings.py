@@ -1,9 +1,10 @@
-"""Checks that the settings are valid."""
+"""Checks that the settings are valid, and those of a server fit its model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from flexcache.cache.build import CacheSizes
 from flexcache.doctor.findings import Finding, error, ok
 from flexcache.doctor.subject import Subject
 from flexcache.errors import FlexCacheError
@@ -14,7 +15,10 @@ def check_settings(subject: Subject) -> Iterator[Finding]:
         yield ok("no settings (FLEXCACHE_*, or --config): only the machine is checked")
         return
     try:
-        subject.read_config().check_has_tier()
+        config = subject.read_config()
+        config.check_has_tier()
+        if config.has_cpu_tier and subject.slot_bytes is not None:
+            CacheSizes.for_blocks(config, subject.slot_bytes, subject.slot_bytes)
     except FlexCacheError as problem:
         what, _, remedy = str(problem).partition(": ")
         yield error(f"the settings are not valid: {what}", remedy or "see `flexcache config`")

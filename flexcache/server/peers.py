@@ -156,6 +156,11 @@ class Peers:
             return
         refused = self._refusal(hello, now)
         if refused is not None:
+            if refused.final:
+                reason = refused.reason
+                log_event(
+                    logger, logging.ERROR, "engine_refused", engine=hello.engine, reason=reason
+                )
             self._outbox.send(identity, refused)
             return
         if self._slot.cache is None:
@@ -190,9 +195,7 @@ class Peers:
         fingerprint = model.fingerprint(hello.model.tokens_per_block)
         if cache is None or fingerprint == cache.fingerprint:
             return None
-        reason = f"the engine's KV is {fingerprint}, the server holds {cache.fingerprint}"
-        log_event(logger, logging.ERROR, "engine_refused", engine=hello.engine, reason=reason)
-        return Refused(reason)
+        return Refused(f"the engine's KV is {fingerprint}, the server holds {cache.fingerprint}")
 
     def _begin_session(self, identity: bytes, hello: HelloEngine, now: float) -> None:
         fence = self._registry.fence(hello.engine)

@@ -23,6 +23,7 @@ from flexcache.doctor.packages import (
     judge_tensorrt_llm,
     judge_vllm,
 )
+from flexcache.doctor.settings import check_settings
 from flexcache.doctor.stores import check_ssd_compression
 from flexcache.doctor.subject import Subject, VllmOptions
 from flexcache.storage.mounts import mount_of
@@ -330,6 +331,30 @@ def test_blocks_on_disk_must_have_the_models_size(
     file.write_text(SERVER_FILE.format(directory=directory, tokens=tokens))
     subject = Subject(file, environ={}, vllm=VllmOptions(block_size=tokens))
     assert levels(agreement.check_block_size(subject)) == expected
+
+
+def test_the_block_size_of_a_servers_own_model_is_no_setting_of_vllms(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text(SERVER_FILE.format(directory=tmp_path / "kv", tokens=16))
+    assert levels(agreement.check_block_size(Subject(file, environ={}))) == [OK]
+
+
+@pytest.mark.parametrize(
+    ("quotas", "reason"),
+    [
+        ("a=10MB", "promises 152.5 times the ssd tier"),
+        ("a=1MB", "promises 15.25 times the ssd tier"),
+        ("a=11MB/50%", "promises 1.1 times the dram tier"),
+        ("a=1MB/1%", "promises less than a block of the ssd tier to a"),
+        ("a=1MB/0%", ""),
+    ],
+)
+def test_a_servers_sizes_must_fit_its_model(tmp_path: Path, quotas: str, reason: str) -> None:
+    file = tmp_path / "server.toml"
+    content = SERVER_FILE.format(directory=tmp_path / "kv", tokens=16)
+    file.write_text(f'quotas = "{quotas}"\n{content}')
+    [found] = check_settings(Subject(file, environ={}))
+    assert (found.level, reason in found.text + found.remedy) == (ERROR if reason else OK, True)
 
 
 @pytest.mark.parametrize(

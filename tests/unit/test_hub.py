@@ -359,12 +359,16 @@ def test_an_invalid_model_is_refused_and_decides_nothing(world: World, spec: Mod
     Engine(world)
 
 
-def test_a_cache_that_cannot_be_opened_is_the_reason_for_the_refusal(world: World) -> None:
+def test_a_cache_that_cannot_be_opened_is_the_reason_for_the_refusal(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(*_: object) -> ServedCache:
         raise ConfigError("no room")
 
     world.open = fail
     assert world.send(b"x", hello_engine()) == [Refused("no room")]
+    assert "engine_refused" in caplog.text
+    assert "no room" in caplog.text
 
 
 def test_another_version_is_refused_and_counted(world: World) -> None:
