@@ -24,8 +24,8 @@ Every setting is a field of `CacheConfig`, an environment variable, a key of the
 Later sources override earlier ones: default, file, environment, arguments. An unknown name is
 refused, with the closest known ones. In Python, `CacheConfig.from_env(...)` reads them all, while
 `CacheConfig(...)` takes its arguments and defaults only, whatever the environment says. vLLM
-sets `tokens_per_block` itself. `flexcache server` takes the same settings; its file may also have a table `model` and `idle_exit_s`
-([protocol](protocol.md)).
+sets `tokens_per_block` itself. `flexcache server` takes the same settings; its file may also have a
+table `model` and `idle_exit_s` ([protocol](protocol.md)).
 
 `flexcache config` shows the values in effect and where each comes from (default, file,
 environment). Secrets are masked. `--config FILE` reads another file, `--describe` adds variables
@@ -33,7 +33,8 @@ and meanings, `--json` is for programs. `flexcache config --profile chat` (or `a
 prints a file to begin with, with a reason for each setting. The exit status is 1 if a setting is
 unknown or invalid. What can be judged only with a model (a quota in bytes beside a size in blocks)
 is checked by `flexcache doctor --config FILE`, if the file has one, and at startup.
-What vLLM is given in `kv_connector_extra_config` comes on top and is not checked, so a missing size is no error here, though an engine needs a size or an endpoint.
+What vLLM is given in `kv_connector_extra_config` comes on top and is not checked, so a missing
+size is no error here, though an engine needs a size or an endpoint.
 
 The tables are generated from the code by `scripts/make_docs.py`.
 

@@ -92,8 +92,8 @@ class Subject:
 
     @property
     def has_settings(self) -> bool:
-        given = any(name.startswith(ENV_PREFIX) for name in self._settings)
-        return given or bool(self.vllm.extra_config)
+        given = (value for name, value in self._settings.items() if name.startswith(ENV_PREFIX))
+        return any(given) or bool(self.vllm.extra_config)
 
     def read_config(self) -> CacheConfig:
         """Read the settings.

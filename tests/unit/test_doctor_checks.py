@@ -339,6 +339,10 @@ def test_the_block_size_of_a_servers_own_model_is_no_setting_of_vllms(tmp_path: 
     assert levels(agreement.check_block_size(Subject(file, environ={}))) == [OK]
 
 
+def test_empty_variables_are_no_settings() -> None:
+    assert not Subject(environ={"FLEXCACHE_QUOTAS": ""}).has_settings
+
+
 @pytest.mark.parametrize(
     ("quotas", "reason"),
     [
