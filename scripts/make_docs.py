@@ -31,10 +31,10 @@ table `model` and `idle_exit_s` ([protocol](protocol.md)).
 environment). Secrets are masked. `--config FILE` reads another file, `--describe` adds variables
 and meanings, `--json` is for programs. `flexcache config --profile chat` (or `agents`, `batch`)
 prints a file to begin with, with a reason for each setting. The exit status is 1 if a setting is
-unknown or invalid. What can be judged only with a model (a quota in bytes beside a size in blocks)
-is checked by `flexcache doctor --config FILE`, if the file has one, and at startup.
-What vLLM is given in `kv_connector_extra_config` comes on top and is not checked, so a missing
-size is no error here, though an engine needs a size or an endpoint.
+unknown or invalid. What can be judged only with a model (a quota in bytes beside a size in blocks,
+or below one block) is checked by `flexcache doctor --config FILE`, if the file has one, and at
+startup. What vLLM is given in `kv_connector_extra_config` comes on top and is not checked, so a
+missing size is no error here, though an engine needs a size or an endpoint.
 
 The tables are generated from the code by `scripts/make_docs.py`.
 

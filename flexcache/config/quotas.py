@@ -90,7 +90,7 @@ def blocks_of(
         block_bytes: Size of a block in it.
 
     Raises:
-        ConfigError: They come to more than the tier has, or one to less than a block.
+        ConfigError: They come to more than the tier has, or bytes to less than a block.
     """
     quotas = parse_quotas(text)
     if not quotas or not num_blocks:
@@ -99,7 +99,8 @@ def blocks_of(
         quota.tenant: getattr(quota, tier).num_blocks(num_blocks, block_bytes) for quota in quotas
     }
     for quota in quotas:
-        if getattr(quota, tier).value and not blocks[quota.tenant]:
+        amount = getattr(quota, tier)
+        if amount.value and not amount.is_share and not blocks[quota.tenant]:
             what = f"less than a block of the {tier} tier to {quota.tenant}"
             raise reject("quotas", text, f"promises {what}: one has {block_bytes:,} bytes")
     # In whole blocks: a tier set to 2 GB has a little less, and twice 1 GB of it must fit.

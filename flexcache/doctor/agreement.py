@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from flexcache.config.sources import ENV_PREFIX
+from flexcache.config.sources import read_environment
 from flexcache.doctor.findings import Finding, error, ok, warning
 from flexcache.doctor.packages import as_pair, vllm_version
 from flexcache.doctor.subject import Subject
@@ -60,7 +60,7 @@ def _set_block_size(subject: Subject) -> int | None:
 
 def _is_named(subject: Subject) -> bool:
     name = "tokens_per_block"
-    return ENV_PREFIX + name.upper() in subject.environ or name in subject.vllm.extra_config
+    return name in read_environment(subject.environ) or name in subject.vllm.extra_config
 
 
 def _check_slots(subject: Subject) -> Iterator[Finding]:

@@ -17,6 +17,7 @@ def check_settings(subject: Subject) -> Iterator[Finding]:
     try:
         config = subject.read_config()
         config.check_has_tier()
+        subject.read_model()
         if config.has_cpu_tier and subject.slot_bytes is not None:
             CacheSizes.for_blocks(config, subject.slot_bytes, subject.slot_bytes)
     except FlexCacheError as problem:

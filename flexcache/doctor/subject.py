@@ -11,7 +11,7 @@ from typing import Any
 
 from flexcache.client.status import read_status
 from flexcache.config import CacheConfig, ModelConfig, ServerConfig
-from flexcache.config.sources import CONFIG_FILE_ENV, ENV_PREFIX
+from flexcache.config.sources import CONFIG_FILE_ENV, read_environment
 from flexcache.errors import ConfigError, FlexCacheError
 from flexcache.protocol.runtime import is_served, private_endpoint
 from flexcache.storage.shards import Shards
@@ -92,8 +92,8 @@ class Subject:
 
     @property
     def has_settings(self) -> bool:
-        given = (value for name, value in self._settings.items() if name.startswith(ENV_PREFIX))
-        return any(given) or bool(self.vllm.extra_config)
+        file = self._settings.get(CONFIG_FILE_ENV)
+        return bool(file or read_environment(self._settings) or self.vllm.extra_config)
 
     def read_config(self) -> CacheConfig:
         """Read the settings.
@@ -114,16 +114,23 @@ class Subject:
     @cached_property
     def model(self) -> ModelConfig | None:
         """The model in a server's settings."""
-        config = self.config
-        if config is None or not config.has_cpu_tier or self.config_file is None:
-            return None
         try:
-            endpoint = private_endpoint("server")
-            return ServerConfig.load(
-                str(self.config_file), self.environ, default_endpoint=endpoint
-            ).model
+            return None if self.config is None else self.read_model()
         except FlexCacheError:
             return None
+
+    def read_model(self) -> ModelConfig | None:
+        """Read the model in a server's settings.
+
+        Raises:
+            FlexCacheError: The settings are wrong, or their file needs a package.
+        """
+        if self.config_file is None or not self.read_config().has_cpu_tier:
+            return None
+        endpoint = private_endpoint("server")
+        return ServerConfig.load(
+            str(self.config_file), self.environ, default_endpoint=endpoint
+        ).model
 
     @property
     def slot_bytes(self) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -35,21 +36,24 @@ class Alarm:
 
     Attributes:
         has_rung: Whether it has rung since it was last set.
+        is_lost: Whether Python ignored what it raised, in a callback of the garbage collector say.
     """
 
     def __init__(self, raised: type[BaseException] = KeyboardInterrupt) -> None:
         self.raised = raised
-        self.has_rung = False
+        self.has_rung = self.is_lost = False
 
     def __enter__(self) -> Alarm:
         self._before = signal.signal(signal.SIGALRM, self._ring)
+        self._hook, sys.unraisablehook = sys.unraisablehook, self._note
         return self
 
     def __exit__(self, *_: object) -> None:
+        sys.unraisablehook = self._hook
         signal.signal(signal.SIGALRM, self._before)
 
     def set(self, after_s: float) -> None:
-        self.has_rung = False
+        self.has_rung = self.is_lost = False
         signal.setitimer(signal.ITIMER_REAL, after_s)
 
     def stop(self) -> None:
@@ -59,20 +63,26 @@ class Alarm:
         self.has_rung = True
         raise self.raised
 
+    def _note(self, ignored: sys.UnraisableHookArgs) -> None:
+        if ignored.exc_type is self.raised:
+            self.is_lost = True
+        else:
+            self._hook(ignored)
+
 
 def call_until_interrupted(
     cluster: Cluster, numbers: Iterator[int], alarm: Alarm, after_s: float
 ) -> None:
     """Put and cancel until the alarm interrupts a call.
 
-    It is set again if its exception was lost: Python ignores what a callback of the garbage
-    collector raises, and hypothesis has such a callback.
+    It is set again if its exception was lost: hypothesis has a callback of the garbage collector.
     """
     deadline = time.monotonic() + PATIENCE_S
     alarm.set(after_s)
     try:
         while time.monotonic() < deadline:
             if alarm.has_rung:
+                assert alarm.is_lost
                 alarm.set(after_s)
             number = next(numbers)
             task_id, _ = cluster.manager.put_match(TOKENS + 64 * number)

@@ -336,11 +336,22 @@ def test_blocks_on_disk_must_have_the_models_size(
 def test_the_block_size_of_a_servers_own_model_is_no_setting_of_vllms(tmp_path: Path) -> None:
     file = tmp_path / "server.toml"
     file.write_text(SERVER_FILE.format(directory=tmp_path / "kv", tokens=16))
-    assert levels(agreement.check_block_size(Subject(file, environ={}))) == [OK]
+    environ = {"FLEXCACHE_TOKENS_PER_BLOCK": ""}
+    assert levels(agreement.check_block_size(Subject(file, environ=environ))) == [OK]
 
 
 def test_empty_variables_are_no_settings() -> None:
-    assert not Subject(environ={"FLEXCACHE_QUOTAS": ""}).has_settings
+    environ = {"FLEXCACHE_QUOTAS": "", "FLEXCACHE_CONFIG": "", "FLEXCACHE_ROUTER_PORT": "8000"}
+    assert not Subject(environ=environ).has_settings
+
+
+def test_a_model_that_is_wrong_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    content = SERVER_FILE.format(directory=tmp_path / "kv", tokens=16)
+    file.write_text(content.replace("num_layers = 1", "num_layers = -1"))
+    [found] = check_settings(Subject(file, environ={}))
+    assert found.level is ERROR
+    assert "num_layers" in found.text
 
 
 @pytest.mark.parametrize(
@@ -349,8 +360,8 @@ def test_empty_variables_are_no_settings() -> None:
         ("a=10MB", "promises 152.5 times the ssd tier"),
         ("a=1MB", "promises 15.25 times the ssd tier"),
         ("a=11MB/50%", "promises 1.1 times the dram tier"),
-        ("a=1MB/1%", "promises less than a block of the ssd tier to a"),
-        ("a=1MB/0%", ""),
+        ("a=1MB/0.001MB", "promises less than a block of the ssd tier to a"),
+        ("a=1MB/1%", ""),
     ],
 )
 def test_a_servers_sizes_must_fit_its_model(tmp_path: Path, quotas: str, reason: str) -> None:

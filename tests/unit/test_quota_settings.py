@@ -94,11 +94,10 @@ def test_others_have_what_is_left_unless_the_setting_says() -> None:
     assert blocks_of("a=50%", "ssd", 0, 1) == {}, "there is no such tier"
 
 
-def test_a_quota_that_is_less_than_a_block_is_refused() -> None:
-    for text in ("a=1MB,b=50%", "a=9%,b=50%"):
-        with pytest.raises(ConfigError, match="less than a block of the dram tier to a"):
-            blocks_of(text, "dram", 10, 2_000_000)
-    assert blocks_of("a=0%,b=50%", "dram", 10, 2_000_000) == {"*": 5, "a": 0, "b": 5}
+def test_bytes_that_are_less_than_a_block_are_refused() -> None:
+    with pytest.raises(ConfigError, match="less than a block of the dram tier to a"):
+        blocks_of("a=1MB,b=50%", "dram", 10, 2_000_000)
+    assert blocks_of("a=0MB,b=9%", "dram", 10, 2_000_000) == {"*": 10, "a": 0, "b": 0}
 
 
 def test_sizes_in_blocks_are_compared_once_a_blocks_size_is_known() -> None:

@@ -127,13 +127,13 @@ def test_a_process_that_a_test_has_left_running_does_not_hold_up_the_lane(
 def stubborn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Path:
-    """A lane with a child that ignores interrupts; the file is there once it does."""
+    """A lane that, like its child, ignores interrupts; the file is there once both do."""
     ready = tmp_path / "ready"
-    child = (
-        "import pathlib, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
-        f"pathlib.Path({str(ready)!r}).touch(); signal.pause()"
+    code = (
+        "import pathlib, signal, subprocess; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+        "child = subprocess.Popen(['sleep', '600']); "
+        f"pathlib.Path({str(ready)!r}).touch(); child.wait()"
     )
-    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     monkeypatch.setattr(run_tests, "TO_END_S", 2.0)
     monkeypatch.setattr(run_tests, "CHECKS", {"unit": [sys.executable, "-c", code]})
     monkeypatch.setattr(run_tests, "commands_for", lambda *_: {})
