@@ -402,7 +402,8 @@ class PrefixIndex:
     def discard(self, root: RootId, key: BlockKey) -> BlockIds:
         """Make a block with bad bytes and all after it unfindable; free them, and return their ids.
 
-        Pinned blocks stay allocated until they are unpinned, and go first then. O(blocks dropped).
+        Pinned blocks stay allocated until they are unpinned, and go first then: with the next
+        `evict`, `sweep`, or `discard` of a block that is found. O(blocks dropped).
         """
         code = self._directories.get(root, {}).get(key)
         if code is None:

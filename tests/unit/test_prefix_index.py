@@ -92,19 +92,23 @@ class Model:
                 del self.found[block.found_as]
 
     def discard(self, root: RootId, word: str) -> list[Block]:
-        """Discard blocks; return those free at once. Pinned ones just cannot be found any more."""
+        """Discard blocks; return those free at once. Pinned ones just cannot be found any more,
+        and go with a later call once they are unpinned."""
         first = self.found.get((root, word))
         if first is None:
             return []
-        dropped, pinned = self.behind(first), self.pinned()
-        for block in dropped:
+        for block in self.behind(first):
             if block.found_as is not None:
                 del self.found[block.found_as]
                 block.found_as = None
             block.last_use = float("-inf")
-        freed = [block for block in dropped if block not in pinned]
+        freed = self.waiting()
         self.remove(freed)
         return freed
+
+    def waiting(self) -> list[Block]:
+        """Return the discarded blocks that nothing holds any more."""
+        return [block for block in self.evictable() if block.found_as is None]
 
 
 def ids_of(blocks: list[Block]) -> list[int]:
@@ -200,7 +204,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
     @rule()
     def sweep(self) -> None:
         freed = self.index.sweep().tolist()
-        swept = [b for b in self.model.evictable() if b.found_as is None]
+        swept = self.model.waiting()
         assert sorted(freed) == sorted(ids_of(swept))
         self.model.remove(swept)
         self.free += freed
@@ -632,6 +636,19 @@ def test_a_long_run_grows_and_shrinks_beside_its_callers_list() -> None:
     index.check()
     keys.clear()
     assert index.blocks(index.match(prompt(text))).tolist() == list(range(18))
+
+
+def test_a_discard_frees_what_an_earlier_one_had_to_leave() -> None:
+    index = PrefixIndex()
+    store(index, "a", 0)
+    store(index, "b", 1)
+    pin = index.match(prompt("b"))
+    index.pin(pin)
+    assert index.discard(ROOT, key_of("b")).tolist() == []
+    index.unpin(pin)
+    assert sorted(index.discard(ROOT, key_of("a")).tolist()) == [0, 1]
+    assert index.sweep().tolist() == []
+    index.check()
 
 
 def test_what_was_dropped_at_once_does_not_wait_for_a_sweep() -> None:
