@@ -95,13 +95,11 @@ def blocks_of(
     quotas = parse_quotas(text)
     if not quotas or not num_blocks:
         return {}
-    blocks = {
-        quota.tenant: getattr(quota, tier).num_blocks(num_blocks, block_bytes) for quota in quotas
-    }
-    for quota in quotas:
-        amount = getattr(quota, tier)
-        if amount.value and not amount.is_share and not blocks[quota.tenant]:
-            what = f"less than a block of the {tier} tier to {quota.tenant}"
+    amounts: dict[str, Amount] = {quota.tenant: getattr(quota, tier) for quota in quotas}
+    blocks = {name: each.num_blocks(num_blocks, block_bytes) for name, each in amounts.items()}
+    for tenant, amount in amounts.items():
+        if amount.value and not amount.is_share and not blocks[tenant]:
+            what = f"less than a block of the {tier} tier to {tenant}"
             raise reject("quotas", text, f"promises {what}: one has {block_bytes:,} bytes")
     # In whole blocks: a tier set to 2 GB has a little less, and twice 1 GB of it must fit.
     total = sum(blocks.values())

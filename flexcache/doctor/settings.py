@@ -18,8 +18,8 @@ def check_settings(subject: Subject) -> Iterator[Finding]:
         config = subject.read_config()
         config.check_has_tier()
         subject.read_model()
-        if config.has_cpu_tier and subject.slot_bytes is not None:
-            CacheSizes.for_blocks(config, subject.slot_bytes, subject.slot_bytes)
+        if (slot_bytes := subject.slot_bytes) is not None:
+            CacheSizes.for_blocks(config, slot_bytes, slot_bytes)
     except FlexCacheError as problem:
         what, _, remedy = str(problem).partition(": ")
         yield error(f"the settings are not valid: {what}", remedy or "see `flexcache config`")

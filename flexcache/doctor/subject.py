@@ -115,7 +115,7 @@ class Subject:
     def model(self) -> ModelConfig | None:
         """The model in a server's settings."""
         try:
-            return None if self.config is None else self.read_model()
+            return self.read_model()
         except FlexCacheError:
             return None
 

@@ -157,10 +157,10 @@ class Peers:
         refused = self._refusal(hello, now)
         if refused is not None:
             if refused.final:
-                reason = refused.reason
                 log_event(
-                    logger, logging.ERROR, "engine_refused", engine=hello.engine, reason=reason
-                )
+                    logger, logging.ERROR, "engine_refused", engine=hello.engine,
+                    reason=refused.reason,
+                )  # fmt: skip
             self._outbox.send(identity, refused)
             return
         if self._slot.cache is None:
