@@ -10,9 +10,10 @@ import torch
 from flexcache import CacheConfig, KVManager, KVTPClient, ModelConfig
 
 model = ModelConfig("my-model", num_layers=2, num_kv_heads=4, head_size=64, dtype=torch.bfloat16)
+config = CacheConfig.from_env(num_cpu_blocks=256)  # and FLEXCACHE_*; CacheConfig(...) ignores them
 kv = {f"layer.{i}": torch.randn(64, 2, 16, 4, 64).bfloat16() for i in range(2)}
 with (
-    KVManager(model, CacheConfig(num_cpu_blocks=256)) as manager,  # in the engine's scheduler
+    KVManager(model, config) as manager,  # in the engine's scheduler
     KVTPClient(manager.endpoint) as client,  # in each of its workers
 ):
     client.register_kv_caches(kv)

@@ -158,6 +158,7 @@ def test_a_client_that_closes_meanwhile_is_not_driven_any_more(
     def close_first(lines: LocalLines, identity: bytes, reports: list[Done]) -> None:
         is_closing.set()
         client.close()
+        until(lambda: identity not in lines._hub.outbox.lines)  # the server knows, too
         take_reports(lines, identity, reports)
 
     def leave_it_to_the_engine(worker: DeviceWorker, may_copy: bool = True) -> list[Done]:
