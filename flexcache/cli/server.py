@@ -46,7 +46,8 @@ def server(
             path, None, **chosen, default_endpoint=private_endpoint("server")
         )
         set_up_logging(settings.cache.log_level, settings.cache.log_format)
-        console.print(
-            f"serving; engines set FLEXCACHE_ENDPOINT={settings.cache.endpoint}", soft_wrap=True
-        )
-        run_server(settings)
+
+        def show(address: str) -> None:
+            console.print(f"serving; engines set FLEXCACHE_ENDPOINT={address}", soft_wrap=True)
+
+        run_server(settings, began=show)

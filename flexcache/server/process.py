@@ -6,6 +6,7 @@ import logging
 import resource
 import signal
 import sys
+from collections.abc import Callable
 
 import msgspec
 
@@ -19,8 +20,16 @@ from flexcache.server.starter import Starter
 logger = logging.getLogger(__name__)
 
 
-def run_server(config: ServerConfig, starter: Starter | None = None) -> None:
+def run_server(
+    config: ServerConfig,
+    starter: Starter | None = None,
+    began: Callable[[str], None] = lambda _: None,
+) -> None:
     """Serve until SIGTERM, SIGINT or idleness; then drain.
+
+    Args:
+        starter: The engine that started this process, if one did.
+        began: Called with the address once it is bound.
 
     Raises:
         ConfigError: The endpoint or a directory cannot be used.
@@ -32,7 +41,7 @@ def run_server(config: ServerConfig, starter: Starter | None = None) -> None:
     )  # fmt: skip
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
-    server.serve()
+    server.serve(began)
 
 
 def main() -> None:

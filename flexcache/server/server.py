@@ -143,11 +143,16 @@ class KVServer:
         self._thread.start()
         return ids
 
-    def serve(self) -> None:
-        """As `start`, but on the calling thread, until `stop` or idleness ends it."""
+    def serve(self, began: Callable[[str], None] = lambda _: None) -> None:
+        """As `start`, but on the calling thread, until `stop` or idleness ends it.
+
+        Args:
+            began: Called with the address once it is bound.
+        """
         loop, _ = self._open()
         self._reactor.spins = True
         try:
+            began(self.endpoint)
             failure = self._run(loop)
         finally:
             self._release()

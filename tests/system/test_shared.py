@@ -459,6 +459,7 @@ def test_two_servers_by_hand_on_one_endpoint_are_refused_by_name() -> None:
         )  # fmt: skip
         assert second.returncode == 1
         assert f"in use by process {process.pid}" in second.stdout
+        assert "serving" not in second.stdout
         until(lambda: _answers(endpoint))
         shown = subprocess.run(
             [sys.executable, "-m", "flexcache.cli", "status", "--endpoint", endpoint],
