@@ -37,6 +37,8 @@ def check_ssd_compression(subject: Subject) -> Iterator[Finding]:
     except MissingDependencyError as missing:
         what, _, remedy = str(missing).partition("; ")
         yield error(f"ssd_compression = {config.ssd_compression}: {what}", remedy)
+    else:
+        yield ok(f"blocks on SSD can be compressed with {config.ssd_compression}")
 
 
 def check_remote_store(subject: Subject) -> Iterator[Finding]:
