@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 
 import pytest
 import test_copy_cuda as on_cuda
@@ -224,3 +225,24 @@ def test_the_mutant_is_seen(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     check_seen(mutant, opened, monkeypatch, caplog=caplog)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "opened"),
+    [
+        (ON_RIG[0], opened_rig),
+        (ON_WORKER[2], opened_worker),
+        (ON_PIECES[0], opened_pieces),
+        (ON_SECOND_GPU, opened_gpu),
+    ],
+    ids=lambda value: value.name if isinstance(value, Mutant) else "",
+)
+def test_a_mutant_that_changes_nothing_is_not_seen(
+    mutant: Mutant,
+    opened: Callable[[pytest.MonkeyPatch], AbstractContextManager[Fixtures]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    unchanged = replace(mutant, instead=mutant.line)
+    with pytest.raises(pytest.fail.Exception, match="not seen"):
+        check_seen(unchanged, opened, monkeypatch, caplog=caplog)

@@ -498,7 +498,9 @@ def test_a_check_that_raises_is_reported_and_the_others_go_on(
     assert found.keys() >= {"kernel", "shared_memory", "server"}
 
 
-@pytest.mark.parametrize(("codec", "expected"), [("none", []), ("lz4", ["ok"]), ("zstd", ["error"])])
+@pytest.mark.parametrize(
+    ("codec", "expected"), [("none", []), ("lz4", ["ok"]), ("zstd", ["error"])]
+)
 def test_the_package_of_the_codec_on_ssd_must_be_installed(
     codec: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
