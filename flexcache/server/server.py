@@ -101,8 +101,7 @@ class KVServer:
         self._is_needed = is_needed
         self._open_http = open_http
         self._changed = threading.Condition(self.lock)
-        self._clearing = threading.Lock()
-        """Held while a caller of `clear` erases files."""
+        self._clearing = threading.Lock()  # held while a caller of `clear` erases files
         self._reactor = Reactor()
         hub_config = HubConfig(
             epoch=new_epoch(),
@@ -119,8 +118,7 @@ class KVServer:
         self._background = BackgroundThread(self._end_job)
         self._endpoint: Endpoint | None = None
         self._thread: ServiceThread | None = None
-        self._ends = threading.RLock()
-        """Held by a caller of `shutdown`."""
+        self._ends = threading.RLock()  # held by a caller of `shutdown`
         self._started_s = 0.0
         self._stopped = False
 
@@ -144,11 +142,8 @@ class KVServer:
         return ids
 
     def serve(self, began: Callable[[str], None] = lambda _: None) -> None:
-        """As `start`, but on the calling thread, until `stop` or idleness ends it.
-
-        Args:
-            began: Called with the address once it is bound.
-        """
+        """As `start`, but on the calling thread, until `stop` or idleness ends it. ``began`` is
+        called with the address once that is bound."""
         loop, _ = self._open()
         self._reactor.spins = True
         try:

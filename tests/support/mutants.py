@@ -20,7 +20,7 @@ from flexcache.errors import FlexCacheError
 Fixtures = dict[str, Any]
 
 MOST_RUNS = 10
-"""Of a mutant's test, until it fails."""
+"""How often a mutant's test is run until it fails."""
 
 
 @dataclass(frozen=True)
