@@ -32,7 +32,7 @@ from flexcache.transfer.messages import Stop
 logger = logging.getLogger(__name__)
 
 _DRAIN_TIMEOUT_S = 5.0
-_HANG_UP_PATIENCE_S = 0.2
+_HANG_UP_PATIENCE_S = 3.5  # a rank waits 3 s for the gates of loads that it keeps
 _HANG_UP_POLL_S = 0.005
 _MAX_MESSAGES_A_TURN = 256  # deadlines and answers are not to wait for a flood to end
 _CENSUSES_A_TIMEOUT = 8  # how often all clients are checked for silent ones

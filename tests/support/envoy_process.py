@@ -66,7 +66,7 @@ class Envoy:
         ports = {"engines": engines, "picker": [picker]}
         for cluster in config["static_resources"]["clusters"]:
             for check in cluster.get("health_checks", ()):
-                check.update(interval="0.2s", no_traffic_interval="0.2s")
+                check.update(interval="0.2s", no_traffic_interval="0.2s", timeout="30s")
             cluster["load_assignment"]["endpoints"] = _endpoints(ports[cluster["name"]])
         self._config = directory / "envoy.yaml"
         self._config.write_text(yaml.safe_dump(config))

@@ -7,6 +7,7 @@ with FakeEngine() as engine, RouterProcess([engine], proxies=2) as router:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -114,9 +115,10 @@ class RouterProcess:
         found = []
         for task in Path(f"/proc/{self.process.pid}/task").iterdir():
             for pid in (task / "children").read_text().split():
-                command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                if f"flexcache.router.{module}.process".encode() in command:
-                    found.append(int(pid))
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended meanwhile
+                    command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                    if f"flexcache.router.{module}.process".encode() in command:
+                        found.append(int(pid))
         return found
 
     # -- the control API ---------------------------------------------------------------------------

@@ -51,8 +51,9 @@ def test_no_get_fails_once_the_death_of_the_disk_worker_was_noticed(tmp_path: Pa
 
 
 def test_with_write_back_all_dirty_blocks_are_written_when_the_disk_worker_is_back(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("flexcache.server.event_loop._DRAIN_TIMEOUT_S", 60.0)
     settings = {"ssd_write_policy": "write_back", "write_back_max_dirty": 0.1}
     with running_cluster([tmp_path], **settings) as cluster:
         for tokens in PROMPTS:

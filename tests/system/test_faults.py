@@ -112,7 +112,7 @@ def test_killing_the_disk_worker_is_a_miss_and_then_a_restart(tmp_path: Path) ->
 
 
 def test_a_disk_worker_that_hangs_is_replaced_after_the_deadline(tmp_path: Path) -> None:
-    with running_cluster([tmp_path], op_timeout_s=3.0) as cluster:
+    with running_cluster([tmp_path], op_timeout_s=10.0) as cluster:
         cluster.put(TOKENS, SOURCE)
         cluster.manager.clear("CPU")
         os.kill(cluster.manager.stats()["workers"]["disk"], signal.SIGSTOP)
@@ -186,6 +186,7 @@ sys.stdin.read()
             assert rank.stdout.readline() == b"up\n"
             manager.wait_ready(30)
             os.kill(rank.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, rank.pid, os.WSTOPPED)  # all its threads
             task_id, mask = manager.put_async(TOKENS, np.arange(len(TOKENS)))
             assert mask.all()
             os.kill(rank.pid, signal.SIGKILL)

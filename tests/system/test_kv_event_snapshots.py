@@ -254,7 +254,7 @@ def test_a_publisher_that_restarts_between_pages_is_asked_again() -> None:
         address = first.address
         for number in range(20):
             publish(first, stored(number))
-        subscriber = following(first, replay_timeout_s=0.5)
+        subscriber = following(first)
         held = Held()
         news = subscriber.receive(PATIENCE_S)
         assert news is not None

@@ -12,6 +12,7 @@ from engine_memory import EngineMemory
 from test_shared import CONFIG, Member, members, tokens_of
 
 from flexcache import CacheConfig
+from flexcache.client.rank import ClientState
 
 
 @pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL])
@@ -34,9 +35,12 @@ def test_a_load_by_layer_whose_server_is_gone_is_lost_and_moves_nothing_afterwar
         for layer in zero.kv.values():
             layer[:20] = 5  # the slots serve another request now
         if fault == signal.SIGSTOP:
+            until(lambda: zero.client.state is ClientState.HELLO)
             os.kill(pid, signal.SIGCONT)
-        until(lambda: not zero.manager.is_ready())
-        zero.manager.wait_ready(30)
+        else:
+            until(lambda: not zero.manager.is_ready())
+        zero.client.wait_registered(60)
+        zero.manager.wait_ready(60)
         assert not layers.wait_all(0)
         assert all((layer[:20] == 5).all() for layer in zero.kv.values())
         if fault == signal.SIGSTOP:

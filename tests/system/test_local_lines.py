@@ -334,7 +334,7 @@ def test_an_op_behind_a_gate_that_was_shut_is_refused_at_once(
 
 
 def test_threads_that_launch_at_once_get_the_right_bytes() -> None:
-    with running_cluster(num_cpu_blocks=64) as cluster:
+    with running_cluster(num_cpu_blocks=1024) as cluster:  # none is evicted
         cluster.await_copy_thread()
 
         def store_and_load_many(first: int) -> None:

@@ -35,7 +35,9 @@ def test_two_hundred_requests_at_info_log_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "flexcache")
-    with running_cluster([tmp_path], remote_url="memory://") as cluster:
+    with running_cluster(
+        [tmp_path], remote_url="memory://", remote_lookup_timeout_s=20.0, server_timeout_s=60.0
+    ) as cluster:
         request(cluster, 0)
         before = {str(event) for event in events_in(caplog)}
         caplog.clear()

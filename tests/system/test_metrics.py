@@ -34,6 +34,7 @@ from scrapes import CHANGES, Expected, Is, Scrapes
 from flexcache import CacheConfig, KVManager, KVTPClient, ModelConfig, __version__
 from flexcache.cache import tiered_cache
 from flexcache.cache.reuse_watch import MIN_MISSED_BLOCKS
+from flexcache.events.snapshot import END_OF_REPLAY
 from flexcache.metrics.catalog import CATALOG
 from flexcache.protocol.messages import HelloEngine, ModelSpec
 from flexcache.protocol.runtime import private_endpoint
@@ -129,9 +130,7 @@ def give_hints(server: Server, tmp_path: Path) -> None:
 
 def load_early(server: Server, tmp_path: Path) -> None:
     """Prefetch, and get at once, before it has landed, or not at all."""
-    with running_cluster(
-        [tmp_path], model=MODEL, http_endpoint=str(server.port), match_ttl_s=1.0
-    ) as cluster:
+    with running_cluster([tmp_path], model=MODEL, http_endpoint=str(server.port)) as cluster:
         manager = cluster.manager
         cluster.put(TOKENS, BLOCKS)
         clear(server, "CPU")
@@ -149,6 +148,8 @@ def load_early(server: Server, tmp_path: Path) -> None:
         until(lambda: manager.stats()["ended_tasks"].get("prefetch_success") == 2)
         clear(server, "CPU")
         server.ask("/cache/prefetch", {"token_ids": TOKENS.tolist()})
+        until(lambda: manager.stats()["ended_tasks"].get("prefetch_success") == 3)
+        clear(server, "CPU")
         server.look_until(lambda look: look['early_load_blocks_total{outcome="wasted"}'] > 0)
 
 
@@ -252,7 +253,8 @@ def hold_the_store_up(server: Server, tmp_path: Path) -> None:
     with running_cluster(
         model=MODEL,
         remote_url=f"file://{tmp_path / 'store'}",
-        remote_lookup_timeout_s=1.0,
+        remote_lookup_timeout_s=5.0,
+        server_timeout_s=12.0,
         remote_absent_ttl_s=0.1,
         http_endpoint=str(server.port),
     ) as cluster:
@@ -358,10 +360,13 @@ def ask_for_replay(endpoint: str) -> None:
         socket.linger = 0
         socket.connect(endpoint)
         socket.send_multipart([b"", b"?"])
-        for request in (b"\xfe" + bytes(7), bytes(8)):  # a snapshot, a replay
+        snapshot, replay = b"\xfe" + bytes(7), bytes(8)
+        for request, last in ((snapshot, snapshot), (replay, END_OF_REPLAY)):
             socket.send_multipart([b"", request])
-            assert socket.poll(30_000)
-            socket.recv_multipart()
+            number = b""
+            while number != last:  # an answer that is not taken whole does not count
+                assert socket.poll(30_000)
+                _, _, number, _ = socket.recv_multipart()
 
 
 def hold_the_publisher_up(cluster: Cluster, server: Server) -> None:

@@ -356,7 +356,8 @@ def test_a_stopped_store_delays_no_call_for_long_and_is_used_again(kind: str) ->
 
             def is_tried_in_vain() -> bool:
                 load.engine.step()
-                return load.cluster.manager.stats()["remote"]["breaker"]["openings"] > opened
+                remote = load.cluster.manager.stats()["remote"]
+                return remote["breaker"]["openings"] > opened and bool(load.engine.seen.latencies_s)
 
             until(is_tried_in_vain)
             lookup_s = SETTINGS["remote_lookup_timeout_s"]

@@ -74,7 +74,7 @@ def test_blocks_on_ssd_are_in_dram_when_the_engine_asks(tmp_path: Path, proxies:
         assert cluster.get(TOKENS, BLOCKS).mask.all()
         assert ops(cluster)["DISK2H"] == before + NUM_BLOCKS
         assert cluster.manager.stats()["early_loads"]["early"] == NUM_BLOCKS
-        assert calls(router, cache) == {"accepted": 1}
+        until(lambda: calls(router, cache) == {"accepted": 1})
         assert router.stats()["caches"][cache]["tokens"] == NUM_BLOCKS * 16
         assert f'early_load_tokens_total{{cache="{cache}"}} 384' in router.get("/metrics")
 

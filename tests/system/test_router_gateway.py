@@ -153,18 +153,25 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.fixture(scope="module")
-def engines() -> Iterator[list[FakeEngine]]:
+def engine_processes() -> Iterator[list[FakeEngine]]:
     with FakeEngine() as first, FakeEngine() as second:
         yield [first, second]
 
 
 @pytest.fixture
-def side(engines: list[FakeEngine]) -> Iterator[Side]:
-    for engine in engines:
+def engines(engine_processes: list[FakeEngine]) -> list[FakeEngine]:
+    """The engines as if they had just begun."""
+    for engine in engine_processes:
+        engine.clear()
         engine.behave(
             tokens=4, ttft_s=0.0, token_interval_s=0.0, token_bytes=1, fail="none",
             reports_usage=True,
         )  # fmt: skip
+    return engine_processes
+
+
+@pytest.fixture
+def side(engines: list[FakeEngine]) -> Iterator[Side]:
     side = Side([engine.url for engine in engines])
     side.start()
     yield side
@@ -264,6 +271,7 @@ def test_an_answer_streams_through_while_the_engine_writes_it(
         assert [outcome for outcome, _ in side.chooser.ends] == [Outcome.ABORTED]
         for engine in engines:
             engine.behave(fail="none")
+            engine.hold(list(b"p" * 64))
         _, content = request(envoy, prompt(stream=True))
         assert content.count(b"data: ") == 4 + 2, "tokens, usage, [DONE]"
         wait_until(side.settled)

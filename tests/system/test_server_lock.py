@@ -77,6 +77,7 @@ def test_hub_engine_and_outbox_are_used_under_the_lock_only(
         num_cpu_blocks=48, num_ssd_blocks=96, ssd_cache_dirs=[str(tmp_path)],
         remote_url="memory://", http_endpoint=str(port), ssd_write_policy="write_back",
         endpoint=private_endpoint("locked"), trace_dir=str(tmp_path / "traces"),
+        server_timeout_s=60.0,
     )  # fmt: skip
     server = KVServer(config, open_http=open_http)
     watch.server = server

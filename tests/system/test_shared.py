@@ -21,6 +21,7 @@ from paths import SUPPORT
 from ports import free_port
 
 from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient
+from flexcache.client.rank import ClientState
 from flexcache.client.status import read_status
 from flexcache.config.address import server_of
 from flexcache.errors import ConfigError, RegistrationError, ServerLostError
@@ -264,10 +265,11 @@ def test_a_gated_load_at_a_server_that_hangs_is_soon_over_and_moves_nothing_afte
             assert ended == {task_id: 0}
             for layer in zero.kv.values():
                 layer[:20] = 5  # the slots serve another request now
+            until(lambda: zero.client.state is ClientState.HELLO)
         finally:
             os.kill(pid, signal.SIGCONT)
-        until(lambda: not zero.manager.is_ready())
-        zero.manager.wait_ready(30)
+        zero.client.wait_registered(60)
+        zero.manager.wait_ready(60)
         assert zero.manager.wait([task_id], 60)[task_id].status is KVStatus.FAILED
         assert all((layer[:20] == 5).all() for layer in zero.kv.values())
         assert zero.load.get(3, 20) == 20

@@ -115,7 +115,7 @@ def test_a_rank_stopped_past_a_deadline_writes_one_piece_at_most_when_it_goes_on
         if way == "SSD alone":
             ssd = stack.enter_context(TemporaryDirectory())
             settings = {"num_cpu_blocks": 0, "num_ssd_blocks": NUM_BLOCKS, "ssd_cache_dirs": [ssd]}
-        config = CacheConfig(op_timeout_s=1.0, **settings)
+        config = CacheConfig(op_timeout_s=5.0, **settings)
         manager, rank = stack.enter_context(stored_prompt(config))
         task_id = stop_in_a_load(manager, rank)
         response = manager.wait([task_id], WAIT_S)[task_id]

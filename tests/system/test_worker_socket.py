@@ -98,7 +98,7 @@ def test_a_worker_that_sends_garbage_fails_its_own_ops_and_is_replaced(
     monkeypatch.setattr(
         "flexcache.server.supervisor.secrets.token_hex", lambda _: str(next(numbers))
     )
-    with running_cluster([tmp_path], op_timeout_s=1.0) as cluster:
+    with running_cluster([tmp_path], op_timeout_s=5.0) as cluster:
         serves_on(cluster, 1)
         with speaking_as(b"disk-1") as impostor:
             frames = [[msgspec.msgpack.encode(message)] for message in ABSURD] + NO_MESSAGES
