@@ -1,6 +1,6 @@
 """The cost of a cache when nothing hits: vLLM's throughput with FlexCache beside vLLM alone.
 
-    python benchmarks/bench_overhead.py [--model mid] [--rounds 9] [--spare 1] [--json FILE]
+    python benchmarks/bench_overhead.py [--model mid] [--rounds 9] [--spare 1] [--idle] [--json F]
 
 Every prompt is new, so all that a cache can do is cost. In a round an engine serves four batches of
 prompts of the same lengths: with its KV connector, twice with that taken out, and with it again (or
@@ -9,7 +9,8 @@ what is to be measured. The model computes on all processors, so that whatever e
 it; `--spare 1` leaves it one fewer, as vLLM's server does by itself: it keeps a core for its
 scheduler and one more for a KV connector (`vllm/utils/ompmultiprocessing.py`). A batch ends when
 all that it leaves behind is stored in every tier (of vLLM's own offloading: in DRAM). An engine
-without a cache, asked likewise, says how far equal rounds are apart.
+without a cache, asked likewise, says how far equal rounds are apart; with `--idle`, one with a
+connector that does nothing says what vLLM itself does for a connector.
 
 FlexCache writes nothing to SSD once it has seen for long that nothing comes back
 (`skip_useless_ssd_writes`). One engine shows that state, reached before its first round; the others
@@ -40,6 +41,7 @@ from reporting import Say, computing_threads, run_and_show
 from flexcache.bench.results import Case, Result
 
 ALONE = "vLLM alone"
+IDLE = "vLLM with a connector that does nothing"
 TO_REACH = 0.98
 DRAM_GB = 0.1  # small, so that puts have to evict
 RESTING = ", once nothing comes back"
@@ -67,6 +69,7 @@ def settings(model: str, work_dir: str, num_threads: int | None) -> dict[str, Se
     made = partial(Settings, model=model, dram_gb=DRAM_GB, num_threads=num_threads)
     return {
         ALONE: made("alone"),
+        IDLE: made("idle"),
         "FlexCache, DRAM": made("FlexCache"),
         "FlexCache, DRAM and SSD": made(
             "FlexCache", directory=ours, more={"skip_useless_ssd_writes": False}
@@ -79,9 +82,11 @@ def settings(model: str, work_dir: str, num_threads: int | None) -> dict[str, Se
     }
 
 
-def systems(part: str) -> list[str]:
-    """vLLM alone, and those with ``part`` in the name."""
-    return [name for name in settings("", "", None) if name == ALONE or part in name]
+def systems(part: str, with_idle: bool) -> list[str]:
+    """vLLM alone, with an idle connector if asked for, and those with ``part`` in the name."""
+    controls = [ALONE, IDLE] if with_idle else [ALONE]
+    others = [name for name in settings("", "", None) if part in name]
+    return [*controls, *(name for name in others if name not in (ALONE, IDLE))]
 
 
 def rounds_of(load: Load, seed: int) -> Iterator[list[list[list[int]]]]:
@@ -214,7 +219,7 @@ def run(
 
 def cases(
     directory: Path, say: Say, rounds: int = ROUNDS, spare: int = 0,
-    models: Sequence[str] = tuple(LOADS), part: str = "",
+    models: Sequence[str] = tuple(LOADS), part: str = "", with_idle: bool = False,
 ) -> list[Case]:  # fmt: skip
     """One per model, of the systems with ``part`` in the name.
 
@@ -225,7 +230,7 @@ def cases(
     return [
         Case(
             f"distinct prompts, {model} model, {num_threads} compute threads",
-            partial(run, model, num_threads, rounds, systems(part), directory, say),
+            partial(run, model, num_threads, rounds, systems(part, with_idle), directory, say),
         )
         for model in models
     ]
@@ -233,18 +238,21 @@ def cases(
 
 def main(
     model: Annotated[list[str], typer.Option(help="tiny, mid.")] = list(LOADS),  # noqa: B006
-    rounds: Annotated[int, typer.Option(help="After one to warm up.")] = ROUNDS,
+    rounds: Annotated[int, typer.Option(min=2, help="After one to warm up.")] = ROUNDS,
     spare: Annotated[
         int, typer.Option(min=0, help="Processors that the model does not compute on.")
     ] = 0,
     only: Annotated[
         str, typer.Option(help="Besides vLLM alone, those with this in the name.")
     ] = "",
+    idle: Annotated[
+        bool, typer.Option("--idle", help="Besides, vLLM with a connector that does nothing.")
+    ] = False,
     directory: Annotated[Path, typer.Option("--dir", help="For the SSD tier.")] = Path("."),
     json_file: Annotated[Path | None, typer.Option("--json", help="Keep every sample.")] = None,
 ) -> None:
     def sections(say: Say) -> dict[str, list[Case]]:
-        return {"overhead": cases(directory, say, rounds, spare, model, only)}
+        return {"overhead": cases(directory, say, rounds, spare, model, only, idle)}
 
     raise typer.Exit(run_and_show(sections, directory, json_file))
 

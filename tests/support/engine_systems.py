@@ -21,6 +21,7 @@ PROBED_OFFLOADING = {
     "kv_connector": "ProbeOffloading",
     "kv_connector_module_path": "probe_offloading",
 }
+IDLE = {"kv_connector": "IdleConnector", "kv_connector_module_path": "idle_connector"}
 PROBED_FLEXCACHE = {"kv_connector": "ProbeConnector", "kv_connector_module_path": "probe_connector"}
 
 
@@ -29,8 +30,8 @@ class Settings:
     """An engine and what it caches with.
 
     Attributes:
-        system: "alone" (vLLM without a KV connector), "FlexCache", "offloading" (vLLM's own) or
-            "LMCache".
+        system: "alone" (vLLM without a KV connector), "idle" (with one that does nothing),
+            "FlexCache", "offloading" (vLLM's own) or "LMCache".
         model: One of `make_models`.
         directory: Directory of the SSD tier; None for no such tier.
         dram_gb: Size of the DRAM tier; None where ``more`` has it.
@@ -85,11 +86,14 @@ def _connector(settings: Settings) -> dict[str, Any]:
     from vllm.config import KVTransferConfig
 
     directory, dram_bytes = settings.directory, int((settings.dram_gb or 0) * 1e9)
+    extra: dict[str, Any]
     match settings.system:
         case "alone":
             return {}
+        case "idle":
+            names, extra = IDLE, {}
         case "FlexCache":
-            extra: dict[str, Any] = {}
+            extra = {}
             if settings.dram_gb is not None:
                 extra["cpu_cache_gb"] = settings.dram_gb
             if directory is not None:
