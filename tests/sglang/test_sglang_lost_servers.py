@@ -86,7 +86,7 @@ def test_windows_are_loaded_whole_though_the_server_is_killed(tmp_path: Path) ->
 
 
 def check_stopped_server(directory: str) -> None:
-    engine = engine_with_linker(endpoint=f"ipc://{directory}/cache.sock", server_timeout_s=1.0)
+    engine = engine_with_linker(endpoint=f"ipc://{directory}/cache.sock")
     linker, manager = linker_of(engine), manager_of(engine)
     cold = remember(engine, TOKENS)
     pid = manager.stats()["server_pid"]
@@ -109,20 +109,28 @@ def check_killed_worker(ssd: str) -> None:
     cold = remember(engine, TOKENS)
     forget_gpu(engine)
 
-    def kill_worker() -> None:
-        kill(manager.stats()["workers"]["disk"])
+    def kill_worker() -> int:
+        pid = int(manager.stats()["workers"]["disk"])
+        kill(pid)
+        return pid
 
+    def is_replaced(pid: int) -> bool:
+        stats = manager.stats()
+        others = stats["workers"].get("disk") not in (None, pid)
+        return others and bool(stats["tiers"]["SSD"]["available"])
+
+    first = manager.stats()["workers"]["disk"]
     before(linker, "start_layer_wise_loading", kill_worker)
     check_again(engine, TOKENS, 192, cold)  # from DRAM
-    until(lambda: manager.stats()["tiers"]["SSD"]["available"])
+    until(lambda: is_replaced(first))
     for _ in range(3):
         forget_gpu(engine, "CPU")
         parked = engine.add(TOKENS)
-        kill_worker()  # before, in or after its read
+        killed = kill_worker()  # before, in or after its read
         engine.step_until(parked.finished)
         assert list(parked.output_ids) == cold[0]
         assert engine.kv_bytes(TOKENS[:192]) == cold[1]
-        until(lambda: manager.stats()["tiers"]["SSD"]["available"])
+        until(lambda: is_replaced(killed))
     forget_gpu(engine, "CPU")
     check_again(engine, TOKENS, 192, cold)
 

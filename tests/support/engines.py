@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 from engine_systems import PROBED_FLEXCACHE
 from paths import MODELS
 
+REST_S = 120.0
 ENGINE_ENV = {
     "OMP_NUM_THREADS": "1",
     "TORCH_COMPILE_DISABLE": "1",
@@ -100,11 +102,10 @@ class Engine:
 
     def drain(self) -> None:
         """Let puts end: in one process nothing else steps an idle engine."""
-        for _ in range(10_000):
-            if not self.scheduler.has_requests():
-                return
+        give_up = time.monotonic() + REST_S
+        while self.scheduler.has_requests():
+            assert time.monotonic() < give_up, "the engine did not come to rest"
             self.llm.llm_engine.step()
-        raise AssertionError("the engine did not come to rest")
 
     def settle(self) -> None:
         """Wait until what was stored is on SSD too."""

@@ -113,9 +113,11 @@ def _sleep_during_a_load(engine: Engine, prompt: list[int]) -> dict[str, Any]:
     engine.forget_gpu()
     gpu.forget_copy_calls()
     sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    gpu.set_speed(start_us=1_000_000)  # they run still when the memory is taken away
     llm_engine.add_request("asleep", {"prompt_token_ids": prompt}, sampling)
     _step(llm_engine, lambda _: bool(gpu.copy_calls))
     worker.unregister()
+    gpu.set_speed(start_us=LATE_US, late_us=LATE_US)
     for tensor in tensors:
         tensor.zero_()
     gpu.wait_idle()

@@ -85,6 +85,7 @@ def events(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, i
         return None
 
     monkeypatch.setattr(side.gets, "_has_store", True)
+    monkeypatch.setattr(side.gets.early, "_timeout_s", 1e4)
     monkeypatch.setattr(side.gets, "num_matched_tokens", vllm_asks)
     monkeypatch.setattr(engine.manager, "get_match_by_tier", look_up_only)
     monkeypatch.setattr(engine.scheduler, "max_num_active_reqs", 1)

@@ -59,7 +59,10 @@ def test_one_engine_loads_what_the_other_has_stored(kind: str, tmp_path: Path) -
             "num_ssd_blocks": 512,
             "ssd_cache_dirs": [str(tmp_path / name)],
             "remote_url": url,
-            "remote_lookup_timeout_s": 1.0,  # a busy machine is no slow store
+            # A busy machine is no slow store.
+            "remote_lookup_timeout_s": 20.0,
+            "remote_timeout_s": 60.0,
+            "server_timeout_s": 60.0,
             "skip_slow_loads": False,
         }
 

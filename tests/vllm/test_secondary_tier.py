@@ -149,7 +149,10 @@ def test_a_full_disk_keeps_what_fits_and_costs_no_answer(tmp_path: Path) -> None
 def test_chunks_reach_another_engine_through_a_remote_store(tmp_path: Path) -> None:
     config = {
         "remote_url": f"file://{tmp_path}/store",
-        "remote_lookup_timeout_s": 1.0,  # a busy machine is no slow store
+        # A busy machine is no slow store.
+        "remote_lookup_timeout_s": 20.0,
+        "remote_timeout_s": 60.0,
+        "server_timeout_s": 60.0,
     }
     with offloading_engine(tmp_path, **config) as engine:
         cold, _ = engine.generate(PROMPT)
