@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def check_killed_worker(ssd: str) -> None:
         engine.step_until(parked.finished)
         assert list(parked.output_ids) == cold[0]
         assert engine.kv_bytes(TOKENS[:192]) == cold[1]
-        until(lambda: is_replaced(killed))
+        until(partial(is_replaced, killed))
     forget_gpu(engine, "CPU")
     check_again(engine, TOKENS, 192, cold)
 

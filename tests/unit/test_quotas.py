@@ -121,7 +121,9 @@ class QuotaMachine(RuleBasedStateMachine):
             return
         count, num_free = len(word) - start, tier.pool.num_free
         before = Counter(self.owners().values())
-        held = self.held() | set(tier.index.blocks(tier.index.match(keys)).tolist())
+        held, match = self.held(), tier.index.match(keys)
+        if not tier.num_in_flight(keys, match.num_blocks, len(word)):
+            held |= set(tier.index.blocks(match).tolist())
         evictable = Counter(who for block, who in self.indexed().items() if block not in held)
 
         lease = tier.reserve(keys, start, len(word))

@@ -306,6 +306,8 @@ def test_a_slow_engine_is_not_waited_for(source: str) -> None:
         assert (await read(readers, messages=first, model="m")).token_ids is None
         assert (await read(readers, messages=first, model="m")).token_ids is None
         assert readers.stats().unknown == {"engine too slow": 2}
+        while not engine.seen:
+            await asyncio.sleep(0.001)
         assert len(engine.seen) == 1  # one request was under way already
         engine.gate.set()
         while (known := await read(readers, messages=first, model="m")).token_ids is None:

@@ -25,7 +25,7 @@ def test_an_interrupted_wait_does_not_take_the_thread_for_ended() -> None:
     former = signal.signal(signal.SIGALRM, interrupt)
     try:
         thread.start()
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
         with pytest.raises(_Interrupted):
             thread.wait(60.0)
     finally:

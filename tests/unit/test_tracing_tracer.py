@@ -277,8 +277,10 @@ _FILLS_THE_DISK = """
 import logging, resource, sys
 from pathlib import Path
 from flexcache import CacheConfig
+from flexcache.tracing import tracer
 from flexcache.tracing.records import TraceHeader
 from flexcache.tracing.tracer import Tracer
+tracer._WRITE_INTERVAL_S = 2.0
 logging.basicConfig(format="%(levelname)s %(message)s")
 resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
 tracer = Tracer(
