@@ -21,8 +21,10 @@ from flexcache.storage.pool_directory import supports_direct_io
 
 # What takes minutes on a fake GPU is smaller: the doctor's memory, what is pinned, and all ops. Of
 # several sizes one is measured.
+# A process that hangs shows where.
 SMALL = """
-import sys, torch
+import faulthandler, sys, torch
+faulthandler.dump_traceback_later(540, exit=True)
 from flexcache.storage.host_pool import HostSegment
 
 create = HostSegment.create
