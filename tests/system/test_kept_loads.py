@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -63,6 +64,7 @@ def test_a_load_that_its_rank_holds_ends_though_the_server_is_shut_down(kind: st
         task_id = hold_load(engine)
         os.kill(engine.manager.stats()["server_pid"], signal.SIGTERM)
         until(lambda: not engine.manager.is_ready())
+        time.sleep(1.0)  # the engine is in a step
         assert is_loaded(engine, task_id, kind)
         engine.load.compare(PROMPT, np.arange(NUM_BLOCKS))
         engine.manager.wait_ready(PATIENCE_S)
