@@ -113,7 +113,7 @@ def _connector(settings: Settings) -> dict[str, Any]:
             }
             names = PROBED_OFFLOADING if settings.probe_dir else OFFLOADING
         case "LMCache":
-            _hide_from_vllm()
+            hide_numba_from_vllm()
             host, _, port = settings.peer_url.rpartition(":")
             extra = {"lmcache.mp.host": host, "lmcache.mp.port": int(port)}
             names = {"kv_connector": "LMCacheMPConnector"}
@@ -133,9 +133,10 @@ def _connector(settings: Settings) -> dict[str, Any]:
     return {"kv_transfer_config": KVTransferConfig(**connector, **policy)}
 
 
-def _hide_from_vllm() -> None:
-    """LMCache loads numba before vLLM's CPU backend looks through all modules for kernels, which
-    stumbles over llvmlite's library wrappers: they answer to every attribute, `__dict__` too."""
+def hide_numba_from_vllm() -> None:
+    """Before vLLM's CPU backend looks through all modules for kernels, where numba is loaded, as by
+    LMCache: it stumbles over llvmlite's library wrappers, which have every attribute, `__dict__`
+    too."""
     from llvmlite.binding import ffi
 
     wrapper = ffi._lib_wrapper

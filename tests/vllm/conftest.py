@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from engine_systems import hide_numba_from_vllm
 from engines import ENGINE_ENV, Engine, engine_arguments
 from paths import MODELS
 
@@ -36,6 +37,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     from vllm import LLM
     from vllm.config import KVEventsConfig
 
+    hide_numba_from_vllm()  # a replay may have loaded it
     make_model(MODELS, "tiny")
     sockets = f"ipc://{tmp_path_factory.mktemp('events')}"
     extra = {
