@@ -84,9 +84,8 @@ def settings(model: str, work_dir: str, num_threads: int | None) -> dict[str, Se
 
 def systems(part: str, with_idle: bool) -> list[str]:
     """vLLM alone, with an idle connector if asked for, and those with ``part`` in the name."""
-    controls = [ALONE, IDLE] if with_idle else [ALONE]
-    others = [name for name in settings("", "", None) if part in name]
-    return [*controls, *(name for name in others if name not in (ALONE, IDLE))]
+    controls = {ALONE: True, IDLE: with_idle}
+    return [name for name in settings("", "", None) if controls.get(name, part in name)]
 
 
 def rounds_of(load: Load, seed: int) -> Iterator[list[list[list[int]]]]:

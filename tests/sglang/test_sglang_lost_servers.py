@@ -123,7 +123,7 @@ def check_killed_worker(ssd: str) -> None:
     first = manager.stats()["workers"]["disk"]
     before(linker, "start_layer_wise_loading", kill_worker)
     check_again(engine, TOKENS, 192, cold)  # from DRAM
-    until(lambda: is_replaced(first))
+    until(partial(is_replaced, first))
     for _ in range(3):
         forget_gpu(engine, "CPU")
         parked = engine.add(TOKENS)

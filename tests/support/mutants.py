@@ -18,6 +18,8 @@ import pytest
 from flexcache.errors import FlexCacheError
 
 Fixtures = dict[str, Any]
+Opened = Callable[[pytest.MonkeyPatch], AbstractContextManager[Fixtures]]
+"""Makes the fixtures of a mutant's test."""
 
 MOST_RUNS = 10
 """How often a mutant's test is run until it fails."""
@@ -38,7 +40,7 @@ class Mutant:
 
 def check_seen(
     mutant: Mutant,
-    opened: Callable[[pytest.MonkeyPatch], AbstractContextManager[Fixtures]],
+    opened: Opened,
     monkeypatch: pytest.MonkeyPatch,
     **fixtures: Any,
 ) -> None:

@@ -32,11 +32,9 @@ def free_ports(count: int) -> list[int]:
 def free_range(count: int) -> int:
     """Return the first of that many consecutive ports that were free a moment ago."""
     choice = random.SystemRandom()  # a test may have seeded the usual one
-    width = (_LAST - _FIRST) // _NUM_SHARES
-    process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    lowest = _FIRST + process % _NUM_SHARES * width
+    share = _share()
     while True:
-        first = choice.randrange(lowest, lowest + width - count)
+        first = choice.randrange(share.start, share.stop - count)
         ports = range(first, first + count)
         if not _given.isdisjoint(ports):
             continue
@@ -45,3 +43,13 @@ def free_range(count: int) -> int:
                 stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
             _given.update(ports)
             return first
+
+
+def _share() -> range:
+    """Return the ports of this process."""
+    name = os.environ.get("PYTEST_XDIST_WORKER")
+    if name is None:
+        return range(_FIRST, _LAST)
+    width = (_LAST - _FIRST) // _NUM_SHARES
+    first = _FIRST + int(name.removeprefix("gw")) % _NUM_SHARES * width
+    return range(first, first + width)

@@ -143,5 +143,5 @@ def test_a_step_that_hangs_is_killed_with_all_its_processes(tmp_path: Path) -> N
 def test_steps_that_no_time_is_left_for_are_named(tmp_path: Path) -> None:
     steps = [Step("hanging", ["sleep", "1000"], 60), Step("late", ["true"], 60)]
     hanging, late = outcomes_of(steps, tmp_path, total_s=3)
-    assert hanging.result.startswith("killed after")
+    assert hanging.result in {"killed after 2 s", "killed after 3 s"}  # it began a little later
     assert late.result == "left out: no time"

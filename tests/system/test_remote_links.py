@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from cluster import NO_HANG_S
+from cluster import NO_HANG_S, until
 from remote_load import Loaded, under_load
 from slow_link import SlowLink, behind_link
 from stores import missing, store_server
@@ -44,8 +44,12 @@ def test_a_store_behind_delay_and_loss_is_used(kind: str) -> None:
         lost = link.num_lost
         for _ in range(3):
             load.work_until_it_grows("stored_blocks", "read_bytes")
-        while link.num_lost == lost:
+
+        def has_lost() -> bool:
             load.engine.step()
+            return link.num_lost > lost
+
+        until(has_lost)
 
 
 @pytest.mark.parametrize("kind", STORES)

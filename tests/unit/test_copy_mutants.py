@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -14,7 +14,7 @@ import test_layout as on_layout
 import torch
 from engine_memory import device_memory
 from fake_gpu import fake_gpu
-from mutants import Fixtures, Mutant, check_seen
+from mutants import Fixtures, Mutant, Opened, check_seen
 
 from flexcache.ids import OpKind
 from flexcache.storage import layout
@@ -207,6 +207,10 @@ ON_SECOND_GPU = Mutant(
 )  # fmt: skip
 
 
+def name_of(value: Mutant | Opened) -> str:
+    return value.name if isinstance(value, Mutant) else ""
+
+
 @pytest.mark.parametrize(
     ("mutant", "opened"),
     [
@@ -216,11 +220,11 @@ ON_SECOND_GPU = Mutant(
         *((mutant, opened_gpu) for mutant in (ON_SECOND_GPU, *ON_DRIVER)),
         *((mutant, lambda _: nullcontext({})) for mutant in ON_LAYOUT),
     ],
-    ids=lambda value: value.name if isinstance(value, Mutant) else "",
+    ids=name_of,
 )
 def test_the_mutant_is_seen(
     mutant: Mutant,
-    opened: Callable[[pytest.MonkeyPatch], AbstractContextManager[Fixtures]],
+    opened: Opened,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -235,11 +239,11 @@ def test_the_mutant_is_seen(
         (ON_PIECES[0], opened_pieces),
         (ON_SECOND_GPU, opened_gpu),
     ],
-    ids=lambda value: value.name if isinstance(value, Mutant) else "",
+    ids=name_of,
 )
 def test_a_mutant_that_changes_nothing_is_not_seen(
     mutant: Mutant,
-    opened: Callable[[pytest.MonkeyPatch], AbstractContextManager[Fixtures]],
+    opened: Opened,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:

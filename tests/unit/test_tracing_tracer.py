@@ -277,13 +277,12 @@ _FILLS_THE_DISK = """
 import logging, resource, sys
 from pathlib import Path
 from flexcache import CacheConfig
-from flexcache.tracing import tracer
+from flexcache.tracing import tracer as tracing
 from flexcache.tracing.records import TraceHeader
-from flexcache.tracing.tracer import Tracer
-tracer._WRITE_INTERVAL_S = 2.0
+tracing._WRITE_INTERVAL_S = 2.0
 logging.basicConfig(format="%(levelname)s %(message)s")
 resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
-tracer = Tracer(
+tracer = tracing.Tracer(
     CacheConfig(num_cpu_blocks=1, trace_dir=sys.argv[1]),
     TraceHeader(block_bytes=1, tokens_per_block=1),
 )
