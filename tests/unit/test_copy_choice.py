@@ -70,7 +70,7 @@ def test_a_cost_is_never_negative_however_noisy_the_times() -> None:
     ("num_runs", "size", "by_kernel"),
     [
         (1, 4096, False),  # starting a kernel takes longer
-        (64, 4096, False),
+        (32, 4096, False),
         (512, 4096, True),  # handing over so many takes longer
         (4096, 16 << 10, True),
         (4096, 256 << 10, False),  # the link is what takes the time
@@ -90,8 +90,8 @@ def test_a_kernel_that_is_hardly_quicker_is_not_worth_its_multiprocessors() -> N
 
 def test_a_driver_that_takes_copies_one_by_one_leaves_more_to_the_kernel() -> None:
     one_by_one = CopyCost(8e-6, 6e-6, 1 / 55e9)
-    assert not CopyChoice(ENGINE, KERNEL).prefers_kernel(1000, 1000 * 128 << 10)
-    assert CopyChoice(one_by_one, KERNEL).prefers_kernel(1000, 1000 * 128 << 10)
+    assert not CopyChoice(ENGINE, KERNEL).prefers_kernel(1000, 1000 * 256 << 10)
+    assert CopyChoice(one_by_one, KERNEL).prefers_kernel(1000, 1000 * 256 << 10)
 
 
 @pytest.mark.parametrize(

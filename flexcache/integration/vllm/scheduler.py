@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import RegistrationError
 from flexcache.ids import TierName
 from flexcache.integration.layerwise_rule import LayerwiseRule
+from flexcache.integration.prefill_rate import PrefillRate
 from flexcache.integration.vllm.block_tables import BlockTables, Tables
 from flexcache.integration.vllm.calls import CacheCalls
 from flexcache.integration.vllm.engine import (
@@ -32,7 +34,6 @@ from flexcache.integration.vllm.groups import (
 from flexcache.integration.vllm.kv_events import to_vllm_events
 from flexcache.integration.vllm.layerwise import find_obstacle
 from flexcache.integration.vllm.metadata import FlexCacheMetadata
-from flexcache.integration.vllm.prefill import PrefillMeter
 from flexcache.integration.vllm.put_points import PutPoints, tail_interval
 from flexcache.integration.vllm.puts import Puts
 from flexcache.integration.vllm.siblings import read_transfer_config
@@ -49,6 +50,7 @@ logger = logging.getLogger(__name__)
 _READY_TIMEOUT_S = 60.0
 _IDLE_WAIT_S = 0.001
 _STATS_INTERVAL_S = 5.0  # reading and passing them on takes longer than a put
+_MOST_STEPS_AHEAD = 8  # vLLM launches fewer before the first has ended
 _LOADS_INTERVAL_S = 0.1  # between readings of how fast loads are, where that takes no round trip
 
 
@@ -84,7 +86,9 @@ class FlexCacheScheduler:
         interval = tail_interval(model.groups, block_size, config.tail_interval_tokens)
         self.puts = Puts(self._cache, self._tables, PutPoints(block_size, interval))
         self._publishes = config.kv_events and place.endpoint is None
-        self._prefill = PrefillMeter()
+        self._prefill = PrefillRate()
+        self._launched: deque[tuple[int, float]] = deque(maxlen=_MOST_STEPS_AHEAD)
+        """Tokens and times of the steps that vLLM has launched and not yet ended."""
         self._reported: Mapping[str, float] = {}
         self._has_news = False
         self._stats_due_s = 0.0
@@ -117,13 +121,11 @@ class FlexCacheScheduler:
         num_tokens = sum(num_scheduled_tokens.values())
         now = time.monotonic()
         self.gets.budget.begin_step(len(num_scheduled_tokens), num_tokens, now)
-        rate = self._prefill.step(num_tokens, now)
-        if rate is not None:
-            self._cache.report_prefill(rate)
         idle = num_tokens == 0
         if idle and self.gets.has_undecided:
             time.sleep(_IDLE_WAIT_S)  # spinning would delay the store's answer
         loads = self.gets.take_step()
+        self._launched.append((0 if loads else num_tokens, now))
         self._has_news |= self.puts.release()
         stores = self.puts.launch()
         self.puts.scheduled(scheduled)
@@ -178,7 +180,12 @@ class FlexCacheScheduler:
         return stats
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Return what the tiers stored and lost, for vLLM to publish with its own events."""
+        """Return what the tiers stored and lost, for vLLM to publish with its own events. vLLM
+        calls it once at the end of each step."""
+        if self._launched:
+            rate = self._prefill.batch_ended(*self._launched.popleft(), time.monotonic())
+            if rate is not None:
+                self._cache.report_prefill(rate)
         return to_vllm_events(self.manager.take_changes()) if self._publishes else ()
 
     def check_idle(self) -> None:
