@@ -13,9 +13,9 @@ from enum import Enum
 from functools import cache, cached_property
 from pathlib import Path
 
-MAX_CLASS_LINES = 300
-MAX_METHODS = 25
-MAX_MODULE_LINES = 450
+MAX_CLASS_LINES = 600
+MAX_METHODS = 45
+MAX_MODULE_LINES = 900
 MAX_FUNCTION_LINES = 80
 
 _PHRASES = re.compile(
