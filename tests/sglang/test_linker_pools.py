@@ -12,6 +12,9 @@ from sglang_engine import apart
 
 from flexcache.errors import ConfigError
 
+pytestmark = pytest.mark.whole
+
+
 NUM_PAGES = 5
 KEYS = [bytes([number]).hex() * 32 for number in range(1, NUM_PAGES + 1)]
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from sglang_engine import TinyEngine, apart, prompt
 from sglang_linker import (
     check_again,
@@ -18,6 +19,9 @@ from sglang_linker import (
     remember,
     settle,
 )
+
+pytestmark = pytest.mark.whole
+
 
 MOST_TRIES = 50
 

@@ -9,8 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from paths import MODELS, ROOT
 from sglang_engine import ENVIRONMENT, STAND_INS, options
+
+pytestmark = pytest.mark.whole
 
 
 def test_the_example_loads_what_it_has_computed(tmp_path: Path) -> None:

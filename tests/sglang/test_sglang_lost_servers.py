@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 from cluster import PATIENCE_S, kill, until
 from sglang_engine import TinyEngine, apart, options, prompt
 from sglang_linker import (
@@ -21,6 +22,9 @@ from sglang_linker import (
     remember,
 )
 from test_windows import engine_with_windows, kv_bytes
+
+pytestmark = pytest.mark.whole
+
 
 TOKENS = prompt(200)
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from cluster import until
 from sglang_engine import PAGE, TinyEngine, apart, prompt
 from sglang_linker import engine_with_linker, forget_gpu, linker_of, manager_of, settle
+
+pytestmark = pytest.mark.whole
 
 
 def sessions(engine: TinyEngine) -> dict[str, Any]:

@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from sglang_engine import TinyEngine, apart, prompt
 from sglang_linker import forget_gpu, linker_options, manager_of, settle
+
+pytestmark = pytest.mark.whole
 
 
 def gpu_bytes(engine: TinyEngine, tokens: Sequence[int]) -> list[bytes]:

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from sglang_engine import PAGE, TinyEngine, apart, prompt
 from sglang_linker import forget_gpu, linker_options, manager_of, settle
+
+pytestmark = pytest.mark.whole
 
 
 def engine_with_windows(ssd: str = "", **extra: Any) -> TinyEngine:

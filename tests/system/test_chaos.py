@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pytest
 from cluster import NO_HANG_S, until
 from load import LoadEngine
 from test_shared import Member, child, until_free
@@ -27,6 +28,9 @@ from flexcache import CacheConfig
 from flexcache.errors import FlexCacheError
 from flexcache.protocol.runtime import runtime_dir
 from flexcache.storage.pool_directory import DATA_FILE, INDEX_FILE
+
+pytestmark = pytest.mark.whole
+
 
 KILLS = int(os.environ.get("CHAOS_KILLS", 16))
 SEED = int(os.environ.get("CHAOS_SEED", 1))

@@ -16,6 +16,9 @@ from pathlib import Path
 import pytest
 from paths import SUPPORT
 
+pytestmark = pytest.mark.whole
+
+
 ROUNDS = os.environ.get("CRASH_ROUNDS", "24")
 SEED = os.environ.get("CRASH_SEED", "1")
 

@@ -15,6 +15,9 @@ from flexcache.client.rank import KVTPClient
 from flexcache.transfer.workers.copy_cuda import CudaCopier
 from flexcache.transfer.workers.device_gates import DeviceGates
 
+pytestmark = pytest.mark.whole
+
+
 MUTANTS = [
     Mutant("M1: a rank whose device is lost does not say so to its engine", KVTPClient, "_fail",
            "self._set_state(ClientState.REFUSED, reason)", "pass",

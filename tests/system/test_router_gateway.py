@@ -39,6 +39,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: E402
 
 from flexcache.router.gateway.server import Gateway, GatewayConfig  # noqa: E402
 
+pytestmark = pytest.mark.whole
+
+
 T = TypeVar("T")
 PATIENCE_S = 60
 COMPLETIONS = "/v1/completions"

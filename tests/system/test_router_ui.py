@@ -18,7 +18,10 @@ from router_stats import A, B, make_stats, make_worker
 
 from flexcache.router.decisions import Decided, Ended, Skipped
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
+    pytest.mark.whole,
+]
 
 DESK, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 HOSTILE = '<img src=x onerror="window.isHarmed=1"><script>window.isHarmed=1</script>\'"&lt;'

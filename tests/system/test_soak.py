@@ -10,12 +10,16 @@ import os
 from pathlib import Path
 
 import numpy as np
+import pytest
 from cluster import NO_HANG_S
 from load import MAX_BLOCKS
 from test_chaos import settled
 from test_shared import Member, child, until_free
 
 from flexcache import CacheConfig
+
+pytestmark = pytest.mark.whole
+
 
 ENGINES = int(os.environ.get("SOAK_ENGINES", 16))
 SECONDS = float(os.environ.get("SOAK_SECONDS", 10))

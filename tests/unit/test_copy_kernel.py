@@ -22,7 +22,10 @@ from paths import ROOT
 SOURCE = ROOT / "flexcache" / "transfer" / "workers" / "copy_kernel.py"
 MOST_REGISTERS = 64  # 512 threads take half of a multiprocessor's
 TRITONS = find_tritons()
-pytestmark = pytest.mark.skipif(not TRITONS, reason="there is no Triton; see TRITON_PATHS")
+pytestmark = [
+    pytest.mark.skipif(not TRITONS, reason="there is no Triton; see TRITON_PATHS"),
+    pytest.mark.whole,
+]
 
 INTERPRETED = """
 import numpy as np, torch

@@ -30,6 +30,8 @@ from flexcache.transfer.workers.device import DeviceWorker
 from flexcache.transfer.workers.in_flight import InFlight
 from flexcache.transfer.workers.layer_load import LayerLoad
 
+pytestmark = pytest.mark.whole
+
 
 @contextmanager
 def opened_rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fixtures]:

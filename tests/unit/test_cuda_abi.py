@@ -15,6 +15,9 @@ from nvidia_headers import compile_check, headers_named
 
 from flexcache.transfer.workers.copy_driver import _MemcpyAttributes
 
+pytestmark = pytest.mark.whole
+
+
 CHECK = SOURCES / "abi" / "check.c"
 HEADERS = headers_named("CUDA_HEADERS", "cuda.h")
 

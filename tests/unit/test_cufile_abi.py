@@ -20,6 +20,9 @@ from paths import ROOT
 
 from flexcache.transfer.workers.cufile import _Descriptor, _Error
 
+pytestmark = pytest.mark.whole
+
+
 CHECK = SOURCES / "abi" / "check_cufile.c"
 HEADERS = headers_named("CUFILE_HEADERS", "cufile.h")
 DRIVER = headers_named("CUDA_HEADERS", "cuda.h")[-1:]

@@ -20,7 +20,10 @@ from paths import ROOT
 
 SOURCE = ROOT / "flexcache" / "transfer" / "workers" / "digest_kernel.py"
 TRITONS = find_tritons()
-pytestmark = pytest.mark.skipif(not TRITONS, reason="there is no Triton; see TRITON_PATHS")
+pytestmark = [
+    pytest.mark.skipif(not TRITONS, reason="there is no Triton; see TRITON_PATHS"),
+    pytest.mark.whole,
+]
 
 INTERPRETED = """
 import numpy as np, torch

@@ -15,6 +15,9 @@ from mutants import Fixtures, Mutant, check_seen
 from flexcache.transfer.workers.device_files import DeviceFiles
 from flexcache.transfer.workers.direct_cuda import CudaDirectIO
 
+pytestmark = pytest.mark.whole
+
+
 MUTANTS = [
     Mutant("a block is let in whatever its checksum", CudaDirectIO, "_take_checksums",
            "elif each == transfer.expected:", "elif True:",

@@ -20,7 +20,10 @@ from test_copy_kernel import SOURCE as KERNEL
 
 CHECK = SOURCES / "abi" / "check_hip.c"
 TRITONS = find_tritons()
-pytestmark = pytest.mark.skipif(not TRITONS, reason="there is no Triton; see TRITON_PATHS")
+pytestmark = [
+    pytest.mark.skipif(not TRITONS, reason="there is no Triton; see TRITON_PATHS"),
+    pytest.mark.whole,
+]
 
 COMPILE = """
 import json, re, sys, importlib.util

@@ -17,6 +17,9 @@ from compiled_kernel import find_tritons
 from fake_gpu import fake_gpu
 from paths import ROOT, SUPPORT
 
+pytestmark = pytest.mark.whole
+
+
 TRITONS = find_tritons()
 
 

@@ -24,6 +24,9 @@ from flexcache.storage.host_pool import HostSegment
 from flexcache.transfer.workers import copy_cuda
 from flexcache.transfer.workers.copy_choice import CopyCost, CopyWay
 
+pytestmark = pytest.mark.whole
+
+
 TRITONS = find_tritons()
 KERNEL = CopyWay.KERNEL
 

@@ -47,6 +47,9 @@ from flexcache.transfer.messages import BlockNames, Done, Execute, pack_ids
 from flexcache.transfer.workers.commit import GroupCommit
 from flexcache.transfer.workers.disk import DiskWorker
 
+pytestmark = pytest.mark.whole
+
+
 ROOT = RootId(b"root of a model!")
 NUM_SLOTS, SLOT_BYTES, NUM_HOST_BLOCKS = 24, 8192, 16
 SECTOR = 512

@@ -14,6 +14,9 @@ from engines import ENGINE_ENV, MODELS
 from paths import ROOT
 from ports import free_range
 
+pytestmark = pytest.mark.whole
+
+
 ENGINE_ARGS = {
     "enforce_eager": True, "dtype": "bfloat16", "max_model_len": 4096, "max_num_seqs": 4,
     "block_size": 32, "kv_cache_memory_bytes": 32 << 20, "seed": 0,

@@ -11,6 +11,9 @@ import vllm_on_fake_gpu
 from engines import make_prompt
 from paths import MODELS
 
+pytestmark = pytest.mark.whole
+
+
 BLOCK, NUM_LAYERS = 32, 4
 LENGTHS = (500, 333, 65)
 PROMPTS = [make_prompt(length, seed + 7001) for seed, length in enumerate(LENGTHS)]

@@ -21,6 +21,9 @@ from paths import MODELS
 from ports import free_port
 from router_process import RouterProcess, until
 
+pytestmark = pytest.mark.whole
+
+
 NUM_BLOCKS = 20
 PROMPT = make_prompt(NUM_BLOCKS * 32 + 1, 31)
 SALT = "alice"

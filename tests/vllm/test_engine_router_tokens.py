@@ -22,6 +22,9 @@ from flexcache.router.request import RouteRequest  # noqa: E402
 from flexcache.router.tokens import Tokenizers, TokenLimits  # noqa: E402
 from flexcache.router.tokens.content_format import content_format  # noqa: E402
 
+pytestmark = pytest.mark.whole
+
+
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 PIECES = (

@@ -18,6 +18,8 @@ from flexcache.replay.settings import replay_config
 from flexcache.replay.story import tell
 from flexcache.tracing.records import Matched
 
+pytestmark = pytest.mark.whole
+
 
 @pytest.mark.parametrize("together", [False, True])
 def test_a_replay_of_an_engines_run_reproduces_its_hits(tmp_path: Path, together: bool) -> None:

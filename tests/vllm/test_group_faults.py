@@ -14,7 +14,10 @@ from probe_connector import compare_probes
 
 from flexcache.integration.vllm.groups import TELLS_GROUPS
 
-pytestmark = pytest.mark.skipif(not TELLS_GROUPS, reason="this vLLM keeps one group only")
+pytestmark = [
+    pytest.mark.skipif(not TELLS_GROUPS, reason="this vLLM keeps one group only"),
+    pytest.mark.whole,
+]
 NUM_GENERATED = 40
 PROMPTS = [make_prompt(800 + 130 * i, 90 + i) for i in range(4)]
 

@@ -15,7 +15,10 @@ from flexcache.integration.vllm.groups import TELLS_GROUPS
 from flexcache.storage.pool_directory import DATA_FILE
 from flexcache.storage.slot_index import HEADER_BYTES
 
-pytestmark = pytest.mark.skipif(not TELLS_GROUPS, reason="this vLLM keeps one group only")
+pytestmark = [
+    pytest.mark.skipif(not TELLS_GROUPS, reason="this vLLM keeps one group only"),
+    pytest.mark.whole,
+]
 HIT = 1024
 
 

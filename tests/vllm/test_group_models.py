@@ -18,7 +18,10 @@ from probe_connector import compare_probes
 
 from flexcache.integration.vllm.groups import TELLS_GROUPS
 
-pytestmark = pytest.mark.skipif(not TELLS_GROUPS, reason="this vLLM keeps one group only")
+pytestmark = [
+    pytest.mark.skipif(not TELLS_GROUPS, reason="this vLLM keeps one group only"),
+    pytest.mark.whole,
+]
 KV_BYTES = 64 << 20
 
 

@@ -17,7 +17,10 @@ from probe_connector import compare_probes
 
 from flexcache.integration.vllm.groups import TELLS_GROUPS
 
-pytestmark = pytest.mark.skipif(not TELLS_GROUPS, reason="this vLLM keeps one group only")
+pytestmark = [
+    pytest.mark.skipif(not TELLS_GROUPS, reason="this vLLM keeps one group only"),
+    pytest.mark.whole,
+]
 NUM_GENERATED = 300
 STEPS_LATE = 3
 PREEMPTIONS = "vllm:num_preemptions"

@@ -9,7 +9,10 @@ from test_processes import run
 
 from flexcache.integration.vllm.groups import TELLS_GROUPS
 
-pytestmark = pytest.mark.skipif(not TELLS_GROUPS, reason="this vLLM keeps one group only")
+pytestmark = [
+    pytest.mark.skipif(not TELLS_GROUPS, reason="this vLLM keeps one group only"),
+    pytest.mark.whole,
+]
 LENGTHS = [1200, 900, 700]
 BLOCK_SIZES = {"gemma3": None, "qwen3next": 256}
 """As vLLM chooses them. In a process of its own, its scheduler forgets the one of qwen3next on a

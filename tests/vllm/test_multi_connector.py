@@ -20,6 +20,9 @@ from flexcache.integration.vllm.calls import NoMatch
 from flexcache.integration.vllm.groups import TELLS_GROUPS
 from flexcache.integration.vllm.siblings import is_served_by_sibling, read_transfer_config
 
+pytestmark = pytest.mark.whole
+
+
 PROMPT = make_prompt(700, 1)
 SHARES_A_PREFIX = PROMPT[:300] + make_prompt(200, 2)
 PROMPTS = {"again": PROMPT, "prefix": SHARES_A_PREFIX, "short": make_prompt(40, 3)}

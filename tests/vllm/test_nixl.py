@@ -16,6 +16,9 @@ from engines import make_prompt
 from paths import MODELS
 from ports import free_ports
 
+pytestmark = pytest.mark.whole
+
+
 NIXL_PATH = os.environ.get("NIXL_PATH")
 """Where the wheels nixl and nixl-cu12 are unpacked, unless they are installed."""
 if NIXL_PATH is None and find_spec("nixl") is None:

@@ -13,6 +13,9 @@ import preloaded
 import pytest
 from cluster import until
 
+pytestmark = pytest.mark.whole
+
+
 IMPORTS = "vllm_imports"
 PATIENCE_S = 120.0
 

@@ -14,6 +14,9 @@ import pytest
 import run_scenario
 from paths import MODELS, ROOT, SUPPORT
 
+pytestmark = pytest.mark.whole
+
+
 OLD_VLLM = os.environ.get("OLD_VLLM_PATH")
 """Where an older vLLM (0.28) is unpacked; `scripts/test.sh` sees to it."""
 TIMEOUT_S = 400.0

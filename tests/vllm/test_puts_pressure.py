@@ -19,6 +19,9 @@ from engines import make_prompt
 from paths import MODELS
 from probe_connector import compare_probes
 
+pytestmark = pytest.mark.whole
+
+
 NUM_GENERATED = 150
 STEPS_LATE = 3
 PREEMPTIONS = "vllm:num_preemptions"

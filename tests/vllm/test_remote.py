@@ -14,6 +14,9 @@ from paths import MODELS
 from probe_connector import compare_probes
 from stores import missing, store_server
 
+pytestmark = pytest.mark.whole
+
+
 NUM_TOKENS = 700
 NUM_BLOCKS = 21  # whole blocks of 32; the last token is left to compute
 CACHED = NUM_BLOCKS * 32

@@ -21,6 +21,9 @@ from predictions import Predictions, predicting
 
 from flexcache.router.workers import EventSource, Tier
 
+pytestmark = pytest.mark.whole
+
+
 OLD_VLLM = os.environ.get("OLD_VLLM_PATH")
 PATIENCE_S = 300.0
 _seeds = itertools.count(20_000)

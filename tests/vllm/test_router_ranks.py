@@ -7,6 +7,9 @@ import pytest
 from flexcache.router.discovery.listing import WorkerEntry, WorkerUrl
 from flexcache.router.workers import EventSource
 
+pytestmark = pytest.mark.whole
+
+
 kv_events = pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
 
 

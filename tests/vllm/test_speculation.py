@@ -15,6 +15,9 @@ from make_models import make_adapter, make_draft
 from paths import MODELS
 from probe_connector import compare_probes
 
+pytestmark = pytest.mark.whole
+
+
 PROMPT = make_prompt(700, 1)
 BLOCKS = 21  # whole blocks of 32
 CACHED = BLOCKS * 32
