@@ -49,6 +49,8 @@ class LentTensors:
         num_blocks: int | Sequence[int] | None = None,
         groups: Sequence[Sequence[str]] | None = None,
     ) -> None:
+        if not kv_caches:
+            raise UnsupportedLayoutError("kv_caches = {}: a rank must hold some of the model's KV")
         self._kv_caches = dict(kv_caches)
         self._block_dim = block_dim
         self._description = description

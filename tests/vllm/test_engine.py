@@ -133,6 +133,16 @@ def test_cache_salt_keeps_tenants_apart(engine: Engine) -> None:
     assert engine.generate(prompt, cache_salt="alice").num_cached_tokens == 192
 
 
+def test_a_request_for_the_log_probabilities_of_its_prompt_loads_nothing(engine: Engine) -> None:
+    prompt = make_prompt(200, next(_seeds))
+    engine.generate(prompt)
+    engine.forget_gpu()
+    sampling = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
+    [asked] = engine.llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+    assert asked.num_cached_tokens == 0
+    assert len(asked.prompt_logprobs) == len(prompt)
+
+
 def test_resetting_the_connector_drops_every_tier(engine: Engine) -> None:
     prompt = make_prompt(200, next(_seeds))
     engine.generate(prompt)

@@ -144,8 +144,3 @@ def test_what_a_state_consists_of_is_part_of_the_layout() -> None:
     assert describe(shapes=((2, 8),)) == "cuda B float32[2x8]"
     halves = {"shapes": ((8,), (2, 8)), "dtypes": (torch.float32, torch.bfloat16)}
     assert describe(**halves) == "cuda B float32[8]+bfloat16[2x8]"
-
-
-def test_a_model_without_any_group_to_cache_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no KV cache group"):
-        read_groups(engine(), caches())

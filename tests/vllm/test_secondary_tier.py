@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -48,24 +48,25 @@ def _model() -> None:
 
 @contextmanager
 def offloading_engine(
-    tmp_path: Path, block_size: int = 32, **settings: Any
+    tmp_path: Path, block_size: int = 32, engine: Mapping[str, Any] | None = None, **settings: Any
 ) -> Iterator[DrivenEngine]:
     """An engine whose DRAM tier has this below; ready when the tier's workers are.
 
     Args:
         block_size: Tokens of a chunk.
+        engine: Further arguments of `vllm.LLM`.
     """
     (tmp_path / "probe").mkdir(exist_ok=True)
     offloading = Settings(
-        "offloading", "tiny", dram_gb=0.02, engine=ENGINE, num_threads=1,
+        "offloading", "tiny", dram_gb=0.02, engine={**ENGINE, **(engine or {})}, num_threads=1,
         more={"secondary_tiers": [{**TIER, **settings}], "block_size": block_size},
         probe_dir=str(tmp_path / "probe"),
     )  # fmt: skip
     log = tmp_path / "log"
     try:
-        with running(DrivenEngine(offloading, log)) as engine:
-            engine.tier("until_up")
-            yield engine
+        with running(DrivenEngine(offloading, log)) as driven:
+            driven.tier("until_up")
+            yield driven
     finally:
         # vLLM leaves its region in /dev/shm if it is killed or does not start.
         said = log.read_text(errors="replace") if log.exists() else ""
@@ -188,6 +189,16 @@ def test_an_engine_does_not_start_on_another_layouts_chunks(tmp_path: Path) -> N
     with (
         pytest.raises(DidNotRun, match="its slots have"),
         offloading_engine(tmp_path, block_size=64, **config),
+    ):
+        pass
+
+
+def test_a_model_whose_pooling_needs_whole_prompts_is_refused_by_name(tmp_path: Path) -> None:
+    pooling = {"runner": "pooling", "pooler_config": {"seq_pooling_type": "MEAN"}}
+    directories = {"num_ssd_blocks": 64, "ssd_cache_dirs": [str(tmp_path / "ssd")]}
+    with (
+        pytest.raises(DidNotRun, match=r"tiny: .* pooling \(MEAN"),
+        offloading_engine(tmp_path, engine=pooling, **directories),
     ):
         pass
 

@@ -12,31 +12,51 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
 )
 
 from flexcache.ids import TierName
-from flexcache.integration.vllm.engine import read_layerwise_setting
-from flexcache.integration.vllm.groups import GroupHooks
+from flexcache.integration.vllm.engine import read_layerwise_setting, why_uncached
+from flexcache.integration.vllm.groups import GroupHooks, cached_group_ids
 from flexcache.integration.vllm.kv_layout import preferred_layout
 from flexcache.integration.vllm.scheduler import FlexCacheScheduler
 from flexcache.integration.vllm.stats import FlexCachePromMetrics, FlexCacheStats
 from flexcache.integration.vllm.worker import FlexCacheWorker
 from flexcache.integration.vllm.worker_hooks import WorkerHooks
+from flexcache.logs import log_event
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+logger = logging.getLogger(__name__)
+
 
 class FlexCacheConnectorV1(WorkerHooks, GroupHooks):  # type: ignore[misc]
-    """Delegates to the scheduler's or the worker's side; each process has one of them."""
+    """Delegates to the scheduler's or the worker's side; each process has one of them.
+
+    For a model whose KV is of no use, both sides are an `UncachedConnector`.
+    """
+
+    def __new__(cls, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> Any:
+        _log_where_vllm_does()
+        # Asked before either side exists: the worker's is made first, and would lend no tensors.
+        reason = why_uncached(vllm_config, len(cached_group_ids(kv_cache_config)))
+        if reason is None:
+            return super().__new__(cls)
+        if role is KVConnectorRole.SCHEDULER:  # one line for all ranks
+            log_event(
+                logger, logging.WARNING, "cache_not_used",
+                model=vllm_config.model_config.model, reason=reason,
+                effect="runs without a cache",
+            )  # fmt: skip
+        return UncachedConnector(vllm_config, role, kv_cache_config)
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        _log_where_vllm_does()
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = FlexCacheScheduler(vllm_config, kv_cache_config)
         else:
@@ -148,6 +168,50 @@ class FlexCacheConnectorV1(WorkerHooks, GroupHooks):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         (self._scheduler if self.role is KVConnectorRole.SCHEDULER else self._worker).shutdown()
+
+
+class UncachedConnector(KVConnectorBase_V1, GroupHooks):  # type: ignore[misc]
+    """Stores and loads nothing, for an engine that FlexCache is configured for in vain."""
+
+    requires_kv_delivery = False
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        return 0, False
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: Any, num_external_tokens: int
+    ) -> None:
+        pass
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return KVConnectorMetadata()
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, None
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        pass
+
+    def wait_for_save(self) -> None:
+        pass
+
+    def unregister_kv_caches(self) -> None:
+        pass
+
+    def restore_kv_caches(self) -> None:
+        pass
 
 
 def _log_where_vllm_does() -> None:

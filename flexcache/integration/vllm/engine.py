@@ -77,6 +77,28 @@ def read_place(vllm_config: Any, cache_config: CacheConfig) -> Place:
     return Place(cache_config.endpoint or private_endpoint(f"group-{group}"), group, rank)
 
 
+def why_uncached(vllm_config: Any, num_groups: int) -> str | None:
+    """Return why the KV of this engine's model is of no use to another request; None if it is.
+
+    The model decides, not ``enable_prefix_caching``: one who turned vLLM's own caching off may want
+    ours. Generative models are left to that setting, as vLLM leaves them.
+
+    Args:
+        num_groups: KV cache groups that can be cached.
+    """
+    model = vllm_config.model_config
+    if num_groups == 0:
+        return "the model keeps no KV between steps"
+    if model.runner_type == "pooling" and not model.is_prefix_caching_supported:
+        kinds = (model.pooler_config.seq_pooling_type, model.pooler_config.tok_pooling_type)
+        pooling = "/".join(str(kind) for kind in kinds if kind is not None)
+        return (
+            f"vLLM supports no prefix caching for its pooling ({pooling}) and attention "
+            f"({model.attn_type})"
+        )
+    return None
+
+
 def read_model_config(vllm_config: Any, kv_cache_config: Any) -> ModelConfig:
     """Return the model, and how the engine's ranks divide its KV.
 

@@ -24,8 +24,8 @@ GroupHooks: Any = base.SupportsHMA if TELLS_GROUPS else object
 
 
 def read_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[KVGroup, ...]:
-    """Return the groups that are cached, in vLLM's order (`cached_group_ids`). Empty for an engine
-    with a single group of full attention.
+    """Return the groups that are cached, in vLLM's order (`cached_group_ids`), one at least. Empty
+    for an engine with a single group of full attention.
 
     Raises:
         ConfigError: A group is of a kind that cannot be cached.
@@ -41,8 +41,6 @@ def read_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[KVGroup, ...]:
         _read_group(vllm_config, all_groups[number], len(all_groups) == 1)
         for number in cached_group_ids(kv_cache_config)
     )
-    if not groups:
-        raise ConfigError("the model has no KV cache group that can be cached")
     if len(all_groups) == 1 and groups[0].is_dense:
         return ()
     if not TELLS_GROUPS:

@@ -16,7 +16,7 @@ import torch
 
 from flexcache.client.rank import ClientState, KVTPClient
 from flexcache.integration.vllm.engine import read_cache_config, read_place
-from flexcache.integration.vllm.groups import read_layers, read_position
+from flexcache.integration.vllm.groups import read_groups, read_layers, read_position
 from flexcache.integration.vllm.kv_layout import describe_layout
 from flexcache.integration.vllm.metadata import FlexCacheMetadata, Load
 from flexcache.integration.vllm.step_loads import StepLoads
@@ -34,6 +34,9 @@ class FlexCacheWorker:
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
+        # The scheduler's side refuses the same groups, but is made later: this side would meet them
+        # first, and could not say what they are.
+        read_groups(vllm_config, kv_cache_config)
         block_size = read_position(vllm_config, kv_cache_config)
         self._config = read_cache_config(vllm_config, block_size)
         self._place = read_place(vllm_config, self._config)

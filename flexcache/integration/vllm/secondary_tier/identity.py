@@ -9,7 +9,7 @@ from typing import Any
 from vllm.config import VllmConfig
 
 from flexcache.errors import ConfigError
-from flexcache.integration.vllm.engine import read_key_namespace
+from flexcache.integration.vllm.engine import read_key_namespace, why_uncached
 from flexcache.integration.vllm.identity import read_model_id
 from flexcache.storage.kv_identity import KVIdentity
 
@@ -18,8 +18,17 @@ def read_chunk_identity(spec: Any, chunk_bytes: int) -> KVIdentity:
     """Return the identity of an engine's chunks. Must be called while its connector is constructed.
 
     vLLM's offloading config names the model but not its revision, quantization and the like.
+
+    Raises:
+        ConfigError: The model's KV is of no use to another request.
     """
     vllm_config = _find_vllm_config()
+    reason = why_uncached(vllm_config, len(spec.config.groups))
+    if reason is not None:  # vLLM does not ask, and would serve the second request of a prompt so
+        raise ConfigError(
+            f"OffloadingConnector cannot serve {vllm_config.model_config.model}: {reason}; run "
+            "without the connector"
+        )
     config, parallel = spec.config, spec.config.parallel
     model = "|".join([read_model_id(vllm_config), *read_key_namespace(vllm_config)])
     groups = [
