@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from typing import Any
 
@@ -23,7 +24,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description="Compute a prompt once, then load it.")
     parser.add_argument("--model", required=True)
-    parser.add_argument("--ssd-dir", required=True, help="directory of the SSD tier")
+    parser.add_argument("--ssd-dir", type=os.path.abspath, required=True, help="directory")
     parser.add_argument("--cpu-gb", type=float, default=4.0)
     parser.add_argument("--ssd-gb", type=float, default=16.0)
     parser.add_argument(

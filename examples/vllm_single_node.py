@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 
 from vllm import LLM, SamplingParams
@@ -29,7 +30,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=16)
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compute a prompt once, then load it.")
     parser.add_argument("--model", required=True)
-    parser.add_argument("--ssd-dir", required=True, help="directory of the SSD tier")
+    parser.add_argument("--ssd-dir", type=os.path.abspath, required=True, help="directory")
     parser.add_argument("--cpu-gb", type=float, default=4.0)
     parser.add_argument("--ssd-gb", type=float, default=16.0)
     parser.add_argument(

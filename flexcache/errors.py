@@ -10,7 +10,14 @@ class FlexCacheError(Exception):
 
 
 class ConfigError(FlexCacheError, ValueError):
-    """A setting is wrong. The message names the field, its value and what is allowed."""
+    """A setting is wrong. The message names the field, its value, what is allowed, and where the
+    value came from, if it was read from a file, the environment or a table of settings.
+
+    Attributes:
+        setting: The field; empty if the message is about none.
+    """
+
+    setting = ""
 
 
 class UnsupportedLayoutError(FlexCacheError, ValueError):

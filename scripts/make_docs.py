@@ -22,7 +22,8 @@ Every setting is a field of `CacheConfig`, an environment variable, a key of the
 `FLEXCACHE_CONFIG` names (`.json`, `.toml`, `.yaml`), and in vLLM a key of
 `kv_connector_extra_config`.
 Later sources override earlier ones: default, file, environment, arguments. An unknown name is
-refused, with the closest known ones. In Python, `CacheConfig.from_env(...)` reads them all, while
+refused, with the closest known ones. An error names the variable, the file or the table that the
+value came from. In Python, `CacheConfig.from_env(...)` reads them all, while
 `CacheConfig(...)` takes its arguments and defaults only, whatever the environment says. vLLM
 sets `tokens_per_block` itself. `flexcache server` takes the same settings; its file may also have a
 table `model` and `idle_exit_s` ([protocol](protocol.md)).
@@ -35,6 +36,16 @@ unknown or invalid. What can be judged only with a model (a quota in bytes besid
 or below one block) is checked by `flexcache doctor --config FILE`, if the file has one, and at
 startup. What vLLM is given in `kv_connector_extra_config` comes on top and is not checked, so a
 missing size is no error here, though an engine needs a size or an endpoint.
+
+Every path is absolute or begins with `~`: a service's working directory is not its user's, and in
+a container it is often the node's root disk. Variables such as `$HOME` and quotes are not expanded
+but refused, and so are empty and repeated directories. Arguments of commands (`flexcache doctor
+DIR`, `--config FILE`, `--tls-cert FILE`) may be relative, since a person types them.
+
+Kubernetes sets variables for each Service of a namespace. Those of Services named `flexcache` or
+`flexcache-...` are ignored, with a warning `service_variables_ignored`. They are
+`FLEXCACHE_..._SERVICE_HOST`, `..._SERVICE_PORT`, `..._PORT_8000_TCP` and the like, and any
+`..._PORT` whose value begins with `tcp://`. `enableServiceLinks: false` in a pod leaves them out.
 
 The tables are generated from the code by `scripts/make_docs.py`.
 

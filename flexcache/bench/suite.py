@@ -142,7 +142,7 @@ def run_suite(settings: Settings, announce: Announce = lambda *_: None) -> Repor
 def _scratch_directory(place: Path | None) -> tempfile.TemporaryDirectory[str]:
     try:
         return tempfile.TemporaryDirectory(
-            prefix="flexcache-bench-", dir=place, ignore_cleanup_errors=True
+            prefix="flexcache-bench-", dir=place and place.absolute(), ignore_cleanup_errors=True
         )
     except OSError as error:
         raise ConfigError(f"directory {place}: cannot be written: {error.strerror}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,6 +77,10 @@ def router(
         from flexcache.logs import set_up_logging
 
         chosen = {name: value for name, value in given.items() if value not in (None, [])}
+        for name in ("api_key_file", "tls_cert", "tls_key", "tokenizer"):
+            # A setting must be absolute; who types an option means his own directory.
+            if os.path.exists(chosen.get(name, "")):
+                chosen[name] = os.path.abspath(chosen[name])
         settings = RouterConfig.load(None if config is None else str(config), **chosen)
         set_up_logging(settings.log_level, settings.log_format)
         _run(settings)

@@ -38,7 +38,8 @@ def server(
     with user_errors(console):
         if keygen is not None:
             make_keys(keygen)
-            console.print(f"keys created; servers and clients set FLEXCACHE_CURVE_KEYS={keygen}")
+            place = keygen.absolute()  # a setting has no working directory
+            console.print(f"keys created; servers and clients set FLEXCACHE_CURVE_KEYS={place}")
             return
         path = None if config is None else str(config)
         chosen = {"endpoint": endpoint} if endpoint else {}

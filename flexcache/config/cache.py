@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal, get_type_hints
@@ -19,7 +18,9 @@ from flexcache.config.values import (
     Patience,
     Seconds,
     check_writable,
-    parse,
+    read_endpoint,
+    read_fields,
+    read_path,
     reject,
     setting,
 )
@@ -38,10 +39,12 @@ class CacheConfig(TierConfig):
         None,
         "Address of a server that engines share, `ipc://PATH` or `tcp://HOST:PORT`. Unset: "
         "data-parallel ranks share a private server, a single engine keeps its own cache.",
+        read=read_endpoint,
     )
     curve_keys: str | None = setting(
         None,
         "Directory made by `flexcache server --keygen DIR`. Required for TCP beyond loopback.",
+        read=read_path,
     )
     server_timeout_s: Patience = setting(
         3.0, "A server silent for this long is given up; every get misses until one is back.", "s"
@@ -104,10 +107,12 @@ class CacheConfig(TierConfig):
         "and SGLang set it with their own KV events.",
     )
     kv_events_endpoint: str | None = setting(
-        None, "ZMQ address to publish KV events at, for example `tcp://*:5558`. Implies kv_events."
+        None,
+        "ZMQ address to publish KV events at, for example `tcp://*:5558`. Implies kv_events.",
+        read=read_endpoint,
     )
     kv_events_replay_endpoint: str | None = setting(
-        None, "ZMQ address that serves missed events again."
+        None, "ZMQ address that serves missed events again.", read=read_endpoint
     )
     kv_events_topic: str | None = setting(
         None, "Topic of published KV events. Unset: `kv@HOST@MODEL`."
@@ -125,7 +130,9 @@ class CacheConfig(TierConfig):
         10_000, "Batches of KV events that may wait; beyond it the oldest are dropped.", "batches"
     )
     trace_dir: str | None = setting(
-        None, "Directory for traces of every call and op (`flexcache replay`). Unset: no trace."
+        None,
+        "Directory for traces of every call and op (`flexcache replay`). Unset: no trace.",
+        read=read_path,
     )
     trace_file_mb: Megabytes = setting(
         64.0, "Size at which a trace continues in a new file.", "1e6 bytes"
@@ -133,14 +140,7 @@ class CacheConfig(TierConfig):
     trace_files: Count = setting(4, "Files of a trace to keep.", "files")
 
     def __post_init__(self) -> None:
-        for spec in fields(self):
-            value = getattr(self, spec.name)
-            if spec.name in sources.LISTS:
-                value = _paths(spec.name, value)
-            else:
-                hint, is_secret = _hints()[spec.name], spec.metadata["is_secret"]
-                value = parse(spec.name, value, hint, is_secret=is_secret)
-            object.__setattr__(self, spec.name, value)
+        read_fields(self, _hints())
         if self.endpoint is not None:  # possibly the address that an engine's manager hands out
             object.__setattr__(self, "endpoint", server_of(self.endpoint))
         _check_sizes(self)
@@ -185,37 +185,35 @@ class CacheConfig(TierConfig):
         cls,
         environ: Mapping[str, str] | None = None,
         defaults: Mapping[str, Any] | None = None,
+        origin: str = "an argument",
         /,
         **overrides: Any,
     ) -> CacheConfig:
         """Make a config from ``defaults``, then the file that ``FLEXCACHE_CONFIG`` names, then
         ``FLEXCACHE_*`` variables, then ``overrides``; later ones win.
 
+        Errors call ``overrides`` by their ``origin``.
+
         A size given in one form replaces the other form of the same tier given earlier.
         """
         file, variables = sources.read_layers(environ)
         for name in sources.SERVER_ONLY:
             file.pop(name, None)
-        return cls.from_layers(defaults or {}, file, variables, overrides)
+        return cls.from_layers(defaults or {}, file, variables, sources.Layer(overrides, origin))
 
     @classmethod
     def from_layers(cls, *layers: Mapping[str, Any]) -> CacheConfig:
         """Make a config from tables of settings; later ones win."""
         known = [spec.name for spec in fields(cls)]
-        for layer in layers:
-            sources.require_known(layer, known)
-        return cls(**sources.merge(*layers))
+        with sources.naming_origins(layers):
+            for layer in layers:
+                sources.require_known(layer, known)
+            return cls(**sources.merge(*layers))
 
 
 @cache
 def _hints() -> dict[str, Any]:
     return get_type_hints(CacheConfig, include_extras=True)
-
-
-def _paths(name: str, value: Any) -> tuple[str, ...]:
-    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-        raise reject(name, value, "must be a list of directories")
-    return tuple(os.fspath(item) for item in value)
 
 
 def _check_sizes(config: CacheConfig) -> None:
@@ -263,8 +261,6 @@ def _check_ssd_directories(config: CacheConfig) -> None:
     if directories and not config.has_ssd_tier:
         hint = "ssd_cache_dirs is set: set ssd_cache_gb or num_ssd_blocks"
         raise reject("ssd_cache_gb", None, hint)
-    if len(set(directories)) != len(directories):
-        raise reject("ssd_cache_dirs", directories, "names a directory twice")
     for directory in directories:
         check_writable("ssd_cache_dirs", directory)
 

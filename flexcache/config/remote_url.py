@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from flexcache.config.values import read_path
+from flexcache.config.values import reject as refuse
 from flexcache.errors import ConfigError
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -37,7 +39,7 @@ def check_remote_url(url: str) -> RemoteUrl:
     """
 
     def reject(allowed: str) -> ConfigError:
-        return ConfigError(f"remote_url = {presentable(url)!r}: {allowed}")
+        return refuse("remote_url", presentable(url), allowed)
 
     try:
         split = urlsplit(url)
@@ -54,8 +56,10 @@ def check_remote_url(url: str) -> RemoteUrl:
         raise reject("must be mooncake://HOST:PORT, the address of the master")
     if split.scheme in ("s3", "gs", "az") and not split.hostname:
         raise reject(f"must be {split.scheme}://BUCKET/PREFIX")
-    if split.scheme == "file" and (split.netloc or not split.path.startswith("/")):
-        raise reject("must be file:///DIRECTORY, an absolute path")
+    if split.scheme == "file":
+        if split.netloc or not split.path.startswith("/"):
+            raise reject("must be file:///DIRECTORY, an absolute path")
+        read_path("remote_url", unquote(split.path))
     if split.scheme == "memory" and (split.netloc or split.path):
         raise reject("must be memory://")
     options = dict(parse_qsl(split.query, keep_blank_values=True))

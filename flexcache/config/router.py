@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -15,13 +15,49 @@ from msgspec import Meta
 
 from flexcache.config import sources
 from flexcache.config.address import is_loopback
-from flexcache.config.values import Count, Megabytes, Seconds, parse, reject, setting
+from flexcache.config.values import (
+    Count,
+    Megabytes,
+    Seconds,
+    parse,
+    read_endpoint,
+    read_fields,
+    read_path,
+    reject,
+    setting,
+)
 
 Port = Annotated[int, Meta(ge=0, le=65_535)]
-_LISTS = ("workers", "events", "caches", "allowed_workers", "api_keys", "peers")
 _ANY_ADDRESS = {"0.0.0.0", "::"}
 _LISTING = ("workers", "shared_events", "shared_cache_url")
 """Keys of a file that list workers, in tables. They are read again when the file changes."""
+
+
+def _texts(name: str, value: Any, *, is_secret: bool = False) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return tuple(value.split())
+    if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
+        raise reject(name, "..." if is_secret else value, "must be a list of texts")
+    return tuple(value)
+
+
+def _pair(name: str, value: Any) -> str:
+    """Return an endpoint, and another that repeats what was missed."""
+    pair: str = parse(name, value, str)
+    endpoint, _, replay = pair.partition(",")
+    if not endpoint or not replay:
+        raise reject(name, pair, "must be ENDPOINT,REPLAY")
+    return f"{read_endpoint(name, endpoint)},{read_endpoint(name, replay)}"
+
+
+def _pairs(name: str, value: Any) -> tuple[str, ...]:
+    return tuple(_pair(name, pair) for pair in _texts(name, value))
+
+
+def _tokenizer(name: str, value: Any) -> str:
+    """Return the name of a tokenizer, or the path of a directory."""
+    text: str = parse(name, value, str)
+    return read_path(name, text) if text.startswith(("/", "~", ".", "$")) else text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,17 +76,20 @@ class RouterConfig:
         "`http+k8s://SERVICE.NAMESPACE:PORT` for all addresses of a name or service; with "
         "`,data_parallel_size=N` each of N ranks. In a file: tables `[[workers]]` with `url`, "
         "`data_parallel_size`, `events`, `shared_events`, `cache_url`.",
+        read=_texts,
     )
     events: Sequence[str] = setting(
         (),
         "Publishers of KV events: `URL=ENDPOINT[,REPLAY]` for an engine's, `*=ENDPOINT[,REPLAY]` "
         "for a cache that all engines share.",
+        read=_texts,
     )
     caches: Sequence[str] = setting(
         (),
         "HTTP API of FlexCache, which the router asks to load a prompt's blocks from SSD or remote "
         "store as soon as it has chosen an engine: `URL=http://HOST:PORT` for an engine's, "
         "`*=http://HOST:PORT` for a cache that all engines share.",
+        read=_texts,
     )
     cache_token: str | None = setting(
         None, "Bearer token of the caches (their `http_token`).", is_secret=True
@@ -59,15 +98,18 @@ class RouterConfig:
         None,
         "File with tables `[[workers]]`, `shared_events` and `shared_cache_url`, read again when "
         "it changes. Unset: the file of the settings, if it has them.",
+        read=read_path,
     )
     allowed_workers: Sequence[str] = setting(
         (),
         "Regular expressions; `POST /workers` takes only URLs that one of them matches whole. "
         "Listed engines are always allowed.",
+        read=_texts,
     )
     engine_key_file: str | None = setting(
         None,
         "File with the API key that the engines require. Unset: the client's key is passed on.",
+        read=read_path,
     )
     policy: str = setting("ours", "How an engine is chosen; see `flexcache router simulate`.")
     temperature: Annotated[float, Meta(ge=0)] = setting(
@@ -84,6 +126,7 @@ class RouterConfig:
     tokenizer: str | None = setting(
         None,
         "Directory or name of the model's tokenizer. Unset: as the engines report their model.",
+        read=_tokenizer,
     )
     max_requests_per_worker: Count | None = setting(
         None, "An engine with this many requests is busy. Unset: no limit.", "requests"
@@ -112,11 +155,18 @@ class RouterConfig:
         30.0, "How long running requests may take to end after SIGTERM.", "s"
     )
     api_keys: Sequence[str] = setting(
-        (), "Keys, one of which clients must present. Unset, also the file: none.", is_secret=True
+        (),
+        "Keys, one of which clients must present. Unset, also the file: none.",
+        is_secret=True,
+        read=partial(_texts, is_secret=True),
     )
-    api_key_file: str | None = setting(None, "File with further keys of clients, one per line.")
-    tls_cert: str | None = setting(None, "Certificate chain (PEM). Unset: plain HTTP.")
-    tls_key: str | None = setting(None, "Private key of the certificate (PEM).")
+    api_key_file: str | None = setting(
+        None, "File with further keys of clients, one per line.", read=read_path
+    )
+    tls_cert: str | None = setting(
+        None, "Certificate chain (PEM). Unset: plain HTTP.", read=read_path
+    )
+    tls_key: str | None = setting(None, "Private key of the certificate (PEM).", read=read_path)
     proxies: Annotated[int, Meta(ge=0)] = setting(
         0, "Proxy processes beside the deciding one. 0: one process does both.", "processes"
     )
@@ -132,23 +182,20 @@ class RouterConfig:
         None, "Port of the endpoint picker for Envoy (ext_proc, gRPC). Unset: there is none."
     )
     sync_endpoint: str | None = setting(
-        None, "`ENDPOINT,REPLAY` where other routers follow this one's requests, unencrypted."
+        None,
+        "`ENDPOINT,REPLAY` where other routers follow this one's requests, unencrypted.",
+        read=_pair,
     )
-    peers: Sequence[str] = setting((), "`ENDPOINT,REPLAY` of each other router before the engines.")
+    peers: Sequence[str] = setting(
+        (), "`ENDPOINT,REPLAY` of each other router before the engines.", read=_pairs
+    )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = setting(
         "INFO", "Level of the `flexcache` logger."
     )
     log_format: Literal["text", "json"] = setting("text", "Format of the log.")
 
     def __post_init__(self) -> None:
-        for spec in fields(self):
-            value = getattr(self, spec.name)
-            if spec.name in _LISTS:
-                value = _texts(spec.name, value, is_secret=spec.metadata["is_secret"])
-            else:
-                hint, is_secret = _hints()[spec.name], spec.metadata["is_secret"]
-                value = parse(spec.name, value, hint, is_secret=is_secret)
-            object.__setattr__(self, spec.name, value)
+        read_fields(self, _hints())
         _check_patterns(self)
         _check_ports(self)
         _check_access(self)
@@ -165,20 +212,21 @@ class RouterConfig:
                 list of workers is left to `worker_file`.
         """
         env = os.environ if environ is None else environ
-        path = path or env.get(sources.ROUTER_PREFIX + "CONFIG")
         file, variables = sources.read_layers(env, path, sources.ROUTER_PREFIX)
         listing = [file.pop(name, None) for name in _LISTING]
         if any(listing):
-            file.setdefault("worker_file", path)
-        return cls.from_layers(file, variables, overrides)
+            own = path or sources.file_of(env, sources.ROUTER_PREFIX)
+            file.setdefault("worker_file", os.path.abspath(str(own)))
+        return cls.from_layers(file, variables, sources.Layer(overrides, "an argument"))
 
     @classmethod
     def from_layers(cls, *layers: Mapping[str, Any]) -> RouterConfig:
         """Make a config from tables of settings; later ones win."""
         known = [spec.name for spec in fields(cls)]
-        for layer in layers:
-            sources.require_known(layer, known)
-        return cls(**sources.merge(*layers))
+        with sources.naming_origins(layers):
+            for layer in layers:
+                sources.require_known(layer, known)
+            return cls(**sources.merge(*layers))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, secrets included, to be sent to a process of this router."""
@@ -189,14 +237,6 @@ class RouterConfig:
 @cache
 def _hints() -> dict[str, Any]:
     return get_type_hints(RouterConfig, include_extras=True)
-
-
-def _texts(name: str, value: Any, *, is_secret: bool) -> tuple[str, ...]:
-    if isinstance(value, str):
-        return tuple(value.split())
-    if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
-        raise reject(name, "..." if is_secret else value, "must be a list of texts")
-    return tuple(value)
 
 
 def _check_patterns(config: RouterConfig) -> None:
@@ -238,10 +278,3 @@ def _check_access(config: RouterConfig) -> None:
 def _check_sync(config: RouterConfig) -> None:
     if config.peers and config.sync_endpoint is None:
         raise reject("sync_endpoint", None, "with peers, they must be able to follow this router")
-    for name, pair in (
-        *(("peers", peer) for peer in config.peers),
-        *([("sync_endpoint", config.sync_endpoint)] if config.sync_endpoint else []),
-    ):
-        endpoint, _, replay = pair.partition(",")
-        if not endpoint or not replay:
-            raise reject(name, pair, "must be ENDPOINT,REPLAY")

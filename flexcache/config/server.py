@@ -60,7 +60,8 @@ class ServerConfig:
         with the fields of `ModelConfig`.
         """
         file, variables = sources.read_layers(environ, path)
-        return cls.from_layers({"endpoint": default_endpoint}, file, variables, overrides)
+        given = sources.Layer(overrides, "an argument")
+        return cls.from_layers({"endpoint": default_endpoint}, file, variables, given)
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> ServerConfig:
@@ -74,11 +75,12 @@ class ServerConfig:
         own = {k: v for layer in layers for k, v in layer.items() if k in names}
         others = [{k: v for k, v in layer.items() if k not in names} for layer in layers]
         model = own.get("model")
-        return cls(
-            cache=CacheConfig.from_layers(*others),
-            model=None if model is None else ModelConfig.from_table(model),
-            idle_exit_s=own.get("idle_exit_s"),
-        )
+        with sources.naming_origins(layers):
+            return cls(
+                cache=CacheConfig.from_layers(*others),
+                model=None if model is None else ModelConfig.from_table(model),
+                idle_exit_s=own.get("idle_exit_s"),
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, to be sent to another process."""

@@ -103,12 +103,13 @@ def read_effective_settings(
     """
     environ = os.environ if environ is None else environ
     file, variables = sources.read_layers(environ, path)
-    where = f"file {path or environ.get(sources.CONFIG_FILE_ENV)}"
+    where = file.origin
     known = {setting.name: setting for setting in describe_settings()}
     merged = sources.merge(_only(file, known), _only(variables, known))
     error, config = None, None
     try:
-        config = CacheConfig(**merged)
+        with sources.naming_origins((file, variables)):
+            config = CacheConfig(**merged)
     except ConfigError as problem:
         error = str(problem)
 
@@ -136,11 +137,11 @@ def read_effective_settings(
         if variable not in variable_names
     ]
     if error is None and unknown:
-        error = f"{unknown[0].name}: no such setting"
+        error = f"{unknown[0].name}: no such setting (from {unknown[0].source})"
     return EffectiveSettings(effective, unknown, error)
 
 
-def _only(layer: sources.Layer, known: Mapping[str, Any]) -> dict[str, Any]:
+def _only(layer: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in layer.items() if name in known}
 
 

@@ -6,16 +6,21 @@ This is the only module that reads ``FLEXCACHE_*`` variables.
 from __future__ import annotations
 
 import difflib
+import logging
 import os
+import re
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from flexcache.config.values import reject
+from flexcache.config.values import about, read_path, reject
 from flexcache.errors import ConfigError, MissingDependencyError
+from flexcache.logs import log_event
 
 ENV_PREFIX = "FLEXCACHE_"
 CONFIG_FILE_ENV = ENV_PREFIX + "CONFIG"
@@ -23,16 +28,44 @@ ROUTER_PREFIX = ENV_PREFIX + "ROUTER_"
 """Variables of `flexcache router`, whose settings are apart from a cache's."""
 SERVER_ONLY = ("model", "idle_exit_s")
 """Settings of `ServerConfig` itself. A server and its engines may share one file."""
-LISTS = ("ssd_cache_dirs",)
 _TWO_FORMS = (("num_cpu_blocks", "cpu_cache_gb"), ("num_ssd_blocks", "ssd_cache_gb"))
 
-Layer = Mapping[str, Any]
-"""Settings of one source."""
+_SERVICE = re.compile(
+    r"_SERVICE_HOST$|_SERVICE_PORT(_[A-Z0-9_]+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$"
+)
+_SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
+
+logger = logging.getLogger(__name__)
+
+
+class Layer(dict[str, Any]):
+    """Settings of one source.
+
+    Args:
+        origin: Where they come from, for errors; ``{}`` stands for a setting in capitals.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], origin: str) -> None:
+        super().__init__(settings)
+        self.origin = origin
+
+
+@contextmanager
+def naming_origins(layers: Iterable[Mapping[str, Any]]) -> Iterator[None]:
+    """Add to an error where the value of its setting came from: the last layer that has it."""
+    try:
+        yield
+    except ConfigError as error:
+        having = [layer for layer in layers if error.setting in layer]
+        if not having or not isinstance(having[-1], Layer):
+            raise
+        origin = having[-1].origin.replace("{}", error.setting.upper())
+        raise about(error.setting, f"{error} (from {origin})") from None
 
 
 def read_layers(
     environ: Mapping[str, str] | None = None, path: str | None = None, prefix: str = ENV_PREFIX
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[Layer, Layer]:
     """Read the settings file and the environment, in this order of precedence.
 
     Args:
@@ -44,24 +77,52 @@ def read_layers(
         ConfigError: The file cannot be read.
     """
     env = os.environ if environ is None else environ
-    variable = prefix + "CONFIG"
-    if path:
-        file = read_file(path, "settings file")
-    else:
-        file = read_file(env[variable], variable) if env.get(variable) else {}
+    name = "settings file" if path else prefix + "CONFIG"
+    path = path or file_of(env, prefix)
+    file = Layer(read_file(path, name) if path else {}, f"file {path}")
     return file, read_environment(env, prefix)
 
 
-def read_environment(env: Mapping[str, str], prefix: str = ENV_PREFIX) -> dict[str, Any]:
-    """Return the variables with the prefix that are not empty, by setting, known or not."""
-    found: dict[str, Any] = {}
+def file_of(env: Mapping[str, str], prefix: str = ENV_PREFIX) -> str | None:
+    """Return the settings file that the variable ``<prefix>CONFIG`` names, if any.
+
+    Raises:
+        ConfigError: It is no absolute path.
+    """
+    variable = prefix + "CONFIG"
+    return read_path(variable, env[variable]) if env.get(variable) else None
+
+
+def read_environment(env: Mapping[str, str], prefix: str = ENV_PREFIX) -> Layer:
+    """Return the variables with the prefix that are not empty, by setting, known or not.
+
+    Kubernetes sets variables for each Service of a namespace. Those of one that is called
+    ``flexcache``, or begins so, are not meant as settings, though some have the name of one.
+    """
+    found, ignored = Layer({}, prefix + "{}"), []
     for variable, text in env.items():
         if variable.startswith(ROUTER_PREFIX) and prefix != ROUTER_PREFIX:
             continue
-        if variable.startswith(prefix) and variable != prefix + "CONFIG" and text:
-            name = variable.removeprefix(prefix).lower()
-            found[name] = text.split(":") if name in LISTS else text
+        if not variable.startswith(prefix) or variable == prefix + "CONFIG" or not text:
+            continue
+        is_address = variable.endswith("_PORT") and _SERVICE_ADDRESS.match(text)
+        if is_address or _SERVICE.search(variable):
+            ignored.append(variable)
+        else:
+            found[variable.removeprefix(prefix).lower()] = text
+    if ignored:
+        _log_ignored(tuple(sorted(ignored)))
     return found
+
+
+@cache
+def _log_ignored(variables: tuple[str, ...]) -> None:
+    """Log it once, however often the environment is read."""
+    log_event(
+        logger, logging.WARNING, "service_variables_ignored", variables=", ".join(variables),
+        reason="Kubernetes sets them for a Service; they are no settings",
+        remedy="enableServiceLinks: false in the pod's spec leaves them out",
+    )  # fmt: skip
 
 
 def read_file(path: str, name: str = CONFIG_FILE_ENV) -> dict[str, Any]:
@@ -95,7 +156,7 @@ def read_file(path: str, name: str = CONFIG_FILE_ENV) -> dict[str, Any]:
     return content
 
 
-def merge(*layers: Layer) -> dict[str, Any]:
+def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """Merge layers; later ones win. A size in one form replaces an earlier one in the other."""
     merged: dict[str, Any] = {}
     for layer in layers:
@@ -107,7 +168,7 @@ def merge(*layers: Layer) -> dict[str, Any]:
     return merged
 
 
-def require_known(layer: Layer, known: Collection[str]) -> None:
+def require_known(layer: Mapping[str, Any], known: Collection[str]) -> None:
     """
     Raises:
         ConfigError: A name is no setting; gives the closest ones.
@@ -116,7 +177,19 @@ def require_known(layer: Layer, known: Collection[str]) -> None:
         if name not in known:
             close = closest(name, known)
             hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
-            raise ConfigError(f"{name}: no such setting; {hint}")
+            raise about(name, f"{name}: no such setting; {hint}")
+
+
+def require_block_size(owner: str, block_size: int, *layers: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ConfigError: A layer sets another ``tokens_per_block`` than the engine, its ``owner``, has.
+    """
+    with naming_origins(layers):
+        chosen = merge(*layers).get("tokens_per_block")
+        if chosen is not None and str(chosen) != str(block_size):
+            hint = f"must be {owner}, {block_size}; leave it unset"
+            raise reject("tokens_per_block", chosen, hint)
 
 
 def closest(name: str, known: Collection[str]) -> list[str]:

@@ -14,6 +14,7 @@ from flexcache.config.values import (
     Megabytes,
     Retention,
     Seconds,
+    read_paths,
     reject,
     setting,
 )
@@ -53,8 +54,9 @@ class TierConfig:
     )
     ssd_cache_dirs: Sequence[str] = setting(
         (),
-        "Directories of the SSD tier, striped block by block (separated by `:` in the "
-        "environment).",
+        "Directories of the SSD tier, striped block by block: absolute paths, or below `~` "
+        "(separated by `:` in the environment).",
+        read=read_paths,
     )
     ssd_sync: SsdSync = setting(
         "group",

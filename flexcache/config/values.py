@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import field
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field, fields
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -23,16 +25,53 @@ Gigabytes = Annotated[float, Meta(gt=0, le=1e9)]
 Retention = Annotated[float, Meta(ge=0.1, le=1e9)]
 """Seconds: long enough for sweeps between, and at most a lifetime."""
 
+_SEVERAL = re.compile(r"[,;\s]\s*[/~]")
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
-def setting(default: Any, help: str, unit: str = "", *, is_secret: bool = False) -> Any:
-    """Declare a field of a config. A secret's value is never shown."""
-    return field(default=default, metadata={"help": help, "unit": unit, "is_secret": is_secret})
+def setting(
+    default: Any,
+    help: str,
+    unit: str = "",
+    *,
+    is_secret: bool = False,
+    read: Callable[[str, Any], Any] | None = None,
+) -> Any:
+    """Declare a field of a config.
+
+    Args:
+        is_secret: Its value is never shown.
+        read: Makes the value of what is given, from the field's name and that; None: `parse`.
+    """
+    metadata = {"help": help, "unit": unit, "is_secret": is_secret, "read": read}
+    return field(default=default, metadata=metadata)
+
+
+def read_fields(config: Any, hints: Mapping[str, Any]) -> None:
+    """Convert the fields of a config that is being constructed.
+
+    Raises:
+        ConfigError: One does not admit its value.
+    """
+    for spec in fields(config):
+        value, read = getattr(config, spec.name), spec.metadata["read"]
+        if read is None:
+            is_secret = spec.metadata["is_secret"]
+            value = parse(spec.name, value, hints[spec.name], is_secret=is_secret)
+        elif value is not None:
+            value = read(spec.name, value)
+        object.__setattr__(config, spec.name, value)
 
 
 def reject(name: str, value: object, allowed: str) -> ConfigError:
-    return ConfigError(f"{name} = {value!r}: {allowed}")
+    return about(name, f"{name} = {value!r}: {allowed}")
+
+
+def about(setting: str, message: str) -> ConfigError:
+    """Return an error of this setting, to which its reader can add where the value came from."""
+    error = ConfigError(message)
+    error.setting = setting
+    return error
 
 
 def parse(name: str, value: Any, hint: Any, *, is_secret: bool = False) -> Any:
@@ -76,6 +115,70 @@ def _allowed(hint: Any) -> str:
     bounds = ((meta.ge, "at least"), (meta.gt, "greater than"), (meta.le, "at most"))
     texts = [f"{words} {bound:g}" for bound, words in bounds if bound is not None]
     return f"{_KINDS[kind]} of {' and '.join(texts)}".replace("of greater", "greater")
+
+
+def read_path(name: str, value: object) -> str:
+    """Return an absolute path, with ``~`` expanded.
+
+    A path that depends on a working directory is refused: a service's is not its user's, and in a
+    container it is often the node's root disk.
+
+    Raises:
+        ConfigError: It is relative, or looks like several paths, or like one to be expanded.
+    """
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(text, str):
+        raise reject(name, value, "must be text, an absolute path")
+    path = os.path.expanduser(text) if text.startswith("~") else text
+    if "$" in path:
+        raise reject(name, text, "must be an absolute path without variables: none are expanded")
+    if not os.path.isabs(path) or path != path.strip() or min(path) < " ":
+        hint = "must be an absolute path, as /nvme0/kv or ~/kv, without quotes and spaces around it"
+        raise reject(name, text, hint)
+    if _SEVERAL.search(path):
+        raise reject(name, text, "must be one absolute path, but looks like several")
+    return str(Path(path))
+
+
+def read_paths(name: str, value: object) -> tuple[str, ...]:
+    """Return directories, each once. Text lists them with ``:`` between.
+
+    Raises:
+        ConfigError: One is no absolute path, or named twice.
+    """
+    items = value.split(":") if isinstance(value, str) else value
+    if isinstance(items, bytes) or not isinstance(items, Sequence):
+        raise reject(name, value, "must be a list of directories")
+    if "" in items:
+        raise reject(name, value, "names an empty directory")
+    paths = tuple(read_path(name, item) for item in items)
+    if len({_identity(path) for path in paths}) != len(paths):
+        raise reject(name, paths, "names a directory twice")
+    return paths
+
+
+def _identity(path: str) -> object:
+    """Return what two paths of one directory have in common, also behind links and mounts."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return os.path.realpath(path)
+    return found.st_dev, found.st_ino
+
+
+def read_endpoint(name: str, value: object) -> str:
+    """Return an address, whose path, if it is ``ipc://``, is absolute.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    address: str = parse(name, value, str)
+    if not address.startswith("ipc://"):
+        return address
+    try:
+        return f"ipc://{read_path(name, address.removeprefix('ipc://'))}"
+    except ConfigError:
+        raise reject(name, address, "must be ipc:// and an absolute path") from None
 
 
 def check_writable(name: str, directory: str) -> None:

@@ -87,7 +87,9 @@ class Subject:
 
     @property
     def _settings(self) -> dict[str, str]:
-        named = {} if self.config_file is None else {CONFIG_FILE_ENV: str(self.config_file)}
+        named = (
+            {} if self.config_file is None else {CONFIG_FILE_ENV: str(self.config_file.absolute())}
+        )
         return {**self.environ, **named}
 
     @property
@@ -101,7 +103,9 @@ class Subject:
         Raises:
             FlexCacheError: The settings are wrong, or their file needs a package.
         """
-        return CacheConfig.from_env(self._settings, **self.vllm.extra_config)
+        return CacheConfig.from_env(
+            self._settings, {}, "kv_connector_extra_config", **self.vllm.extra_config
+        )
 
     @cached_property
     def config(self) -> CacheConfig | None:

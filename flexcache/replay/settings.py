@@ -48,11 +48,11 @@ def replay_config(
         if value.lower() == "none":
             own.pop(name, None)
         else:
-            wanted[name] = value.split(":") if name == "ssd_cache_dirs" else value
+            wanted[name] = value
     if "num_ssd_blocks" in own or {"num_ssd_blocks", "ssd_cache_gb"} & set(wanted):
         own["ssd_cache_dirs"] = [tempfile.gettempdir()]
-    env = {} if file is None else {CONFIG_FILE_ENV: str(file)}
-    config = CacheConfig.from_env(env, own, **wanted)
+    env = {} if file is None else {CONFIG_FILE_ENV: str(file.absolute())}
+    config = CacheConfig.from_env(env, own, "--set", **wanted)
     if config.tokens_per_block != header.tokens_per_block:
         raise ConfigError(
             f"tokens_per_block = {config.tokens_per_block!r}: the trace's keys are of blocks of "
@@ -104,7 +104,7 @@ def isolated(config: CacheConfig, trace_dir: Path | None) -> Iterator[CacheConfi
         yield replace(
             config,
             ssd_cache_dirs=tuple(make_directory(parent) for parent in config.ssd_cache_dirs),
-            trace_dir=make_directory(None) if trace_dir is None else str(trace_dir),
+            trace_dir=make_directory(None) if trace_dir is None else str(trace_dir.absolute()),
             trace_file_mb=1e6,  # a single file
             endpoint=None,
             http_endpoint=None,

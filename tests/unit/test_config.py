@@ -11,8 +11,13 @@ import pytest
 import torch
 
 from flexcache import CacheConfig, ModelConfig
+from flexcache.config import RouterConfig, sources
 from flexcache.config.address import split_address, with_engine
-from flexcache.config.settings import describe_settings
+from flexcache.config.settings import (
+    describe_router_settings,
+    describe_settings,
+    read_effective_settings,
+)
 from flexcache.errors import ConfigError
 
 BASE: dict[str, Any] = {"num_cpu_blocks": 8}
@@ -85,7 +90,7 @@ def test_a_bad_model_is_refused_by_name(change: dict[str, Any], named: str) -> N
         ({**BASE, "ssd_cache_dirs": ["/tmp"]}, "ssd_cache_gb"),
         ({**BASE, "num_ssd_blocks": 4, "ssd_cache_dirs": ["/tmp", "/tmp"]}, "twice"),
         ({**BASE, "num_ssd_blocks": 4, "ssd_cache_dirs": ["/dev/null/x"]}, "not a directory"),
-        ({**BASE, "num_ssd_blocks": 4, "ssd_cache_dirs": "/tmp"}, "list of directories"),
+        ({**BASE, "num_ssd_blocks": 4, "ssd_cache_dirs": 5}, "list of directories"),
         ({**BASE, "eviction_policy": "mru"}, "eviction_policy = 'mru'.*lru"),
         ({**BASE, "io_engine": "spdk"}, "io_engine = 'spdk'.*io_uring"),
         ({**BASE, "remote_url": "ftp://host/kv"}, "must begin with one of"),
@@ -224,3 +229,148 @@ def test_an_absurd_size_is_refused_by_name(name: str, size: float, tmp_path: Pat
     sizes: dict[str, Any] = {"cpu_cache_gb": 1.0, "ssd_cache_dirs": [str(tmp_path)]}
     with pytest.raises(ConfigError, match=f"{name} = .*at most"):
         CacheConfig(**{**sizes, "ssd_cache_gb": 1.0, name: size})
+
+
+SSD: dict[str, Any] = {"num_cpu_blocks": 8, "num_ssd_blocks": 8}
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("kv", "must be an absolute path"),
+        ("./kv", "must be an absolute path"),
+        ("~no-such-user/kv", "must be an absolute path"),
+        ("$HOME/kv", "without variables"),
+        ("/kv/$(POD_NAME)", "without variables"),
+        ("{d}/a: {d}/b", "must be an absolute path"),
+        ("{d}/a :{d}/b", "must be an absolute path"),
+        ("{d}/a:", "an empty directory"),
+        (":{d}/a", "an empty directory"),
+        ("{d}/a::{d}/b", "an empty directory"),
+        ('["{d}/a"]', "must be an absolute path"),
+        ('["{d}/a","{d}/b"]', "must be an absolute path"),
+        ("'{d}/a'", "must be an absolute path"),
+        ('"{d}/a"', "must be an absolute path"),
+        ("{d}/a,{d}/b", "looks like several"),
+        ("{d}/a, {d}/b", "looks like several"),
+        ("{d}/a {d}/b", "looks like several"),
+        ("{d}/a\n", "must be an absolute path"),
+        ("{d}/a:{d}/a/", "twice"),
+        ("{d}/a:{d}/./a", "twice"),
+        ("{d}/a:{d}/link", "twice"),
+    ],
+)
+def test_directories_that_are_not_what_they_look_like_are_refused(
+    text: str, why: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    given = text.replace("{d}", str(tmp_path))
+    variables = {"FLEXCACHE_SSD_CACHE_DIRS": given}
+    with pytest.raises(ConfigError, match=f"^ssd_cache_dirs = .*{why}.*FLEXCACHE_SSD_CACHE_DIRS"):
+        CacheConfig.from_env(variables, **SSD)
+    with pytest.raises(ConfigError, match=f"^ssd_cache_dirs = .*{why}"):
+        CacheConfig(**SSD, ssd_cache_dirs=given.split(":"))
+
+
+def test_directories_below_the_users_own_are_expanded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = CacheConfig.from_env({"FLEXCACHE_SSD_CACHE_DIRS": "~/kv:/tmp//kv/"}, **SSD)
+    assert config.ssd_cache_dirs == (f"{tmp_path}/kv", "/tmp/kv")
+
+
+@pytest.mark.parametrize("name", ["trace_dir", "curve_keys"])
+@pytest.mark.parametrize("value", ["kv", "'/kv'", "/a,/b", "$HOME/kv", " /kv", ""])
+def test_every_path_must_be_absolute(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} = .*must be"):
+        CacheConfig(num_cpu_blocks=8, **{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "name", ["endpoint", "kv_events_endpoint", "kv_events_replay_endpoint", "remote_url"]
+)
+def test_every_path_of_an_address_must_be_absolute(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scheme = "file" if name == "remote_url" else "ipc"
+    others = {"kv_events_endpoint": "tcp://*:5558"} if "replay" in name else {}
+    for path in ("x.sock", "/$HOME/x.sock", "/a,/b"):
+        with pytest.raises(ConfigError, match=f"^{name} = .*must be"):
+            CacheConfig(num_cpu_blocks=8, **{**others, name: f"{scheme}://{path}"})
+    if scheme == "ipc":
+        monkeypatch.setenv("HOME", str(tmp_path))
+        config = CacheConfig(num_cpu_blocks=8, **{**others, name: "ipc://~/x.sock"})
+        assert getattr(config, name) == f"ipc://{tmp_path}/x.sock"
+
+
+def test_a_settings_file_named_by_a_variable_must_be_absolute(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "kv.json").write_text('{"num_cpu_blocks": 8}')
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"^FLEXCACHE_CONFIG = 'kv\.json': must be an absolute"):
+        CacheConfig.from_env({"FLEXCACHE_CONFIG": "kv.json"})
+    assert read_effective_settings({}, "kv.json").error is None  # typed in this directory
+
+
+def test_an_error_names_where_the_value_came_from(tmp_path: Path) -> None:
+    file = tmp_path / "kv.json"
+    file.write_text('{"cpu_cache_gb": -1, "ssd_queue_depth": 8, "match_ttl": 3}')
+    variables = {"FLEXCACHE_CONFIG": str(file)}
+    bad = {**variables, "FLEXCACHE_SSD_QUEUE_DEPTH": "none"}
+    with pytest.raises(ConfigError, match=f"^match_ttl: no such setting.*from file {file}"):
+        CacheConfig.from_env(bad)
+    file.write_text('{"cpu_cache_gb": -1, "ssd_queue_depth": 8}')
+    with pytest.raises(ConfigError, match=f"^cpu_cache_gb = -1.0: .*from file {file}"):
+        CacheConfig.from_env(variables)
+    with pytest.raises(ConfigError, match=r"^ssd_queue_depth = 'none'.*FLEXCACHE_SSD_QUEUE_DEPTH"):
+        CacheConfig.from_env(bad, cpu_cache_gb=1)
+    with pytest.raises(ConfigError, match=r"^cpu_cache_gb = -2.0: .*from an argument"):
+        CacheConfig.from_env(variables, cpu_cache_gb=-2)
+    with pytest.raises(ConfigError, match=r"^cpu_cache_gb = -2.0: .*from the extra config"):
+        CacheConfig.from_env(variables, {}, "the extra config", cpu_cache_gb=-2)
+
+
+SERVICES = {
+    "SERVICE_HOST": "10.0.0.1",
+    "SERVICE_PORT": "8000",
+    "SERVICE_PORT_HTTP_API": "8000",
+    "PORT": "tcp://10.0.0.1:8000",
+    "PORT_8000_TCP": "tcp://10.0.0.1:8000",
+    "PORT_8000_TCP_PROTO": "tcp",
+    "PORT_8000_TCP_PORT": "8000",
+    "PORT_8000_TCP_ADDR": "10.0.0.1",
+    "PORT_53_UDP": "udp://10.0.0.1:53",
+}
+"""What Kubernetes sets for a Service, behind its name."""
+
+
+@pytest.mark.parametrize("service", ["", "SERVER_", "PEERS_", "HTTP_", "ROUTER_", "ROUTER_PEERS_"])
+def test_variables_of_a_kubernetes_service_are_no_settings(
+    service: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    variables = {f"FLEXCACHE_{service}{name}": value for name, value in SERVICES.items()}
+    variables |= {"FLEXCACHE_NUM_CPU_BLOCKS": "8", "FLEXCACHE_ROUTER_CONTROL_PORT": "8091"}
+    for _ in range(2):
+        assert CacheConfig.from_env(variables).num_cpu_blocks == 8
+        router = RouterConfig.load(None, variables)
+    assert (router.port, router.control_port) == (8000, 8091)
+    assert read_effective_settings(variables).error is None
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 1
+    assert f"FLEXCACHE_{service}PORT_8000_TCP_ADDR" in lines[0]
+
+
+@pytest.mark.parametrize("name", ["PORT", "SERVICE_HOSTS", "SERVICE", "PORT_TCP"])
+def test_what_only_resembles_them_is_a_misspelt_setting(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"no such setting.*\(from FLEXCACHE_{name}\)"):
+        CacheConfig.from_env({f"FLEXCACHE_{name}": "8000"})
+
+
+def test_no_setting_has_the_name_of_such_a_variable(caplog: pytest.LogCaptureFixture) -> None:
+    rows = [*describe_settings(), *describe_router_settings()]
+    for prefix in (sources.ENV_PREFIX, sources.ROUTER_PREFIX):
+        sources.read_environment({row.environment: "1" for row in rows}, prefix)
+    assert not caplog.records

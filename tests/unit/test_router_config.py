@@ -92,7 +92,7 @@ def test_a_bad_file_is_refused_by_its_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"settings file = .*router.toml.*cannot be read"):
         RouterConfig.load(str(file), {})
     file.write_text("broken = [")
-    with pytest.raises(ConfigError, match=r"settings file = .*router.toml.*cannot be parsed"):
+    with pytest.raises(ConfigError, match=r"FLEXCACHE_ROUTER_CONFIG = .*toml.*cannot be parsed"):
         RouterConfig.load(None, {"FLEXCACHE_ROUTER_CONFIG": str(file)})
 
 

@@ -108,7 +108,9 @@ def read_cache_config(
             f"must be SGLang's page size, {page_size}; leave it unset",
         )
     defaults = {"kv_events": kv_events, "kv_events_hashes": "int_first"}
-    config = CacheConfig.from_env(None, defaults, **{**extra, "tokens_per_block": page_size})
+    config = CacheConfig.from_env(
+        None, defaults, "SGLang's extra config", **{**extra, "tokens_per_block": page_size}
+    )
     if rank.num_replicas > 1 and config.endpoint is None:
         raise reject(
             "endpoint",

@@ -16,6 +16,7 @@ import torch
 
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.config.model import read_dtype
+from flexcache.config.sources import read_environment, require_block_size
 from flexcache.errors import ConfigError
 from flexcache.integration.checkpoint import digest, dtype_name, identify_checkpoint
 
@@ -58,12 +59,7 @@ def check_supported(llm_args: Any) -> None:
 def read_cache_config(llm_args: Any) -> CacheConfig:
     """Read `CacheConfig` from ``FLEXCACHE_*``; the block size is TensorRT-LLM's."""
     block_size = int(llm_args.kv_cache_config.tokens_per_block)
-    set_size = os.environ.get("FLEXCACHE_TOKENS_PER_BLOCK")
-    if set_size is not None and int(set_size) != block_size:
-        raise ConfigError(
-            f"FLEXCACHE_TOKENS_PER_BLOCK = {set_size!r}: must be TensorRT-LLM's, {block_size}; "
-            "leave it unset"
-        )
+    require_block_size("TensorRT-LLM's", block_size, read_environment(os.environ))
     return CacheConfig.from_env(None, {}, tokens_per_block=block_size)
 
 

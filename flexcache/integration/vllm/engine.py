@@ -15,10 +15,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from flexcache.client.connect import local_endpoint
 from flexcache.config import CacheConfig, ModelConfig
+from flexcache.config.sources import Layer, read_environment, require_block_size
 from flexcache.errors import ConfigError
 from flexcache.integration.vllm.groups import layer_specs, read_groups
 from flexcache.integration.vllm.identity import read_model_id
 from flexcache.protocol.runtime import private_endpoint
+
+_EXTRA = "kv_connector_extra_config"
 
 
 def read_cache_config(vllm_config: Any, block_size: int) -> CacheConfig:
@@ -26,18 +29,14 @@ def read_cache_config(vllm_config: Any, block_size: int) -> CacheConfig:
 
     KV events are on by default if vLLM publishes its own, with block hashes of the same kind.
     """
-    extra = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
-    set_size = extra.get("tokens_per_block", os.environ.get("FLEXCACHE_TOKENS_PER_BLOCK"))
-    if set_size is not None and int(set_size) != block_size:
-        raise ConfigError(
-            f"tokens_per_block = {set_size!r}: must be vLLM's, {block_size}; leave it unset"
-        )
+    extra = Layer(vllm_config.kv_transfer_config.kv_connector_extra_config, _EXTRA)
+    require_block_size("vLLM's", block_size, read_environment(os.environ), extra)
     events = vllm_config.kv_events_config
     defaults = {
         "kv_events": events is not None and events.enable_kv_cache_events,
         "kv_events_hashes": "int" if envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES else "bytes",
     }
-    return CacheConfig.from_env(None, defaults, **{**extra, "tokens_per_block": block_size})
+    return CacheConfig.from_env(None, defaults, _EXTRA, **{**extra, "tokens_per_block": block_size})
 
 
 @dataclass(frozen=True)

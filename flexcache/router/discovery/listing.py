@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from flexcache.config.sources import closest
-from flexcache.config.values import reject
+from flexcache.config.values import read_endpoint, reject
 from flexcache.errors import ConfigError
 from flexcache.router.workers import EventSource, WorkerSpec
 
@@ -290,7 +290,7 @@ def parse_source(text: str, host: str, name: str = "events") -> EventSource:
     if len(endpoints) > 2 or not all(_is_endpoint(each) for each in endpoints):
         allowed = "must be ENDPOINT or ENDPOINT,REPLAY, each tcp://HOST:PORT or ipc://PATH"
         raise reject(name, text, allowed)
-    return EventSource(*endpoints)
+    return EventSource(*(read_endpoint(name, each) for each in endpoints))
 
 
 def parse_cache_url(text: str, host: str, name: str = "cache_url") -> str:

@@ -68,7 +68,9 @@ class FlexCacheSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = None if locality is None else Locality(locality)
         num_chunks, chunk_bytes = primary_kv_view.shape or (0, 0)
-        config = CacheConfig.from_env(None, {}, **settings, num_cpu_blocks=num_chunks)
+        config = CacheConfig.from_env(
+            None, {}, "secondary_tiers", **settings, num_cpu_blocks=num_chunks
+        )
         memory = HostSegment(os.dup(offloading_spec._scheduler_mmap.fd), chunk_bytes, num_chunks)
         identity = read_chunk_identity(offloading_spec, chunk_bytes)
         self._host = TierHost(config, memory, identity, offloading_spec.config.engine_id)
