@@ -30,7 +30,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=16)
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compute a prompt once, then load it.")
     parser.add_argument("--model", required=True)
-    parser.add_argument("--ssd-dir", type=os.path.abspath, required=True, help="directory")
+    parser.add_argument("--ssd-dir", type=os.path.abspath, required=True, help="of the SSD tier")
     parser.add_argument("--cpu-gb", type=float, default=4.0)
     parser.add_argument("--ssd-gb", type=float, default=16.0)
     parser.add_argument(

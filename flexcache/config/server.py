@@ -73,7 +73,7 @@ class ServerConfig:
         """Make a config from tables of settings; later ones win."""
         names = sources.SERVER_ONLY
         own = {k: v for layer in layers for k, v in layer.items() if k in names}
-        others = [{k: v for k, v in layer.items() if k not in names} for layer in layers]
+        others = [sources.without(layer, names) for layer in layers]
         model = own.get("model")
         with sources.naming_origins(layers):
             return cls(

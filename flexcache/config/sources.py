@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from flexcache.config.values import about, read_path, reject
+from flexcache.config.values import read_path, reject
 from flexcache.errors import ConfigError, MissingDependencyError
 from flexcache.logs import log_event
 
@@ -50,6 +50,18 @@ class Layer(dict[str, Any]):
         self.origin = origin
 
 
+def without(layer: Mapping[str, Any], names: Collection[str]) -> Layer:
+    """Return the layer's other settings."""
+    rest = {name: value for name, value in layer.items() if name not in names}
+    return Layer(rest, getattr(layer, "origin", ""))
+
+
+def _origin(layer: Mapping[str, Any], name: str) -> str:
+    """Return words to follow what is said of a setting."""
+    origin = getattr(layer, "origin", "").replace("{}", name.upper())
+    return f" (from {origin})" if origin else ""
+
+
 @contextmanager
 def naming_origins(layers: Iterable[Mapping[str, Any]]) -> Iterator[None]:
     """Add to an error where the value of its setting came from: the last layer that has it."""
@@ -57,10 +69,10 @@ def naming_origins(layers: Iterable[Mapping[str, Any]]) -> Iterator[None]:
         yield
     except ConfigError as error:
         having = [layer for layer in layers if error.setting in layer]
-        if not having or not isinstance(having[-1], Layer):
+        origin = _origin(having[-1], error.setting) if having else ""
+        if not origin:
             raise
-        origin = having[-1].origin.replace("{}", error.setting.upper())
-        raise about(error.setting, f"{error} (from {origin})") from None
+        raise ConfigError(f"{error}{origin}") from None
 
 
 def read_layers(
@@ -177,7 +189,7 @@ def require_known(layer: Mapping[str, Any], known: Collection[str]) -> None:
         if name not in known:
             close = closest(name, known)
             hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
-            raise about(name, f"{name}: no such setting; {hint}")
+            raise ConfigError(f"{name}: no such setting{_origin(layer, name)}; {hint}")
 
 
 def require_block_size(owner: str, block_size: int, *layers: Mapping[str, Any]) -> None:

@@ -64,13 +64,8 @@ def read_fields(config: Any, hints: Mapping[str, Any]) -> None:
 
 
 def reject(name: str, value: object, allowed: str) -> ConfigError:
-    return about(name, f"{name} = {value!r}: {allowed}")
-
-
-def about(setting: str, message: str) -> ConfigError:
-    """Return an error of this setting, to which its reader can add where the value came from."""
-    error = ConfigError(message)
-    error.setting = setting
+    error = ConfigError(f"{name} = {value!r}: {allowed}")
+    error.setting = name
     return error
 
 

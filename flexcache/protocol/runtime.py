@@ -40,7 +40,9 @@ def runtime_dir() -> Path:
         ConfigError: It cannot be made, or other users have access to it.
     """
     base = os.environ.get("XDG_RUNTIME_DIR")
-    if base:
+    if base and not os.path.isabs(base):  # server and engines may have other working directories
+        _log_unusable(base, "it is no absolute path")
+    elif base:
         try:
             return _private_dir(Path(base))
         except OSError as error:

@@ -157,7 +157,9 @@ def test_invalid_settings_are_an_error_and_the_rest_is_still_checked() -> None:
     report = Report(DOCTOR, FLEXCACHE_CPU_CACHE_GB="-1")
     assert report.code == 1
     found = report.the("settings", "cpu_cache_gb = -1.0")
-    assert found["remedy"] == "must be a number greater than 0 and at most 1e+09"
+    assert found["remedy"] == (
+        "must be a number greater than 0 and at most 1e+09 (from FLEXCACHE_CPU_CACHE_GB)"
+    )
     assert report.of("kernel")
 
 
@@ -166,7 +168,7 @@ def test_the_text_report_has_the_remedy_on_a_second_line() -> None:
     environ = {**os.environ, "FLEXCACHE_CPU_CACHE_GB": "-1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ)
     assert "error   the settings are not valid: cpu_cache_gb = -1.0\n" in done.stdout
-    assert "        -> must be a number greater than 0 and at most 1e+09\n" in done.stdout
+    assert "        -> must be a number greater than 0 and at most 1e+09 (from FLEX" in done.stdout
 
 
 # -- addresses and stores, in this process --------------------------------------------------------

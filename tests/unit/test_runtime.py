@@ -48,6 +48,16 @@ def test_without_a_runtime_directory_the_temporary_directory_is_used(
         runtime_dir()
 
 
+def test_a_relative_runtime_directory_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "run")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert runtime_dir() == tmp_path / f"flexcache-{os.getuid()}"
+
+
 def test_a_name_has_one_endpoint_and_unnamed_endpoints_are_unique() -> None:
     assert private_endpoint("engine") == private_endpoint("engine")
     assert private_endpoint() != private_endpoint()

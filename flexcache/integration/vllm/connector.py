@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    SupportsHMA,
 )
 
 from flexcache.ids import TierName
@@ -170,8 +171,11 @@ class FlexCacheConnectorV1(WorkerHooks, GroupHooks):  # type: ignore[misc]
         (self._scheduler if self.role is KVConnectorRole.SCHEDULER else self._worker).shutdown()
 
 
-class UncachedConnector(KVConnectorBase_V1, GroupHooks):  # type: ignore[misc]
-    """Stores and loads nothing, for an engine that FlexCache is configured for in vain."""
+class UncachedConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Stores and loads nothing, for an engine that FlexCache is configured for in vain.
+
+    Any vLLM takes it for one that moves groups: others must have exactly one.
+    """
 
     requires_kv_delivery = False
 
