@@ -90,6 +90,7 @@ def test_a_model_that_pools_over_all_tokens_is_served_and_nothing_is_loaded() ->
     assert "MEAN" in line
 
 
+@pytest.mark.whole
 def test_a_generative_model_is_cached_though_vllms_own_prefix_caching_is_off() -> None:
     options = {"model": "tiny", "prompts": [300], "engine": {"enable_prefix_caching": False}}
     seen = run_scenario(options, in_process=True)
@@ -97,12 +98,14 @@ def test_a_generative_model_is_cached_though_vllms_own_prefix_caching_is_off() -
     assert all(seen["tokens_equal"])
 
 
+@pytest.mark.whole
 def test_a_model_that_pools_the_last_token_is_cached() -> None:
     answers, cached, _ = run("tiny", {"seq_pooling_type": "LAST"}, ["embed", "reset", "embed"])
     assert cached == [[0, 0], [96, 288]]
     assert [len(answer) for answer in answers[1]] == [256, 256]
 
 
+@pytest.mark.whole
 def test_a_task_that_needs_all_tokens_loads_none_of_them() -> None:
     tasks = ["token_embed", "reset", "token_embed"]
     answers, cached, _ = run("tiny", {"task": "token_embed"}, tasks)
@@ -112,7 +115,11 @@ def test_a_task_that_needs_all_tokens_loads_none_of_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "architecture"), [("bert", "BertModel"), ("both-ways", "LlamaBidirectionalModel")]
+    ("model", "architecture"),
+    [
+        ("bert", "BertModel"),
+        pytest.param("both-ways", "LlamaBidirectionalModel", marks=pytest.mark.whole),
+    ],
 )
 def test_a_model_without_kv_runs_without_a_cache(model: str, architecture: str) -> None:
     overrides = {"architectures": [architecture], "pooling": "avg"}

@@ -193,6 +193,7 @@ def test_an_engine_does_not_start_on_another_layouts_chunks(tmp_path: Path) -> N
         pass
 
 
+@pytest.mark.whole
 def test_a_model_whose_pooling_needs_whole_prompts_is_refused_by_name(tmp_path: Path) -> None:
     pooling = {"runner": "pooling", "pooler_config": {"seq_pooling_type": "MEAN"}}
     directories = {"num_ssd_blocks": 64, "ssd_cache_dirs": [str(tmp_path / "ssd")]}
