@@ -43,9 +43,17 @@ DIRECTIONS = ("write", "read")
 
 
 class OwnCalls(ABC):
-    """Calls that a user of the store would make without FlexCache."""
+    """Calls that a user of the store would make without FlexCache.
+
+    Args:
+        store: Open.
+        segment: Memory of all blocks.
+    """
 
     name: str
+
+    @abstractmethod
+    def __init__(self, store: Any, segment: HostSegment) -> None: ...
 
     @abstractmethod
     def write(self, names: list[str], blocks: list[memoryview]) -> None: ...
@@ -59,7 +67,7 @@ class MemoryCalls(OwnCalls):
 
     name = "a copy of the bytes"
 
-    def __init__(self, store: RemoteStore) -> None:
+    def __init__(self, store: RemoteStore, segment: HostSegment) -> None:
         self._store = store
 
     def write(self, names: list[str], blocks: list[memoryview]) -> None:
@@ -73,12 +81,13 @@ class MemoryCalls(OwnCalls):
 
 
 class MooncakeCalls(OwnCalls):
-    """One call for all blocks, each in one buffer."""
+    """One call for all blocks, each in one buffer, from and to memory shown to the network."""
 
     name = "Mooncake's batch call"
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, segment: HostSegment) -> None:
         self._client = store._client
+        assert self._client.register_buffer(segment.address, segment.size) == 0
 
     def write(self, names: list[str], blocks: list[memoryview]) -> None:
         results = self._client.batch_put_from(names, *self._buffers(blocks))
@@ -98,7 +107,7 @@ class FileCalls(OwnCalls):
 
     name = "plain file calls"
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, segment: HostSegment) -> None:
         self._directory = Path(store._directory)
 
     def write(self, names: list[str], blocks: list[memoryview]) -> None:
@@ -134,7 +143,7 @@ class ObstoreCalls(OwnCalls):
 
     name = "obstore's requests"
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, segment: HostSegment) -> None:
         import obstore
 
         self._api, self._client = obstore, store._client
@@ -167,7 +176,7 @@ def _each(action: Callable[..., Any], names: list[str], blocks: list[memoryview]
     asyncio.run(all_of_them())
 
 
-def own_calls(url: str) -> Callable[[Any], OwnCalls]:
+def own_calls(url: str) -> Callable[[Any, HostSegment], OwnCalls]:
     """Return the class that calls the store at a URL without FlexCache."""
     return {"memory": MemoryCalls, "mooncake": MooncakeCalls, "file": FileCalls}.get(
         check_remote_url(url).scheme, ObstoreCalls
@@ -209,7 +218,7 @@ class StoreBench:
             self.service.close()
             raise store
         self._store = store
-        self.own = own_calls(url)(self._store)
+        self.own = own_calls(url)(self._store, segment)
         self._count = segment.num_blocks // 2
         self._size = block_bytes
         self._source = [segment.block(i)[:block_bytes] for i in range(self._count)]

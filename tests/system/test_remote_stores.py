@@ -22,18 +22,18 @@ from stores import (
 
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.remote import RemoteStore, open_remote_store
-from flexcache.storage.remote.base import Region, Status
-from flexcache.storage.remote.block_mover import BlockMover, Moved, batch_size
+from flexcache.storage.remote.base import Status
+from flexcache.storage.remote.block_mover import BlockMover, Moved
 from flexcache.storage.remote.memory import MemoryStore
 from flexcache.storage.remote.object_format import (
     FORMAT_VERSION,
     HEADER_BYTES,
     BlockCodec,
     object_name,
-    room_bytes,
 )
 
 BLOCK_BYTES, NUM_BLOCKS = 256 << 10, 64
+CALL_BYTES = 100 * BLOCK_BYTES
 TIMEOUT_S = 20.0
 NEEDS = {
     "memory": (),
@@ -80,10 +80,6 @@ class Memory:
         self.segment = HostSegment.create(BLOCK_BYTES, NUM_BLOCKS)
         self.segment.map()
 
-    @property
-    def regions(self) -> list[Region]:
-        return [Region(self.segment.address, self.segment.size)]
-
     def filled(self, block: int, *sizes: int) -> list[memoryview]:
         """Return parts with gaps between them, filled with bytes that occur nowhere else."""
         parts = self.cleared(block, *sizes)
@@ -110,7 +106,7 @@ def memory() -> Iterator[Memory]:
 
 @pytest.fixture
 def store(open_store: Callable[..., RemoteStore], memory: Memory) -> Iterator[RemoteStore]:
-    made = open_store(regions=memory.regions, timeout_s=TIMEOUT_S)
+    made = open_store(call_bytes=CALL_BYTES, timeout_s=TIMEOUT_S)
     yield made
     made.close()
     made.close()
@@ -263,7 +259,7 @@ def test_another_client_sees_the_object_too(
     store.write_from([name], [content], soon())
     with HostSegment.create(4096, 1) as segment:
         segment.map()
-        other = open_store(regions=[Region(segment.address, segment.size)], timeout_s=TIMEOUT_S)
+        other = open_store(call_bytes=CALL_BYTES, timeout_s=TIMEOUT_S)
         target = segment.block(0)[:3064]
         assert other.count_present([name], soon()).num_present == 1
         assert statuses(other.read_into([name], [[target]], soon())) == [Status.OK]
@@ -331,9 +327,7 @@ ROOT = bytes(range(16))
 
 
 def mover(compression: str = "none") -> BlockMover:
-    codec = BlockCodec(compression)
-    size = batch_size(BLOCK_BYTES) * room_bytes(BLOCK_BYTES)
-    return BlockMover(codec, memoryview(bytearray(size)), BLOCK_BYTES)
+    return BlockMover(BlockCodec(compression), BLOCK_BYTES)
 
 
 def new_keys(count: int) -> list[bytes]:
@@ -455,7 +449,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[StoreServer]:
 
 @pytest.fixture
 def served(server: StoreServer, memory: Memory) -> Iterator[RemoteStore]:
-    made = open_remote_store(server.url, regions=memory.regions, timeout_s=SHORT_S)
+    made = open_remote_store(server.url, call_bytes=CALL_BYTES, timeout_s=SHORT_S)
     yield made
     made.close()
 
@@ -512,7 +506,7 @@ def test_a_full_store_makes_room_or_reports_failure(memory: Memory) -> None:
     with (
         mooncake_master(segment_gb=0.02) as master,
         closing(
-            open_remote_store(master.url, regions=memory.regions, timeout_s=TIMEOUT_S)
+            open_remote_store(master.url, call_bytes=CALL_BYTES, timeout_s=TIMEOUT_S)
         ) as store,
     ):
         names, block = fresh(400), memory.filled(0, 64, 200_000)

@@ -46,7 +46,6 @@ from flexcache.storage.remote.object_format import (
     BlockCodec,
     DamagedObjectError,
     object_name,
-    room_bytes,
 )
 from flexcache.transfer.messages import (
     BlockNames,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from flexcache.config.remote_url import RemoteUrl, check_remote_url
 from flexcache.errors import MissingDependencyError
-from flexcache.storage.remote.base import Region, RemoteStore
+from flexcache.storage.remote.base import RemoteStore
 
 __all__ = [
     "RemoteStore", "RemoteUrl", "check_packages", "check_remote_url", "open_remote_store",
@@ -36,14 +35,14 @@ def check_packages(url: str, compression: str) -> None:
 
 
 def open_remote_store(
-    url: str, *, regions: Sequence[Region] = (), timeout_s: float = 10.0, concurrency: int = 16
+    url: str, *, call_bytes: int = 0, timeout_s: float = 10.0, concurrency: int = 16
 ) -> RemoteStore:
     """Open the store at a URL.
 
     Args:
         url: See `check_remote_url` and docs/remote.md.
-        regions: Memory that contains all parts to be read into or written from. It must outlive
-            the store.
+        call_bytes: The most bytes that one call reads or writes, for stores that move them
+            through memory of their own.
         timeout_s: Limit for a single request.
         concurrency: Concurrent requests per batch, for stores without batches of their own.
 
@@ -61,7 +60,7 @@ def open_remote_store(
     if parsed.scheme == "mooncake":
         from flexcache.storage.remote.mooncake import MooncakeStore
 
-        return MooncakeStore(parsed, regions, timeout_s)
+        return MooncakeStore(parsed, call_bytes, timeout_s)
     if parsed.scheme == "file":
         from flexcache.storage.remote.directory import DirectoryStore
 

@@ -4,6 +4,9 @@ A store moves bytes without knowing their content, which `object_format` defines
 passed as *parts*, memoryviews that are contiguous in the object but not in memory, so that a store
 that can gather and scatter copies nothing.
 
+Parts lie in the host pool, which belongs to this host alone. A library that shows memory to the
+network is given `BounceMemory` instead.
+
 Calls block, may come from several threads at once, and return a result for each object. The names
 in a batch are distinct. A deadline is an absolute `time.monotonic`. A store starts nothing after it
 and ends what it has started as soon as it can; if its native client hangs, the caller's whole
@@ -15,11 +18,15 @@ from __future__ import annotations
 import mmap
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
+from queue import Empty, LifoQueue
 
 import numpy as np
+import xxhash
 
 from flexcache.errors import FlexCacheError
 
@@ -67,6 +74,10 @@ def too_large(num_bytes: int, room: int) -> Outcome:
     return Outcome(Status.TOO_LARGE, reason=f"{num_bytes} bytes where at most {room} are expected")
 
 
+STEP_BYTES = 512 << 10
+"""Size of a copy or read that, with its checksum, stays within a core's cache."""
+
+
 @dataclass(frozen=True, slots=True)
 class Presence:
     """The first ``num_present`` names exist; with an ``error``, the rest is unknown."""
@@ -75,21 +86,11 @@ class Presence:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
-    """Memory that may contain parts; a store registers it once if its transport requires that."""
-
-    address: int
-    num_bytes: int
-
-
 class RemoteStore(ABC):
     """Named objects, moved in batches. Thread-safe; see the module for parts and deadlines."""
 
     name: str
     """Name and location of the store, for logs."""
-    joins_below: int = 0
-    """Parts smaller than this are moved faster as one part, even though that takes a copy."""
 
     @abstractmethod
     def count_present(self, names: Sequence[str], deadline: float) -> Presence:
@@ -111,12 +112,13 @@ class RemoteStore(ABC):
 
     @abstractmethod
     def write_from(
-        self, names: Sequence[str], parts: Sequence[Parts], deadline: float
+        self, names: Sequence[str], parts: Iterable[Parts], deadline: float
     ) -> list[Outcome]:
         """Store each object; a reader sees all of it or none.
 
         If the name already exists this succeeds, and the store keeps either the old object or the
-        new one. The parts must not change during the call.
+        new one. The parts must not change during the call. They may be made as they are iterated
+        over: a store that copies them finds what was checked last in the processor's cache.
         """
 
     @abstractmethod
@@ -126,6 +128,48 @@ class RemoteStore(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release the store. No call may be running. Idempotent."""
+
+
+class BounceMemory:
+    """Rooms of memory for a library that shows memory to the network; it is given no other.
+
+    Whoever reaches the library's ports may read it and write to it, at any moment. So nothing that
+    lies here is believed: what has arrived is copied out first and checked then, and checksums of
+    what is sent are made from the original. Thread-safe.
+
+    Args:
+        room_bytes: Size of a room: of all that one call of the library moves.
+        num_rooms: How many calls there can be at once; further ones wait.
+        register: Shows the memory to the library, by address and size.
+    """
+
+    def __init__(
+        self, room_bytes: int, num_rooms: int, register: Callable[[int, int], object]
+    ) -> None:
+        memory = memoryview(b"")
+        if room_bytes:
+            memory = memoryview(mmap.mmap(-1, room_bytes * num_rooms))
+            register(address_of(memory), len(memory))
+        # The room that was used last comes first: it is in the processor's cache.
+        self._free: LifoQueue[memoryview] = LifoQueue()
+        for number in range(num_rooms):
+            self._free.put(memory[number * room_bytes :][:room_bytes])
+
+    @contextmanager
+    def room(self, deadline: float) -> Iterator[memoryview | None]:
+        """Lend a room; None if none became free before the deadline.
+
+        The library must be done with it at the end.
+        """
+        try:
+            room = self._free.get(timeout=seconds_until(deadline))
+        except Empty:
+            yield None
+            return
+        try:
+            yield room
+        finally:
+            self._free.put(room)
 
 
 def seconds_until(deadline: float) -> float:
@@ -151,6 +195,18 @@ def first_bytes(parts: Parts, num_bytes: int) -> list[memoryview]:
     return front
 
 
+def cut(memory: memoryview, sizes: Sequence[int]) -> list[memoryview]:
+    """Cut pieces of these sizes from the front of the memory.
+
+    Raises:
+        ValueError: It is smaller than their sum.
+    """
+    ends = list(accumulate(sizes))
+    if sum(sizes) > len(memory):
+        raise ValueError(f"{sum(sizes)} bytes in one call, of at most {len(memory)}")
+    return [memory[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+
 def scatter(data: memoryview, parts: Parts) -> None:
     """Copy the bytes into the parts, in order. There must be room for all of them."""
     for part in parts:
@@ -158,10 +214,27 @@ def scatter(data: memoryview, parts: Parts) -> None:
         data = data[len(part) :]
 
 
+def scatter_checked(data: memoryview, parts: Parts) -> int:
+    """Copy the bytes as `scatter`; return the `checksum` of the copies behind the first part."""
+    digest = xxhash.xxh3_64()
+    for number, part in enumerate(first_bytes(parts, len(data))):
+        for start in range(0, len(part), STEP_BYTES):
+            copy = part[start : start + STEP_BYTES]
+            _copy(copy, data[: len(copy)])
+            data = data[len(copy) :]
+            if number > 0:
+                digest.update(copy)
+    return digest.intdigest()
+
+
 def gather(parts: Parts, room: memoryview) -> memoryview:
-    """Copy the parts into memory of their size, in order; return it."""
-    start = 0
-    for part in parts:
-        room[start : start + len(part)] = part
-        start += len(part)
-    return room
+    """Copy the parts to the front of the memory, in order; return what they fill."""
+    filled = cut(room, [num_bytes_of(parts)])[0]
+    for part, target in zip(parts, cut(filled, [len(part) for part in parts]), strict=True):
+        _copy(target, part)
+    return filled
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    """Copy, but for memoryviews' own assignment without the interpreter lock."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

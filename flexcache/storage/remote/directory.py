@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import xxhash
 
 from flexcache.storage.remote.base import (
     MISSING,
+    STEP_BYTES,
     Outcome,
     Parts,
     Status,
@@ -34,8 +35,6 @@ from flexcache.storage.remote.base import (
 )
 from flexcache.storage.remote.stepwise import StepwiseStore
 
-STEP_BYTES = 512 << 10
-"""Size of a read that, with its digest, stays within a core's cache."""
 _LATE = failed("the deadline has passed")
 
 
@@ -64,9 +63,9 @@ class DirectoryStore(StepwiseStore):
         return self._each(_read, names, deadline, parts)
 
     def write_from(
-        self, names: Sequence[str], parts: Sequence[Parts], deadline: float
+        self, names: Sequence[str], parts: Iterable[Parts], deadline: float
     ) -> list[Outcome]:
-        return self._each(_write, names, deadline, parts)
+        return self._each(_write, names, deadline, list(parts))
 
     def discard(self, names: Sequence[str], deadline: float) -> None:
         self._each(_remove, names, deadline)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 from flexcache.storage.remote.base import (
@@ -57,13 +57,13 @@ class MemoryStore(RemoteStore):
         return Outcome(Status.OK, len(data))
 
     def write_from(
-        self, names: Sequence[str], parts: Sequence[Parts], deadline: float
+        self, names: Sequence[str], parts: Iterable[Parts], deadline: float
     ) -> list[Outcome]:
         if seconds_until(deadline) <= 0:
             return [_LATE for _ in names]
-        for name, content in zip(names, parts, strict=True):
-            self.objects[name] = b"".join(content)
-        return [Outcome(Status.OK, num_bytes_of(content)) for content in parts]
+        new = {name: b"".join(content) for name, content in zip(names, parts, strict=True)}
+        self.objects |= new
+        return [Outcome(Status.OK, len(content)) for content in new.values()]
 
     def discard(self, names: Sequence[str], deadline: float) -> None:
         for name in names:

@@ -1,13 +1,15 @@
 """Mooncake Store: the DRAM of a cluster, behind one master.
 
-The transfer engine itself gathers and scatters parts, from and to memory that is registered once.
+The client listens at any address, asks for no key, and lets everyone read and write the memory
+that is registered with it. So it is given bounce memory only, never the host pool: see
+`BounceMemory` and docs/remote.md.
+
 The client recovers by itself after a restart of its master; until then a call to a dead master
 takes seconds, so after a failure the master's port is probed first.
 
 Querying an object grants it a lease (the master's ``default_kv_lease_ttl``), during which it is not
-evicted. A read of several parts queries the objects' sizes right before it moves them, which the
-client does itself for a read of one part, and so starts with a fresh lease; if it takes longer than
-that, the object's checksum reveals a change.
+evicted. Every read begins with a query, and so with a fresh lease; if it takes longer than that,
+the object's checksum reveals a change.
 """
 
 from __future__ import annotations
@@ -24,17 +26,19 @@ from flexcache.config.remote_url import RemoteUrl
 from flexcache.errors import MissingDependencyError
 from flexcache.storage.remote.base import (
     MISSING,
+    BounceMemory,
     Outcome,
     Parts,
     Presence,
-    Region,
     RemoteStore,
     Status,
     StoreUnavailableError,
     address_of,
+    cut,
     failed,
-    first_bytes,
+    gather,
     num_bytes_of,
+    scatter_checked,
     seconds_until,
     too_large,
 )
@@ -42,7 +46,7 @@ from flexcache.storage.remote.base import (
 _T = TypeVar("_T")
 _RPCS_PER_OP = 3  # a put is announced, moved and completed
 _LOCAL_BUFFER_BYTES = 16 << 20
-_JOINS_BELOW = 1 << 20  # each part is a connection of its own; below, a copy costs less than that
+_ROOMS = 3  # one for each thread of the remote worker: two move in one direction at most
 _NICENESS = 10
 _PRESENT = 1
 _NO_SPACE = -200
@@ -60,7 +64,7 @@ class MooncakeStore(RemoteStore):
         StoreUnavailableError: The master does not answer.
     """
 
-    def __init__(self, url: RemoteUrl, regions: Sequence[Region], timeout_s: float) -> None:
+    def __init__(self, url: RemoteUrl, call_bytes: int, timeout_s: float) -> None:
         self.name = url.name
         host, _, port = url.location.rstrip("/").rpartition(":")
         self._master = (host.strip("[]"), int(port))
@@ -86,11 +90,7 @@ class MooncakeStore(RemoteStore):
         )
         if result != 0:
             raise StoreUnavailableError(f"{self.name}: setup failed (error {result})")
-        for region in regions:
-            if self._client.register_buffer(region.address, region.num_bytes) != 0:
-                self.close()
-                raise StoreUnavailableError(f"{self.name}: cannot register memory")
-        self.joins_below = _JOINS_BELOW if options.get("protocol", "tcp") == "tcp" else 0
+        self._bounce = BounceMemory(call_bytes, _ROOMS, self._register)
         self._placement = api.ReplicateConfig()
         self._placement.replica_num = int(options.get("replicas", "1"))
         soft_pin_s = float(options.get("soft_pin_s", "0"))
@@ -122,69 +122,48 @@ class MooncakeStore(RemoteStore):
             return [failed(problem) for _ in names]
         if not names:
             return []
-        if all(len(room) == 1 for room in parts):
-            return self._read_joined(names, [room[0] for room in parts], deadline)
-        # Missing objects go into the first call only: the second one logs them as errors.
-        found = dict(zip(names, self._client.batch_is_exist(list(names)), strict=True))
-        sizes = self._sizes([name for name in names if found[name] == _PRESENT])
-        outcomes: dict[str, Outcome] = {}
-        wanted: dict[str, Parts] = {}
-        for name, room in zip(names, parts, strict=True):
-            if found[name] < 0:
-                outcomes[name] = self._failure(found[name])
-            elif name not in sizes:
-                outcomes[name] = MISSING
-            elif sizes[name] > num_bytes_of(room):
-                outcomes[name] = too_large(sizes[name], num_bytes_of(room))
-            else:
-                wanted[name] = first_bytes(room, sizes[name])
-        if wanted:
-            buffers = _addresses_and_sizes(wanted.values())
-            results = self._reading.take(
-                deadline, self._client.batch_get_into_multi_buffers, list(wanted), *buffers
-            )
+        with self._bounce.room(deadline) as memory:
+            if memory is None:
+                return [_TOO_LATE for _ in names]
+            rooms = cut(memory, [num_bytes_of(each) for each in parts])
+            get = self._client.batch_get_into
+            results = self._reading.take(deadline, get, list(names), *_addresses_and_sizes(rooms))
             if results is None:
-                return [outcomes.get(name, _TOO_LATE) for name in names]
-            outcomes |= {
-                name: Outcome(Status.OK, result) if result >= 0 else self._failure(result)
-                for name, result in zip(wanted, results, strict=True)
-            }
-        return [outcomes[name] for name in names]
-
-    def _read_joined(
-        self, names: Sequence[str], rooms: Sequence[memoryview], deadline: float
-    ) -> list[Outcome]:
-        """Read objects into one part each, in one call: that may be larger than its object."""
-        addresses, room_sizes = [address_of(room) for room in rooms], [len(room) for room in rooms]
-        get = self._client.batch_get_into
-        results = self._reading.take(deadline, get, list(names), addresses, room_sizes)
-        if results is None:
-            return [_TOO_LATE for _ in names]
-        outcomes = []
-        for name, room, result in zip(names, rooms, results, strict=True):
-            if result >= 0:
-                outcomes.append(Outcome(Status.OK, result))
-            elif result == _BAD_SIZE and (size := self._sizes([name]).get(name, 0)) > len(room):
-                outcomes.append(too_large(size, len(room)))
-            else:
-                outcomes.append(self._failure(result))
-        return outcomes
+                return [_TOO_LATE for _ in names]
+            outcomes = []
+            for name, room, result, target in zip(names, rooms, results, parts, strict=True):
+                if result >= 0:
+                    digest = scatter_checked(room[:result], target)
+                    outcomes.append(Outcome(Status.OK, result, digest=digest))
+                elif result == _BAD_SIZE and (size := self._size(name)) > len(room):
+                    outcomes.append(too_large(size, len(room)))
+                else:
+                    outcomes.append(self._failure(result))
+            return outcomes
 
     def write_from(
-        self, names: Sequence[str], parts: Sequence[Parts], deadline: float
+        self, names: Sequence[str], parts: Iterable[Parts], deadline: float
     ) -> list[Outcome]:
         problem = self._problem(deadline)
         if problem:
             return [failed(problem) for _ in names]
-        buffers = _addresses_and_sizes(parts)
-        put = self._client.batch_put_from_multi_buffers
-        results = self._writing.take(deadline, put, list(names), *buffers, self._placement)
-        if results is None:
-            return [_TOO_LATE for _ in names]
-        return [
-            Outcome(Status.OK, num_bytes_of(content)) if result == 0 else self._failure(result)
-            for content, result in zip(parts, results, strict=True)
-        ]
+        if not names:
+            return []
+        with self._bounce.room(deadline) as memory:
+            if memory is None:
+                return [_TOO_LATE for _ in names]
+            rooms: list[memoryview] = []
+            for content in parts:
+                rooms.append(gather(content, memory))
+                memory = memory[len(rooms[-1]) :]
+            put, buffers = self._client.batch_put_from, _addresses_and_sizes(rooms)
+            results = self._writing.take(deadline, put, list(names), *buffers, self._placement)
+            if results is None:
+                return [_TOO_LATE for _ in names]
+            return [
+                Outcome(Status.OK, len(room)) if result == 0 else self._failure(result)
+                for room, result in zip(rooms, results, strict=True)
+            ]
 
     def discard(self, names: Sequence[str], deadline: float) -> None:
         # By force, since our own read has just leased them.
@@ -198,14 +177,17 @@ class MooncakeStore(RemoteStore):
             self._client.close()
             self._client = None
 
-    def _sizes(self, names: Sequence[str]) -> dict[str, int]:
-        """Return the sizes of those objects that exist in some node's DRAM."""
-        sizes = {}
-        for name, replicas in self._client.batch_get_replica_desc(list(names)).items():
-            for replica in replicas:
-                if replica.is_memory_replica():
-                    sizes[name] = replica.get_memory_descriptor().buffer_descriptor.size
-        return sizes
+    def _register(self, address: int, num_bytes: int) -> None:
+        if self._client.register_buffer(address, num_bytes) != 0:
+            self.close()
+            raise StoreUnavailableError(f"{self.name}: cannot register memory")
+
+    def _size(self, name: str) -> int:
+        """Return the size of an object in some node's DRAM; 0 if there is none."""
+        for replica in self._client.batch_get_replica_desc([name]).get(name, ()):
+            if replica.is_memory_replica():
+                return int(replica.get_memory_descriptor().buffer_descriptor.size)
+        return 0
 
     def _failure(self, code: int) -> Outcome:
         if code == _NOT_FOUND:
@@ -286,7 +268,5 @@ class _Turns:
         self._thread.shutdown()
 
 
-def _addresses_and_sizes(objects: Iterable[Parts]) -> tuple[list[list[int]], list[list[int]]]:
-    objects = list(objects)
-    addresses = [[address_of(part) for part in parts] for parts in objects]
-    return addresses, [[part.nbytes for part in parts] for parts in objects]
+def _addresses_and_sizes(rooms: Sequence[memoryview]) -> tuple[list[int], list[int]]:
+    return [address_of(room) for room in rooms], [len(room) for room in rooms]

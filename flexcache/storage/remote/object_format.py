@@ -24,7 +24,7 @@ import xxhash
 from flexcache.errors import FlexCacheError, MissingDependencyError
 from flexcache.storage.checksum import checksum
 from flexcache.storage.compression import Codec, Compressor, open_compressor
-from flexcache.storage.remote.base import Parts, first_bytes, gather, num_bytes_of, scatter
+from flexcache.storage.remote.base import Parts, first_bytes, num_bytes_of
 
 MAGIC = b"FlexCa\r\n"
 FORMAT_VERSION = 2
@@ -69,28 +69,18 @@ class BlockCodec:
             self._compressor(self._codec)
 
     def encode(
-        self, root: bytes, key: bytes, pieces: Parts, room: memoryview, joined: bool = False
+        self, root: bytes, key: bytes, pieces: Parts, header: memoryview
     ) -> list[memoryview]:
-        """Return the object's parts: the header, made in ``room``, and the pieces themselves.
+        """Return the object's parts: the header, made in that memory, and the pieces themselves.
 
-        A compressed object is entirely in ``room``. A block that does not become smaller is stored
-        uncompressed.
-
-        Args:
-            room: Memory of `room_bytes`.
-            joined: Copy an uncompressed block to ``room`` too, so that the object is one part.
+        A block that does not become smaller by compression is stored uncompressed.
         """
         raw_length = num_bytes_of(pieces)
-        codec, length, parts = Codec.NONE, raw_length, [room[:HEADER_BYTES], *pieces]
+        codec, length, parts = Codec.NONE, raw_length, [header, *pieces]
         if self._codec is not Codec.NONE:
             frame = self._compressor(self._codec).compress(pieces)
             if len(frame) < length:
-                codec, length = self._codec, len(frame)
-                parts = [room[: HEADER_BYTES + length]]
-                room[HEADER_BYTES : HEADER_BYTES + length] = frame
-        if joined and codec is Codec.NONE:
-            parts = [room[: HEADER_BYTES + length]]
-            pieces = [gather(pieces, room[HEADER_BYTES : HEADER_BYTES + length])]
+                codec, length, parts = self._codec, len(frame), [header, memoryview(frame)]
         fields = _FIELDS.pack(
             MAGIC,
             FORMAT_VERSION,
@@ -98,22 +88,21 @@ class BlockCodec:
             HEADER_BYTES,
             raw_length,
             length,
-            checksum(pieces),  # of a joined block while the copy is in the processor's cache
+            checksum(pieces),
             _identity(root, key),
         )
-        room[:HEADER_BYTES] = fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
+        header[:] = fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
         return parts
 
     def decode(
-        self, root: bytes, key: bytes, header: memoryview, pieces: Parts, num_bytes: int, *,
-        joined: memoryview | None = None, digest: int | None = None,
+        self, root: bytes, key: bytes, header: memoryview, pieces: Parts, num_bytes: int,
+        digest: int | None = None,
     ) -> None:  # fmt: skip
         """Restore the block from an object that was read into ``header`` and then the pieces.
 
         Args:
             num_bytes: Size of the whole object.
-            joined: Where the bytes behind the header were read to, if not into the pieces.
-            digest: `checksum` of these bytes, if the store computed it.
+            digest: `checksum` of what was read into the pieces, if the store computed it.
 
         Raises:
             UnreadableObjectError: This program cannot read it; another one may.
@@ -137,16 +126,13 @@ class BlockCodec:
             raise DamagedObjectError(f"a block of {raw_length} bytes, not {num_bytes_of(pieces)}")
         if num_bytes != HEADER_BYTES + length:
             raise DamagedObjectError(f"{num_bytes} of {HEADER_BYTES + length} bytes are present")
-        content = pieces if joined is None else [joined]
         if codec != Codec.NONE:
-            self._decompress(codec, first_bytes(content, length), pieces)
-            content, digest = pieces, None
+            self._decompress(codec, first_bytes(pieces, length), pieces)
+            digest = None
         elif length != raw_length:
             raise DamagedObjectError(f"{length} of {raw_length} bytes were stored")
-        if (checksum(content) if digest is None else digest) != expected:
+        if (checksum(pieces) if digest is None else digest) != expected:
             raise DamagedObjectError("checksum mismatch")
-        if joined is not None and codec == Codec.NONE:
-            scatter(joined, pieces)
 
     def _decompress(self, codec: int, content: Parts, pieces: Parts) -> None:
         try:

@@ -11,7 +11,7 @@ with several in flight (docs/remote.md has the figures).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -88,7 +88,7 @@ class ObjectStore(StepwiseStore):
         return self._each(self._read, list(zip(names, parts, strict=True)), deadline)
 
     def write_from(
-        self, names: Sequence[str], parts: Sequence[Parts], deadline: float
+        self, names: Sequence[str], parts: Iterable[Parts], deadline: float
     ) -> list[Outcome]:
         return self._each(self._write, list(zip(names, parts, strict=True)), deadline)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
 import os
 import threading
 import time
@@ -31,10 +30,8 @@ from flexcache.storage.remote import check_remote_url, open_remote_store
 from flexcache.storage.remote.base import (
     Parts,
     Presence,
-    Region,
     RemoteStore,
     StoreUnavailableError,
-    address_of,
 )
 from flexcache.storage.remote.block_mover import BlockMover, Moved, batch_size
 from flexcache.storage.remote.connection import Connection
@@ -171,21 +168,16 @@ class RemoteService:
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         codecs = [BlockCodec(config.compression) for _ in range(_TRANSFER_THREADS)]
         block_bytes = sum(config.shard_bytes)
-        batch_bytes = batch_size(block_bytes) * room_bytes(block_bytes)
-        self._rooms = mmap.mmap(-1, batch_bytes * len(codecs))
-        regions = [Region(segment.address, segment.size) for segment in segments]
-        regions.append(Region(address_of(self._rooms), len(self._rooms)))
         self._connection = Connection(
             lambda: open_store(
                 config.url,
-                regions=regions,
+                call_bytes=batch_size(block_bytes) * room_bytes(block_bytes),
                 timeout_s=config.timeout_s,
                 concurrency=config.concurrency,
             )
         )
         for i, codec in enumerate(codecs):
-            room = memoryview(self._rooms)[i * batch_bytes : (i + 1) * batch_bytes]
-            mover = BlockMover(codec, room, block_bytes)
+            mover = BlockMover(codec, block_bytes)
             self._start_thread(f"flexcache-remote-{i}", self._transfer, mover)
         for i in range(_LOOKUP_THREADS):
             self._start_thread(f"flexcache-remote-lookup-{i}", self._look_up)
