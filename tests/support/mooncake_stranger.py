@@ -1,11 +1,12 @@
 """A stranger on the network: a bare transfer engine that reads and overwrites another process's
 memory, wherever that process's Mooncake client lets it.
 
-    python mooncake_stranger.py PID
+    python mooncake_stranger.py PID [PATTERN]
 
-Tries every writable mapping of the process at every port that it listens at, overwrites those that
-it can, and prints one line of JSON: the names of those that it could read, and that it could write
-to. Until it is killed, it then overwrites these again and again.
+Tries every writable mapping of the process whose name begins like that at every port that it
+listens at, overwrites those that it can, and prints one line of JSON: the names of those that it
+could read, and that it could write to. Until it is killed, it then overwrites these again and
+again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from mooncake.engine import TransferEngine
 
 _PAGE = 4096
 _SMALLEST = 128 << 10  # a refusal takes the engine 0.2 s, and there are many small mappings
-_LARGE = 128 << 20
 _STEP = 1 << 20
 
 
@@ -70,19 +70,19 @@ class Stranger:
 
 
 def main() -> None:
-    pid = int(sys.argv[1])
+    pid, pattern = int(sys.argv[1]), "".join(sys.argv[2:])
     stranger = Stranger()
     can_read, can_write, found = set(), set(), []
     for port in listening_ports(pid):
         for name, start, end in writable_mappings(pid):
-            # The store's own memory may begin anywhere in a large one.
-            for first in {start, (start + end) // 2 if end - start > _LARGE else start}:
-                if stranger.read(port, first, _PAGE):
-                    can_read.add(name)
-                if stranger.write(port, first, _PAGE):
-                    can_write.add(name)
-                    steps = ((a, min(_STEP, end - a)) for a in range(first, end, _STEP))
-                    found += [(port, *step) for step in steps if stranger.write(port, *step)]
+            if not re.match(pattern, name):
+                continue
+            if stranger.read(port, start, _PAGE):
+                can_read.add(name)
+            if stranger.write(port, start, _PAGE):
+                can_write.add(name)
+                steps = ((a, min(_STEP, end - a)) for a in range(start, end, _STEP))
+                found += [(port, *step) for step in steps if stranger.write(port, *step)]
     print(json.dumps({"read": sorted(can_read), "written": sorted(can_write)}), flush=True)
     while True:
         for place in found:

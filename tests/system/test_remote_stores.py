@@ -505,9 +505,7 @@ def test_a_full_store_makes_room_or_reports_failure(memory: Memory) -> None:
     """Mooncake evicts what has no lease; what it cannot take is not half there."""
     with (
         mooncake_master(segment_gb=0.02) as master,
-        closing(
-            open_remote_store(master.url, call_bytes=CALL_BYTES, timeout_s=TIMEOUT_S)
-        ) as store,
+        closing(open_remote_store(master.url, call_bytes=CALL_BYTES, timeout_s=TIMEOUT_S)) as store,
     ):
         names, block = fresh(400), memory.filled(0, 64, 200_000)
         for name in names:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import os
 import resource
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -161,14 +162,11 @@ class ObedientStore(MemoryStore):
         self.writing = threading.Event()
         self.broken: set[str] = set()
         self.raises: Exception | None = None
-        self.num_parts = 0
-        """How many parts each object of the last write had."""
 
     def write_from(
-        self, names: Sequence[str], parts: Sequence[Parts], deadline: float
+        self, names: Sequence[str], parts: Iterable[Parts], deadline: float
     ) -> list[Outcome]:
         self.writing.set()
-        (self.num_parts,) = {len(each) for each in parts}
         self.write_gate.wait()
         outcomes = super().write_from(names, parts, deadline)
         return [
@@ -337,32 +335,6 @@ def test_a_damaged_object_ends_a_load_and_is_removed(
     assert running.ask(LookUp(3, ROOT, keys(20, 21, 22))) == LookedUp(3, 1)
 
 
-def test_small_pieces_are_joined_for_a_store_that_prefers_it(
-    running: Running, segments: list[HostSegment], store: ObedientStore
-) -> None:
-    expected = contents(segments, [0, 1, 2])
-    for number, joins_below in enumerate((BLOCK_BYTES, BLOCK_BYTES + 1)):
-        store.joins_below = joins_below
-        is_joined = joins_below > BLOCK_BYTES
-        first = 10 * (number + 1)
-        assert running.ask(store_op(first, [0, 1, 2], first, first + 1, first + 2)) == Done(
-            first, 3
-        )
-        assert store.num_parts == (1 if is_joined else 1 + RANKS)
-        for load in (first, 10):  # what was stored in several parts, too
-            done = running.ask(load_op(load + 5, [8, 9, 10], load, load + 1, load + 2))
-            assert done == Done(load + 5, 3)
-            assert contents(segments, [8, 9, 10]) == expected
-            running.answers.clear()
-    name = object_name(ROOT, keys(21)[0])
-    store.objects[name] = store.objects[name][:-1] + b"?"
-    untouched = contents(segments, [12])
-    done = running.ask(load_op(40, [11, 12], 20, 21))
-    assert isinstance(done, Done)
-    assert (done.num_ok, done.bad_block) == (1, True)
-    assert contents(segments, [12]) == untouched
-
-
 def test_a_block_that_cannot_be_stored_ends_the_store(
     running: Running, store: ObedientStore
 ) -> None:
@@ -424,28 +396,22 @@ def test_a_store_that_is_down_at_first_is_opened_later(segments: list[HostSegmen
 # The format.
 
 
-def encoded(
-    key: bytes = b"k" * 16, compression: str = "none", joined: bool = False
-) -> tuple[bytearray, list[bytearray]]:
+def encoded(key: bytes = b"k" * 16, compression: str = "none") -> tuple[bytearray, list[bytearray]]:
     pieces = [bytearray(np.random.default_rng(i).bytes(60) + bytes(40)) for i in range(2)]
     codec = BlockCodec(compression)
-    room = memoryview(bytearray(room_bytes(200)))
-    parts = codec.encode(ROOT, key, [memoryview(piece) for piece in pieces], room, joined)
-    assert not joined or len(parts) == 1
+    header = memoryview(bytearray(HEADER_BYTES))
+    parts = codec.encode(ROOT, key, [memoryview(piece) for piece in pieces], header)
     return bytearray(b"".join(parts)), pieces
 
 
 def decoded(data: bytes, key: bytes = b"k" * 16) -> list[bytearray]:
-    """Decode an object that was read into the block, and one that was read into other memory."""
-    header, read = data[:HEADER_BYTES], bytearray(data[HEADER_BYTES:].ljust(200, b"\0"))
-    pieces, apart = ([bytearray(100), bytearray(100)] for _ in range(2))
-    pieces[0][:], pieces[1][:] = read[:100], read[100:200]
-    for target, joined in ((pieces, None), (apart, memoryview(read)[:200])):
-        BlockCodec().decode(
-            ROOT, key, memoryview(header.ljust(HEADER_BYTES, b"\0")),
-            [memoryview(piece) for piece in target], len(data), joined=joined,
-        )  # fmt: skip
-    assert apart == pieces
+    """Decode an object that was read into a header and a block."""
+    header, read = data[:HEADER_BYTES], data[HEADER_BYTES:].ljust(200, b"\0")
+    pieces = [bytearray(read[:100]), bytearray(read[100:200])]
+    BlockCodec().decode(
+        ROOT, key, memoryview(header.ljust(HEADER_BYTES, b"\0")),
+        [memoryview(piece) for piece in pieces], len(data),
+    )  # fmt: skip
     return pieces
 
 
@@ -471,7 +437,6 @@ def test_a_block_comes_back_from_its_object(compression: str) -> None:
     data, pieces = encoded(compression=compression)
     assert decoded(bytes(data)) == pieces
     assert (len(data) < HEADER_BYTES + 200) == (compression != "none")
-    assert encoded(compression=compression, joined=True) == (data, pieces)
 
 
 @given(
@@ -702,30 +667,62 @@ def test_a_file_that_hangs_delays_the_others_of_its_batch_only(
 
 
 class MooncakeClient:
-    """A client whose transfers wait for a gate."""
+    """A client whose puts wait for a gate, and which lets a stranger overwrite its memory."""
 
     def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.shown: dict[int, int] = {}
+        """Size by address of the memory that anyone may read and write."""
         self.num_puts = 0
         self.niceness = 0
         self.putting, self.gate = threading.Event(), threading.Event()
+        self.before_a_put, self.after_a_get = (lambda: None), (lambda: None)
 
     def setup(self, settings: object) -> int:
         return 0
 
-    def batch_put_from_multi_buffers(self, names: list[str], *_: object) -> list[int]:
+    def register_buffer(self, address: int, size: int) -> int:
+        self.shown[address] = size
+        return 0
+
+    def scribble(self) -> None:
+        """Change the last byte of each object that was moved last, wherever that lay."""
+        for address, size in self._moved:
+            ctypes.c_ubyte.from_address(address + size - 1).value ^= 1
+
+    def batch_put_from(
+        self, names: list[str], addresses: list[int], sizes: list[int], _: object
+    ) -> list[int]:
         self.num_puts += 1
         self.niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
         self.putting.set()
         assert self.gate.wait(WAIT_S)
+        self._moved = list(zip(addresses, sizes, strict=True))
+        self.before_a_put()
+        self.objects |= dict(zip(names, map(ctypes.string_at, addresses, sizes), strict=True))
         return [0] * len(names)
+
+    def batch_get_into(self, names: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
+        for name, address, size in zip(names, addresses, sizes, strict=True):
+            ctypes.memmove(address, self.objects[name], min(size, len(self.objects[name])))
+        self._moved = list(zip(addresses, sizes, strict=True))
+        self.after_a_get()
+        return [len(self.objects[name]) for name in names]
+
+    def batch_is_exist(self, names: list[str]) -> list[int]:
+        return [name in self.objects for name in names]
+
+    def batch_remove(self, names: list[str], is_forced: bool) -> None:
+        for name in names:
+            del self.objects[name]
 
     def close(self) -> None:
         pass
 
 
 @pytest.fixture
-def mooncake(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RemoteStore, MooncakeClient]]:
-    """A store over a scripted client, with 3 s per request."""
+def client(monkeypatch: pytest.MonkeyPatch) -> MooncakeClient:
+    """What stands in for Mooncake's client in this process."""
     client = MooncakeClient()
     module = types.ModuleType("mooncake.store")
     module.MooncakeDistributedStore = lambda: client  # type: ignore[attr-defined]
@@ -736,10 +733,22 @@ def mooncake(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RemoteStore, Moo
     monkeypatch.setitem(sys.modules, "mooncake.store", module)
     variables = {name: value for name, value in os.environ.items() if not name.startswith("MC_")}
     monkeypatch.setattr(os, "environ", variables)
-    with socket.create_server(("127.0.0.1", 0)) as master:
-        store = open_remote_store(f"mooncake://127.0.0.1:{master.getsockname()[1]}", timeout_s=3.0)
-        yield store, client
-        store.close()
+    return client
+
+
+@pytest.fixture
+def master() -> Iterator[str]:
+    """The URL of a store whose master accepts connections, and no more."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"mooncake://127.0.0.1:{listening.getsockname()[1]}"
+
+
+@pytest.fixture
+def mooncake(client: MooncakeClient, master: str) -> Iterator[tuple[RemoteStore, MooncakeClient]]:
+    """A store over a scripted client, with 3 s per request."""
+    store = open_remote_store(master, call_bytes=100, timeout_s=3.0)
+    yield store, client
+    store.close()
 
 
 def test_a_mooncake_call_is_not_started_past_its_deadline(
@@ -776,6 +785,82 @@ def test_a_mooncake_transfer_gives_each_of_its_waits_a_third_of_the_time(
 ) -> None:
     assert os.environ["MC_TCP_STATUS_TIMEOUT_SEC"] == "1"
     assert os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"] == "1"
+
+
+@pytest.fixture
+def exposed(segments: list[HostSegment], client: MooncakeClient, master: str) -> Iterator[Running]:
+    """A service over a scripted client, which has stored blocks 0, 1 and 2 by the keys 1, 2, 3."""
+    client.gate.set()
+    made = Running(segments, lambda _, **settings: open_remote_store(master, **settings))
+    made.connect()
+    assert made.ask(store_op(1, [0, 1, 2], 1, 2, 3)) == Done(1, 3)
+    yield made
+    made.service.close()
+
+
+def test_memory_that_mooncake_shows_to_the_network_holds_no_block_of_the_pool(
+    exposed: Running, segments: list[HostSegment], client: MooncakeClient
+) -> None:
+    expected = contents(segments, range(NUM_BLOCKS))
+    for address, size in client.shown.items():
+        ctypes.memset(address, 0xEE, size)
+    assert contents(segments, range(NUM_BLOCKS)) == expected
+    assert exposed.ask(load_op(2, [8, 9, 10], 1, 2, 3)) == Done(2, 3)
+    for address, size in client.shown.items():
+        ctypes.memset(address, 0xEE, size)
+    assert contents(segments, [8, 9, 10]) == contents(segments, [0, 1, 2])
+    for place in client._moved:  # nothing else is handed to the client
+        assert any(a <= place[0] and sum(place) <= a + size for a, size in client.shown.items())
+
+
+def test_what_changes_between_the_read_and_the_copy_is_damage(
+    exposed: Running, segments: list[HostSegment], client: MooncakeClient
+) -> None:
+    client.after_a_get = client.scribble
+    done = exposed.ask(load_op(2, [8, 9, 10], 1, 2, 3))
+    assert isinstance(done, Done)
+    assert (done.num_ok, done.bad_block) == (0, True)
+    assert "checksum mismatch" in (done.error or "")
+
+
+@pytest.mark.parametrize("moment", ["update", "intdigest"])
+def test_no_byte_is_served_that_changed_while_it_was_checked(
+    moment: str, exposed: Running, segments: list[HostSegment], client: MooncakeClient,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A stranger writes right after each step of the checksum, or once it is known."""
+
+    class Watched:
+        def __init__(self) -> None:
+            self._hasher = xxh3_64()
+
+        def update(self, data: memoryview) -> None:
+            self._hasher.update(data)
+            if moment == "update":
+                client.scribble()
+
+        def intdigest(self) -> int:
+            digest = self._hasher.intdigest()
+            if moment == "intdigest":
+                client.scribble()
+            return int(digest)
+
+    xxh3_64 = xxhash.xxh3_64
+    monkeypatch.setattr(xxhash, "xxh3_64", Watched)
+    done = exposed.ask(load_op(2, [8], 1))
+    assert isinstance(done, Done)
+    assert done.num_ok == 0 or contents(segments, [8]) == contents(segments, [0])
+
+
+def test_what_changes_between_the_copy_and_the_write_is_damage(
+    exposed: Running, segments: list[HostSegment], client: MooncakeClient
+) -> None:
+    client.before_a_put = client.scribble
+    assert exposed.ask(store_op(2, [3], 4)) == Done(2, 1)
+    done = exposed.ask(load_op(3, [8], 4))
+    assert isinstance(done, Done)
+    assert (done.num_ok, done.bad_block) == (0, True)
+    assert "checksum mismatch" in (done.error or "")
 
 
 # The process.
