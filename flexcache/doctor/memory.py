@@ -21,6 +21,7 @@ from flexcache.storage.memory_limit import memory_limits
 
 _MUCH_OF_LIMIT = 0.8
 _ASKS_FOR_HUGE_PAGES = (6, 1)
+_RDMA_BYTES = 128 << 20  # bounce memory, for blocks of up to 20 MiB, and the client's own buffer
 _SCRATCH_BYTES = 1 << 16
 _MIN_SHARED_BYTES = 1_000_000_000
 """Room for vLLM's queues between its processes (240 MiB each) and for NCCL, with a margin."""
@@ -92,7 +93,7 @@ def check_shared_memory(subject: Subject) -> Iterator[Finding]:
 
 
 def check_locked_memory(subject: Subject) -> Iterator[Finding]:
-    """Check the limit of locked memory, against which RDMA's registration of the pool counts.
+    """Check the limit of locked memory, against which RDMA's registration of memory counts.
 
     Copies on a CPU lock nothing, nor does io_uring as used here since Linux 5.12, and a GPU's
     driver pins outside this limit.
@@ -102,10 +103,9 @@ def check_locked_memory(subject: Subject) -> Iterator[Finding]:
         yield ok("any amount of memory may be locked")
         return
     text = f"{in_gb(soft)} of memory may be locked"
-    pool = subject.pool_bytes
-    if _uses_rdma(subject) and (pool is None or soft < pool):
+    if soft < (needed := _rdma_bytes(subject)):
         yield warning(
-            f"{text}: RDMA may fail to pin the DRAM tier",
+            f"{text}: RDMA pins {in_gb(needed)}, and may fail",
             "raise the limit: ulimit -l unlimited, LimitMEMLOCK=infinity, docker run --ulimit "
             "memlock=-1",
         )
@@ -113,9 +113,13 @@ def check_locked_memory(subject: Subject) -> Iterator[Finding]:
         yield ok(f"{text}; nothing here needs more")
 
 
-def _uses_rdma(subject: Subject) -> bool:
+def _rdma_bytes(subject: Subject) -> int:
+    """Return how much the remote store's client registers: about that, besides its segment."""
     url = None if subject.config is None else subject.config.remote_url
-    return url is not None and check_remote_url(url).options.get("protocol") == "rdma"
+    options = {} if url is None else check_remote_url(url).options
+    if options.get("protocol") != "rdma":
+        return 0
+    return _RDMA_BYTES + int(float(options.get("segment_gb", "0")) * 1e9)
 
 
 def check_huge_pages(subject: Subject) -> Iterator[Finding]:

@@ -18,6 +18,10 @@ from flexcache.storage.remote import check_packages
 
 _STORE_TIMEOUT_S = 3.0
 _PROCESS_TIMEOUT_S = 20.0
+_MOONCAKE_IS_OPEN = (
+    "; anyone who reaches Mooncake's ports can read and replace what is in the store "
+    "(docs/remote.md says how to fence them)"
+)
 _LOOK_UP = """
 import sys, time
 from flexcache.storage.remote import open_remote_store
@@ -59,7 +63,8 @@ def check_remote_store(subject: Subject) -> Iterator[Finding]:
     else:
         problem = _object_store_problem(config.remote_url)
     if problem is None:
-        yield ok(f"{url.name}: answers")
+        exposed = "" if url.scheme != "mooncake" else _MOONCAKE_IS_OPEN
+        yield ok(f"{url.name}: answers{exposed}")
     else:
         yield warning(
             f"{url.name}: {problem}",
