@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from flexcache.errors import ConfigError
+from flexcache.errors import ConfigError, MissingDependencyError
 from flexcache.ids import OpKind
 from flexcache.storage.checksum import checksum
 from flexcache.storage.host_pool import HostSegment
@@ -861,6 +861,19 @@ def test_what_changes_between_the_copy_and_the_write_is_damage(
     assert isinstance(done, Done)
     assert (done.num_ok, done.bad_block) == (0, True)
     assert "checksum mismatch" in (done.error or "")
+
+
+def test_a_mooncake_client_that_shows_all_memory_to_the_network_is_refused(
+    client: MooncakeClient, master: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mooncake").mkdir()
+    info = tmp_path / "mooncake_transfer_engine-0.3.11.post1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: mooncake-transfer-engine\nVersion: 0.3.11.post1\n")
+    (info / "top_level.txt").write_text("mooncake\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(MissingDependencyError, match=r"0\.3\.11\.post1 lets anyone"):
+        open_remote_store(master)
 
 
 # The process.

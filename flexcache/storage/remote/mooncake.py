@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from importlib.metadata import packages_distributions, version
 from itertools import takewhile
 from typing import Any, TypeVar
 
@@ -48,6 +50,7 @@ _RPCS_PER_OP = 3  # a put is announced, moved and completed
 _LOCAL_BUFFER_BYTES = 16 << 20
 _ROOMS = 3  # one for each thread of the remote worker: two move in one direction at most
 _NICENESS = 10
+_SAFE_SINCE = (0, 3, 12)  # since then it refuses addresses that were not registered
 _PRESENT = 1
 _NO_SPACE = -200
 _BAD_SIZE = -600
@@ -240,6 +243,14 @@ def _load_client(timeout_s: float) -> Any:
             f"the Mooncake client cannot be loaded ({error}); install the extra: "
             "pip install '.[mooncake]'; it also needs the system's libibverbs"
         ) from error
+    for package in packages_distributions().get("mooncake", ()):
+        found = tuple(map(int, re.findall(r"\d+", version(package))[:3]))
+        if found < _SAFE_SINCE:
+            raise MissingDependencyError(
+                f"{package} {version(package)} lets anyone who reaches its ports read and overwrite "
+                "all memory of this process, the DRAM tier included; install 0.3.12 or later: "
+                f"pip install -U {package}"
+            )
     return mooncake.store
 
 
