@@ -133,7 +133,7 @@ class RemoteStore(ABC):
 class BounceMemory:
     """Rooms of memory for a library that shows memory to the network; it is given no other.
 
-    Anyone who reaches the library's ports may read it and write to it, at any moment. So nothing that
+    Anyone who reaches the library's ports may read and write it, at any moment. So nothing that
     lies here is believed: what has arrived is copied out first and checked then, and checksums of
     what is sent are made from the original. Thread-safe.
 

@@ -247,7 +247,7 @@ def _load_client(timeout_s: float) -> Any:
         found = tuple(map(int, re.findall(r"\d+", version(package))[:3]))
         if found < _SAFE_SINCE:
             raise MissingDependencyError(
-                f"{package} {version(package)} lets anyone who reaches its ports read and overwrite "
+                f"{package} {version(package)} lets anyone who reaches its ports read and change "
                 "all memory of this process, the DRAM tier included; install 0.3.12 or later: "
                 f"pip install -U {package}"
             )
