@@ -34,14 +34,14 @@ def log_event(
     event: str,
     /,
     *,
-    exc_info: bool = False,
+    exc_info: bool | BaseException = False,
     **fields: object,
 ) -> None:
     """Log a change of state.
 
     Args:
         event: What has happened, in the past tense: ``worker_died``.
-        exc_info: Add the traceback of the exception being handled.
+        exc_info: Add the traceback of the exception being handled, or of this one.
         fields: Plain values; text is quoted where it needs to be.
     """
     if logger.isEnabledFor(level):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from flexcache.cache.admission import make_admission
 from flexcache.cache.eviction import make_forecaster
@@ -14,14 +15,14 @@ from flexcache.cache.quotas import Quotas
 from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.reuse_watch import ReuseWatch
 from flexcache.cache.tier import Tier
-from flexcache.cache.tiered_cache import TieredCache
+from flexcache.cache.tiered_cache import TieredCache, number_ops
 from flexcache.cache.tiers import Tiers
 from flexcache.cache.write_back import DirtyQueue
 from flexcache.cache.write_budget import WriteBudget
 from flexcache.config import CacheConfig
 from flexcache.config.groups import UnitShape
 from flexcache.config.quotas import blocks_of
-from flexcache.ids import TierName
+from flexcache.ids import OpId, TierName
 
 _UNFED_CHUNKS = 4  # copied by one op if no tier feeds another
 _STAGING_CHUNKS = 8  # held by a host tier that only stages
@@ -85,13 +86,16 @@ class CacheSizes:
 
 
 def build_cache(
-    config: CacheConfig, sizes: CacheSizes, shape: UnitShape | None = None
-) -> TieredCache:
+    config: CacheConfig, sizes: CacheSizes, shape: UnitShape | None = None,
+    op_ids: Iterator[OpId] | None = None,
+) -> TieredCache:  # fmt: skip
     """Build an empty cache with the tiers that the sizes and ``remote_url`` name.
 
     Args:
         shape: How the blocks of several groups fill the cache's units; None for a single group.
+        op_ids: Numbers the ops; those of a cache that this one succeeds may still be reported.
     """
+    op_ids = number_ops() if op_ids is None else op_ids
     forecaster = make_forecaster(config.eviction_policy, config.tokens_per_block)
 
     def ranking(capacity: int) -> Ranking | None:
@@ -154,7 +158,9 @@ def build_cache(
             if name in policies and rate is not None
         },
         reuse=reuse,
+        op_ids=op_ids,
     )
+    cache.remake = partial(build_cache, config, sizes, shape, op_ids)
     if config.records_changes:
         cache.keep_journal(config.tokens_per_block)
     return cache

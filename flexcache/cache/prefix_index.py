@@ -209,6 +209,10 @@ class PrefixIndex:
                 yield run.depth + min(end, length), time, kind
             length, run = run.parent_length, run.parent
 
+    def keys_by_root(self) -> list[tuple[RootId, list[BlockKey]]]:
+        """Return all keys that can be found, by root; also where a call has failed half-way."""
+        return [(root, list(directory)) for root, directory in self._directories.items()]
+
     def starts(self) -> list[tuple[RootId, BlockKey]]:
         """Return the first keys of all prompts, with their roots."""
         return [(run.root, run.keys[0]) for run in self._runs.values() if run.parent is None]
@@ -304,12 +308,12 @@ class PrefixIndex:
         if run is None or length != run.length:
             run = self._add_run(root, run, length)
         offset = run.length
+        self._unqueue(run)  # its tail is another one from here on
         run.extend(keys, blocks, now + retain, outlook.rear)
-        self._enter(run, offset, keys)
         match = PrefixMatch(run, run.length, run.depth + run.length)
-        self._unqueue(run)  # its tail is another one now
         self.touch(match, now, retain, outlook)
         self._queue_if_evictable(run)
+        self._enter(run, offset, keys)  # last: what fails before it has made nothing findable
         return match
 
     def restore(
@@ -342,12 +346,12 @@ class PrefixIndex:
         directory = self._directories.setdefault(run.root, {})
         before = len(directory)
         codes = range(run.code(offset), run.code(run.length), CODE_STEP)
+        self._num_blocks += len(keys)
         directory.update(zip(keys, codes, strict=True))
         if not offset:
             directory[keys[0]] = run.run_id  # the same number, and no object of its own
         if len(directory) != before + len(keys):
             raise InternalError("a key was inserted twice")
-        self._num_blocks += len(keys)
 
     def evict(
         self, count: int, before: float = math.inf, below: float = math.inf, tenant: int = 0
@@ -488,8 +492,8 @@ class PrefixIndex:
     def _unqueue(self, run: Run) -> None:
         """Take a run's entry out of the queue: it would be found there too late."""
         if run.queued is not None:
-            run.queue.remove(run.queued)
-            run.queued = None
+            queued, run.queued = run.queued, None
+            run.queue.remove(queued)
 
     def _is_evictable(self, run_id: int) -> bool:
         """Whether a queued run can be evicted. One that is held is queued at its release."""

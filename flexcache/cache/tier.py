@@ -66,6 +66,7 @@ class Lease:
     keys: Sequence[BlockKey]
     """Keys of the blocks; empty for a private lease, which is never published."""
     blocks: BlockIds
+    """Those that are still its own: not the published ones."""
     first: int = 0
     """Position of the first block in its prompt, if ``content`` is known."""
     content: PromptContent | None = None
@@ -314,6 +315,13 @@ class Tier:
     def reserve_private(self, root: RootId, count: int) -> Lease:
         """Reserve up to ``count`` blocks as staging that will not be published."""
         return Lease(root, None, (), self._allocate(root, count))
+
+    def reserve_exactly(self, blocks: BlockIds) -> Lease:
+        """Reserve these blocks, which must be free, likewise."""
+        self.pool.take_exactly(blocks)
+        self._charge(NO_ROOT, blocks)
+        self._num_leased += len(blocks)
+        return Lease(NO_ROOT, None, (), blocks)
 
     def is_tail_in_flight(self, root: RootId, key: BlockKey, count: int) -> bool:
         """Whether the tail of ``count`` units behind the block ``key`` is in flight."""
@@ -610,9 +618,14 @@ class Tier:
             return
         # All of them, unless they are the engine's own keys and do not chain.
         stop = start + self.index.num_insertable(lease.root, lease.keys[start:count])
+        # The blocks leave the lease before the index gets them: what fails in between loses them,
+        # and gives none back that the index leads to.
+        blocks = lease.blocks[start:stop]
+        lease.blocks = np.concatenate((lease.blocks[:start], lease.blocks[stop:]))
+        self._num_leased -= len(blocks)
         lease.published = self.index.insert(
-            parent, lease.root, lease.keys[start:stop], lease.blocks[start:stop],
-            self._tick(), lease.retain_s, lease.outlook,
+            parent, lease.root, lease.keys[start:stop], blocks, self._tick(), lease.retain_s,
+            lease.outlook,
         )  # fmt: skip
         if self._retention is not None and lease.used_s is None:
             self._retention.used(lease.published, self._now)
@@ -620,9 +633,6 @@ class Tier:
             self._retention.used_before(lease.published, lease.used_s[start:stop])
         self.index.pin(lease.published)
         lease.num_published = stop - start
-        if start:
-            lease.blocks = np.concatenate((lease.blocks[start:], lease.blocks[:start]))
-        self._num_leased -= lease.num_published
         self.counters.stored_blocks += lease.num_published
         keys = lease.keys[start:stop]
         for tell in self.on_stored:
@@ -633,11 +643,11 @@ class Tier:
         is_whole = lease.to_publish == len(lease)
         if not is_whole or self.tails.find(tail.root, tail.key) is not None:
             return
+        lease.num_published, lease.blocks = len(lease), NO_BLOCKS  # before the index gets them
+        self._num_leased -= lease.num_published
         self.tails.insert(tail, self._tail_due(tail, lease.retain_s))
         tail.used = self._now if lease.used_s is None else float(lease.used_s[-1])
         self.tails.pin(tail)
-        lease.num_published = len(lease)
-        self._num_leased -= lease.num_published
         self.counters.stored_blocks += lease.num_published
 
     def _land(self, lease: Lease) -> list[Lease]:
@@ -669,10 +679,9 @@ class Tier:
         if lease.tail is not None and lease.num_published:
             self.unpin_tail(lease.tail)
         followers = self._land(lease)
-        unpublished = lease.blocks[lease.num_published :]
-        self._give_back(unpublished)
+        unpublished, lease.blocks = lease.blocks, NO_BLOCKS  # before they are anyone else's
         self._num_leased -= len(unpublished)
-        lease.blocks = NO_BLOCKS
+        self._give_back(unpublished)
         is_short = lease.num_published < len(lease.keys) and lease.tail is None
         if is_short and lease.era == self._era and self.on_unpublished is not None:
             self.on_unpublished(lease)

@@ -10,10 +10,10 @@ Pure: no I/O, no clock.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from flexcache.cache.admission import Admission
-from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.block_keys import BlockKeys, EngineBlockKeys
 from flexcache.cache.direct_stores import DirectStores
 from flexcache.cache.early_loads import EarlyLoads
 from flexcache.cache.load_cost import LoadCost
@@ -21,11 +21,13 @@ from flexcache.cache.load_plan import LoadPlanner
 from flexcache.cache.load_ways import LoadWays
 from flexcache.cache.plan import Plan
 from flexcache.cache.prompt_sessions import PromptSessions
+from flexcache.cache.quotas import NO_ROOT
 from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.restore import Records, Restoration, RestoreReport, Seconds
 from flexcache.cache.reuse_watch import ReuseWatch
 from flexcache.cache.store_plan import StorePlanner
 from flexcache.cache.tail_index import TAIL_FIRST, last_tail_key
+from flexcache.cache.tier import BlockIds
 from flexcache.cache.tiers import Tiers
 from flexcache.cache.write_back import DirtyQueue
 from flexcache.cache.write_budget import WriteBudget
@@ -37,6 +39,11 @@ _RESTORED_AT_ONCE = 1 << 16
 """Blocks of a restart that are found from the start; fewer if their prompts are short."""
 _RESTORED_A_TURN, _RESTORE_PAUSE_S = 1 << 11, 0.008
 """Blocks that follow at a time, which takes 2 to 4 ms, and the time from one turn to the next."""
+
+
+def number_ops() -> Iterator[OpId]:
+    """Number the ops of one server, from 1."""
+    return map(OpId, itertools.count(1))
 
 
 class TieredCache:
@@ -56,6 +63,10 @@ class TieredCache:
         keeps_on_host: Whether the host tier is a cache; else it only stages.
         write_budgets: Those of the tiers whose writes per second are limited.
         reuse: The SSD tier's admission, if that depends on which prompts come back.
+        op_ids: Numbers the ops.
+
+    Attributes:
+        remake: Makes an empty cache of the same kind, whose ops have other numbers.
     """
 
     def __init__(
@@ -73,10 +84,12 @@ class TieredCache:
         keeps_on_host: bool = True,
         write_budgets: Mapping[TierName, WriteBudget] | None = None,
         reuse: ReuseWatch | None = None,
+        op_ids: Iterator[OpId] | None = None,
     ) -> None:
-        op_ids: Iterator[OpId] = map(OpId, itertools.count(1))
+        op_ids = number_ops() if op_ids is None else op_ids
         chunk_blocks = max(1, chunk_blocks)
         self.tiers = tiers
+        self.remake: Callable[[], TieredCache] | None = None
         self._write_budgets = write_budgets or {}
         self.loads = LoadPlanner(tiers, op_ids, chunk_blocks, ways or LoadWays(), load_cost, shape)
         self.stores = StorePlanner(
@@ -94,6 +107,27 @@ class TieredCache:
             admission = (admissions or {}).get(TierName.SSD)
             budget = self._write_budgets.get(TierName.SSD)
             self.direct_stores = DirectStores(tiers, op_ids, chunk_blocks, admission, budget)
+
+    def successor(self, busy: Mapping[TierName, BlockIds]) -> tuple[TieredCache, Plan]:
+        """Return an empty cache in place of this one, which an error has left in doubt.
+
+        As after a reset nothing that it had can be found, and nothing more is recorded on SSD.
+
+        Args:
+            busy: Blocks that executors are still reading or writing.
+
+        Returns:
+            The cache, and a plan that keeps the busy blocks until it is finished.
+        """
+        if self.remake is None:
+            raise InternalError("a cache that `build_cache` has not made cannot be replaced")
+        cache = self.remake()
+        cache.tiers.succeed(self.tiers)
+        cache.stores.is_recording = False
+        plan = cache.plan_nothing(TaskKind.STORE, EngineBlockKeys(NO_ROOT, (), 0), 0, 0, "")
+        for name, blocks in busy.items():
+            plan.stores[name] = cache.tiers.by_name[name].reserve_exactly(blocks)
+        return cache, plan
 
     def keep_journal(self, tokens_per_block: int) -> None:
         """Record, from now on, what every tier stores and loses."""

@@ -12,7 +12,7 @@ from functools import partial
 from flexcache.cache.block_keys import BlockKeys, TokenBlockKeys
 from flexcache.cache.eviction import Forecaster
 from flexcache.cache.eviction_queue import Outlook
-from flexcache.cache.journal import MEDIUM_OF, Journal, TierJournal
+from flexcache.cache.journal import MEDIUM_OF, Journal, Removed, TierJournal
 from flexcache.cache.quotas import NO_ROOT
 from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.tier import BlockIds, Lease, Tier
@@ -47,7 +47,7 @@ class Tiers:
         self._deferred: list[Callable[[], None]] = []
         self.journal: Journal | None = None
         self.now = 0.0
-        self._withheld = Counter[TierName]()
+        self._withheld: dict[Lease, TierName] = {}
 
     def __iter__(self) -> Iterator[Tier]:
         return iter(self._tiers)
@@ -156,6 +156,32 @@ class Tiers:
         """Count blocks that the host tier evicted before a tier with write-back received them."""
         self.lost[f"{tier.name.value.lower()}_never_written"] += num_blocks
 
+    def require(self, name: str | None) -> None:
+        """Raise `ValueError` unless there is a tier of this name, or None is meant: all."""
+        names = [known.value for known in self.by_name]
+        if name is not None and name not in names:
+            raise ValueError(f"no tier {name!r} here; tiers: {', '.join(names)}")
+
+    def succeed(self, former: Tiers) -> None:
+        """Take the place of tiers that are in doubt: count on, and report their blocks removed.
+
+        Of theirs only what one call alone has set is used.
+        """
+        self.advance(former.now)
+        for tier, before in zip(self._tiers, former, strict=True):
+            tier.counters = before.counters
+        if self.remote is not None:
+            self.remote.clear()  # other names at the store
+        if self.journal is None or former.journal is None:
+            return
+        for change in former.journal.take():
+            self.journal.add(change)
+        mark = len(self.journal)
+        for before in former:
+            for root, keys in before.index.keys_by_root():
+                self.journal.add(Removed(MEDIUM_OF[before.name], root, keys))
+        self.journal.cleared_since(mark)
+
     def clear(self, name: str | None) -> dict[TierName, BlockIds]:
         """Drop the unheld blocks of one tier, or all of all tiers; return ids of unheld by tier.
 
@@ -164,9 +190,7 @@ class Tiers:
         Raises:
             ValueError: There is no such tier; the message names the existing ones.
         """
-        names = [known.value for known in self.by_name]
-        if name is not None and name not in names:
-            raise ValueError(f"no tier {name!r} here; tiers: {', '.join(names)}")
+        self.require(name)
         mark = 0 if self.journal is None else len(self.journal)
         kept, self.lost = self.lost, Counter()  # blocks dropped on request are not lost
         dropped = {t.name: t.clear() for t in self._tiers if name in (None, t.name.value)}
@@ -189,17 +213,20 @@ class Tiers:
     def withhold_free(self, name: TierName) -> Lease:
         """Keep a tier's free blocks from every plan until `give_back`; dirty blocks wait."""
         self.num_holders += 1
-        self._withheld[name] += 1
         tier = self.by_name[name]
-        return tier.reserve_private(NO_ROOT, tier.pool.num_free)
+        lease = tier.reserve_private(NO_ROOT, tier.pool.num_free)
+        self._withheld[lease] = name
+        return lease
 
-    def give_back(self, name: TierName, lease: Lease) -> None:
-        self.num_holders -= 1
-        self._withheld[name] -= 1
-        self.by_name[name].release(lease)
+    def give_back(self, lease: Lease) -> None:
+        """End `withhold_free`; ignored of tiers that these have succeeded."""
+        name = self._withheld.pop(lease, None)
+        if name is not None:
+            self.num_holders -= 1
+            self.by_name[name].release(lease)
 
     def is_withheld(self, name: TierName) -> bool:
-        return self._withheld[name] > 0
+        return name in self._withheld.values()
 
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold. O(capacity)."""

@@ -143,13 +143,21 @@ class CacheSlot:
         except FlexCacheError as error:
             layouts.forget(shard)
             return str(error)
-        if clearing is not None:
-            self._outbox.begin(BackgroundJob(clearing.work, partial(_layout_cleared, clearing)))
+        if clearing is not None:  # what a restart may bring back is under its own layout
+            self._carry_out(clearing)
         return None
 
+    def forgotten(self) -> None:
+        """The task engine has forgotten everything: make what is recorded on SSD void too."""
+        assert self.cache is not None
+        self._carry_out(self.cache.erase(None, 0))
 
-def _layout_cleared(clearing: Clearing, error: Exception | None) -> None:
-    # Blocks that a restart brings back are under their own layout: not found, no harm.
+    def _carry_out(self, clearing: Clearing) -> None:
+        if clearing.needs_work:
+            self._outbox.begin(BackgroundJob(clearing.work, partial(_cleared, clearing)))
+
+
+def _cleared(clearing: Clearing, error: Exception | None) -> None:
     try:
         clearing.end(error)
     except StorageError as failure:

@@ -146,7 +146,7 @@ class EventLoop:
             self._reactor.took_message()
         if cache is not None:
             with self._changed:
-                cache.tasks.cache.catch_up(now)  # the answers did not wait for it
+                cache.tasks.catch_up(now)  # the answers did not wait for it
 
     def _take_messages(self, now: float) -> bool:
         """Take in what clients have sent; whether there was anything."""

@@ -57,11 +57,13 @@ from flexcache.server.registry import Host, Rank, Registry, Scheduler
 from flexcache.server.requests import Requests
 from flexcache.server.served_cache import ServedCache
 from flexcache.server.sessions import ServerSessions
+from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.ids import session_of
 from flexcache.tasks.instructions import (
     DISK,
     REMOTE,
     DropOp,
+    Forgotten,
     Instruction,
     LookUpEnded,
     ReplaceExecutor,
@@ -162,9 +164,9 @@ class Hub:
                 self._deliver(instruction, now)
         if self._notices.ending_sessions:
             self._notices.end_sessions(tasks)
-        forecaster = tasks.cache.tiers.forecaster
-        if forecaster is not None and (study := forecaster.begin_study()) is not None:
-            self.outbox.begin(BackgroundJob(study.run, partial(_end_study, forecaster, study)))
+        if (begun := tasks.begin_study()) is not None:
+            work = begun[1].run
+            self.outbox.begin(BackgroundJob(work, partial(_end_study, tasks, *begun)))
         if self._seen_readiness != self.readiness.num_changes:
             self._seen_readiness = self.readiness.num_changes
             has_news = True
@@ -190,6 +192,16 @@ class Hub:
                 self._registry.revoke(engine, task_id)
             case ReplaceExecutor(executor, reason):
                 log_event(logger, logging.ERROR, "rank_is_late", executor=executor, reason=reason)
+            case Forgotten(error):
+                self._forgotten(error)
+
+    def _forgotten(self, error: BaseException | None) -> None:
+        log_event(
+            logger, logging.ERROR, "cache_forgotten", error=repr(error), exc_info=error or False,
+            effect="every tier is empty: an error came while it was being changed",
+        )  # fmt: skip
+        self.counters["cache_forgotten"] += 1
+        self._slot.forgotten()
 
     def _task_answered(self, answered: TaskAnswered) -> None:
         task_id, result = answered.task_id, answered.result
@@ -364,5 +376,7 @@ def _has_data(message: ToServer) -> bool:
     return isinstance(message, Match) and not message.scratch_bytes
 
 
-def _end_study(forecaster: Forecaster, study: Study, error: Exception | None) -> None:
-    forecaster.adopt(study)  # one that could not be run has learned nothing
+def _end_study(
+    tasks: KVTaskEngine, forecaster: Forecaster, study: Study, error: Exception | None
+) -> None:
+    tasks.adopt_study(forecaster, study)  # one that could not be run has learned nothing

@@ -150,7 +150,7 @@ class LocalLines:
                 self.pass_on()
         with self._changed:
             if (cache := self._hub.cache) is not None:
-                cache.tasks.cache.tiers.settle()  # the answers did not wait for it
+                cache.tasks.record_lookups()  # the answers did not wait for it
 
     def pass_on(self) -> None:
         """Pass on what the task engine has decided, and wake the loop if it has a part in that.

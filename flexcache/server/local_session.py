@@ -93,5 +93,4 @@ class LocalSession:
         if not self.server.is_open:
             return False
         with self.server.lock, self.server.session() as tasks:
-            sessions = tasks.cache.sessions
-            return sessions.hint(session_id, over, returns_in_s, time.monotonic())
+            return tasks.session_hint(session_id, over, returns_in_s, time.monotonic())

@@ -113,11 +113,10 @@ class Requests:
                 return self._clear(caller, request)
             case SessionHint(request_id, session_id, over, returns_in_s):
                 check_hint(session_id, over, returns_in_s)
-                sessions = self._slot.tasks.cache.sessions
-                return Answer(request_id, sessions.hint(session_id, over, returns_in_s, now))
+                is_known = self._slot.tasks.session_hint(session_id, over, returns_in_s, now)
+                return Answer(request_id, is_known)
             case CheckInvariants(request_id):
-                for tier in self._slot.tasks.cache.tiers:
-                    tier.check_counts()  # no more than that: the other engines wait
+                self._slot.tasks.check_counts()  # no more than that: the other engines wait
                 return Answer(request_id, None)
 
     def _clear(self, caller: Scheduler, request: Clear) -> Answer | None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from flexcache.cache.build import CacheSizes, build_cache
 from flexcache.cache.tier import Lease
-from flexcache.cache.tiers import Tiers
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.config.groups import UnitShape
 from flexcache.errors import ConfigError, StorageError
@@ -43,7 +42,7 @@ class Clearing:
     """
 
     num_dropped: int
-    _tiers: Tiers | None = None
+    _tasks: KVTaskEngine | None = None
     _withheld: Lease | None = None
     _pool: DiskPool | None = None
     _is_reset: bool = False
@@ -74,8 +73,8 @@ class Clearing:
         Raises:
             StorageError: ``work`` failed.
         """
-        if self._tiers is not None and self._withheld is not None:
-            self._tiers.give_back(TierName.SSD, self._withheld)
+        if self._tasks is not None and self._withheld is not None:
+            self._tasks.give_back(self._withheld)
         if error is not None:
             raise StorageError(
                 "the SSD tier is empty now, but not for good: "
@@ -252,15 +251,14 @@ class ServedCache:
         Raises:
             ValueError: There is no such tier.
         """
-        cache, tiers = self.tasks.cache, self.tasks.cache.tiers
-        num_dropped = cache.clear(tier)
+        num_dropped = self.tasks.clear(tier)
         log_event(logger, logging.INFO, "tier_cleared", tier=tier or "all", blocks=num_dropped)
-        if self.tasks.recorder is not None:
-            self.tasks.recorder.cleared(tier, num_dropped)
-        if tier is None:
-            cache.stores.is_recording = False
+        return self.erase(tier, num_dropped)
+
+    def erase(self, tier: str | None, num_dropped: int) -> Clearing:
+        """Return what is left to be done where a tier, or all, were emptied."""
         pool = self.store.disk_pool
         if pool is None or tier not in (None, TierName.SSD.value):
             return Clearing(num_dropped)
-        withheld = tiers.withhold_free(TierName.SSD)
-        return Clearing(num_dropped, tiers, withheld, pool, _is_reset=tier is None)
+        withheld = self.tasks.withhold_free(TierName.SSD)
+        return Clearing(num_dropped, self.tasks, withheld, pool, _is_reset=tier is None)

@@ -8,6 +8,7 @@ index changes, is in `cache.tier`.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from flexcache.cache.block_keys import PromptKeys
 from flexcache.cache.load_plan import LoadPlanner
@@ -53,6 +54,15 @@ class Accounts:
         self.op_bytes = {kind: Histogram(BYTES) for kind in OpKind}
         self.task_seconds = {kind: Histogram(SECONDS) for kind in TaskKind}
         self.num_ended = 0
+
+    def succeed(self, former: Accounts, running: Iterable[OpRun], now: float) -> None:
+        """Count on after everything was forgotten but these ops, which still run."""
+        self.recorder, self.totals = former.recorder, former.totals
+        self.op_seconds, self.op_bytes = former.op_seconds, former.op_bytes
+        self.task_seconds, self.num_ended = former.task_seconds, former.num_ended
+        counts = Counter(run.op.kind for run in running)
+        for kind, total in self.totals.ops.items():
+            total.keep_running(counts[kind], now)
 
     # -- sessions --------------------------------------------------------------------------------
 

@@ -9,16 +9,33 @@ that the shell around it takes out (`take_instructions`) and carries out. The en
 launches and cancels them; `TaskRunner` runs them; `Executors` has their ops carried out;
 `TaskSessions` keeps them; `Accounts` counts.
 
+Whatever ends a change of state half-way (a bug, no memory, Ctrl-C in the engine's thread) leaves
+indexes and leases in doubt, and a key may lead to another prompt's block. Nothing there is mended:
+the engine *forgets*. New and empty parts take the place of all of them, and take over from the former ones only
+what a single step has set:
+
+    sessions and the last id of each, executors that are up, ops that these have not reported
+
+So a cache is right or empty. Calls check their arguments before they begin to change anything: what
+a client sends never makes the engine forget.
+
 Not thread-safe: the shell holds a lock around each call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from types import TracebackType
+from typing import TypeVar
+
+import numpy as np
 
 from flexcache.cache.block_keys import PromptKeys
+from flexcache.cache.eviction import Forecaster, Study
 from flexcache.cache.plan import Plan
 from flexcache.cache.restore import Records, RestoreReport, Seconds
+from flexcache.cache.tier import Lease
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.errors import InternalError
 from flexcache.ids import (
@@ -34,16 +51,56 @@ from flexcache.tasks.checksums import Checksums, SlotChecksums
 from flexcache.tasks.deadlines import TaskDeadlines
 from flexcache.tasks.early_tasks import EarlyTasks
 from flexcache.tasks.executors import Executors
-from flexcache.tasks.instructions import REMOTE, Instruction
+from flexcache.tasks.instructions import (
+    REMOTE,
+    Forgotten,
+    Instruction,
+    RunLookUp,
+    RunOp,
+    TaskAnswered,
+)
 from flexcache.tasks.lookups import RemoteLookUps
 from flexcache.tasks.matching import Matcher
-from flexcache.tasks.model import Session, Task
+from flexcache.tasks.model import OpRun, Session, Task
 from flexcache.tasks.queries import TaskQueries
 from flexcache.tasks.recorder import Recorder
+from flexcache.tasks.routes import ENDS
 from flexcache.tasks.runner import TaskRunner
 from flexcache.tasks.sessions import TaskSessions
 from flexcache.transfer.breaker import CircuitBreaker
 from flexcache.transfer.graph import BlockIds
+
+T = TypeVar("T")
+_Report = tuple[str, OpId, int, float, str | None, bool, Checksums | None, int]
+
+
+class _Change:
+    """Marks the engine as in doubt while its state changes.
+
+    If the change fails the engine forgets. If that fails too, or an interrupt comes between two
+    steps of this class, the mark stays, and the next change begins with it. A class, since a
+    generator takes three times as long.
+    """
+
+    __slots__ = ("_engine",)
+
+    def __init__(self, engine: KVTaskEngine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        engine = self._engine
+        if engine.is_in_doubt:
+            engine.forget(None)
+        engine.is_in_doubt = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:  # fmt: skip
+        if error is None:
+            self._engine.is_in_doubt = False
+        else:
+            self._engine.forget(error)
 
 
 class KVTaskEngine:
@@ -61,6 +118,7 @@ class KVTaskEngine:
         max_open_tasks: Limit for one session; beyond it a get is a miss and a put is dropped.
 
     Attributes:
+        is_in_doubt: Whether its state is being changed, or the last change has failed half-way.
         queries: Answers questions about tasks, executors and the remote store.
     """
 
@@ -77,6 +135,14 @@ class KVTaskEngine:
         match_ttl_s: float = 120.0,
         max_open_tasks: int = 4096,
     ) -> None:
+        self._make_another = partial(
+            KVTaskEngine, block_bytes=block_bytes, load_ranks=load_ranks, store_ranks=store_ranks,
+            op_timeout_s=op_timeout_s, remote_timeout_s=remote_timeout_s,
+            lookup_timeout_s=lookup_timeout_s, match_ttl_s=match_ttl_s,
+            max_open_tasks=max_open_tasks,
+        )  # fmt: skip
+        self.is_in_doubt = False
+        self._change = _Change(self)
         self.cache = cache
         self._sessions = TaskSessions(load_ranks, store_ranks)
         self._accounts = Accounts(block_bytes, cache.tiers.lost, cache.loads)
@@ -106,6 +172,70 @@ class KVTaskEngine:
             self._lookups, self._breaker,
         )  # fmt: skip
 
+    # -- after an error --------------------------------------------------------------------------
+
+    def forget(self, error: BaseException | None) -> None:
+        """Empty all tiers, as after a reset, and end all tasks: what is here is in doubt.
+
+        Tasks of which executors still move bytes end once these have reported, and until the last
+        of them has, none of the blocks that they read or write is used again.
+        """
+        now = self.cache.tiers.now
+        runs = self._executors.under_way(self._instructions)
+        cache, plan = self.cache.successor(_busy_blocks(runs))
+        fresh = self._make_another(cache)
+        fresh._take_over(self, runs, plan, now)
+        fresh._instructions.append(Forgotten(error))
+        parts = vars(fresh)
+        del parts["_change"]  # it marks that one
+        vars(self).update(parts)  # in one step, which also ends the doubt
+
+    def _take_over(self, former: KVTaskEngine, runs: list[OpRun], plan: Plan, now: float) -> None:
+        told = [left for left in former._instructions if isinstance(left, TaskAnswered)]
+        self._instructions += [
+            left for left in former._instructions if not isinstance(left, RunOp | RunLookUp)
+        ]
+        self._sessions.succeed(former._sessions)
+        self._accounts.succeed(former._accounts, runs, now)
+        self.cache.tiers.lost = self._accounts.totals.dropped_blocks
+        self._executors.succeed(former._executors, runs, now)
+        if self._lookups is not None and former._lookups is not None:
+            self._lookups.succeed(former._lookups, self._instructions)
+        self._matcher.adopt_layout(former._matcher.layout)
+        running: dict[TaskId, list[OpRun]] = {}
+        for run in runs:
+            running.setdefault(run.task.task_id, []).append(run)
+        ended = {answer.task_id for answer in told if answer.result.is_final}
+        have_heard = {answer.task_id for answer in told}
+        tasks = []
+        for task_id, task in former._sessions.tasks.items():
+            owner = self._sessions.get(task.owner.session)
+            if owner is None or (task_id in ended and task_id not in running):
+                continue
+            is_told = task.is_told or task_id in have_heard
+            tasks.append(task.forgotten(owner, running.get(task_id, []), is_told))
+        self._runner.keep_on(plan, tasks, now)
+        for session in self._sessions.of_engines():
+            self._sessions.forget_if_gone(session)
+
+    def _end_doubt(self) -> None:
+        """Forget if the last change has failed, and so has what was to follow from that."""
+        if self.is_in_doubt:
+            self.forget(None)
+
+    def _take_in(self, event: Callable[..., T], *args: object) -> T:
+        """Take in what has happened. If that fails it has happened all the same: it is taken in
+        once more by an engine that has forgotten."""
+        try:
+            with self._change:
+                return event(*args)
+        except BaseException as error:
+            with self._change:
+                result = event(*args)
+            if not isinstance(error, Exception):
+                raise
+            return result
+
     # -- sessions --------------------------------------------------------------------------------
 
     def add_session(self, session: SessionId, engine: str) -> None:
@@ -114,6 +244,9 @@ class KVTaskEngine:
         Args:
             engine: Its name; its ranks' executors are ``device(engine, rank)``.
         """
+        self._take_in(self._add_session, session, engine)
+
+    def _add_session(self, session: SessionId, engine: str) -> None:
         self._sessions.add(session, engine)
         self._accounts.session_began(session, engine)
 
@@ -122,6 +255,9 @@ class KVTaskEngine:
 
         The session is forgotten once the last of them has ended.
         """
+        self._take_in(self._end_session, session, now)
+
+    def _end_session(self, session: SessionId, now: float) -> None:
         owner = self._sessions.get(session)
         if owner is None:
             return
@@ -136,6 +272,9 @@ class KVTaskEngine:
 
     def set_disputed(self, engine: str, is_disputed: bool, now: float) -> None:
         """Cancel what sessions of this name have open, and match nothing for them meanwhile."""
+        self._take_in(self._set_disputed, engine, is_disputed, now)
+
+    def _set_disputed(self, engine: str, is_disputed: bool, now: float) -> None:
         self._sessions.set_disputed(engine, is_disputed)
         if is_disputed:
             self._cancel_unanswered(self._sessions.of_engine(engine), now)
@@ -143,7 +282,14 @@ class KVTaskEngine:
     def _cancel_unanswered(self, sessions: Iterable[Session], now: float) -> None:
         """Cancel what callers wait for, but not writes below the GPU."""
         for session in sessions:
-            self.cancel([t for t, task in session.tasks.items() if not task.is_answered], now)
+            self._cancel([t for t, task in session.tasks.items() if not task.is_answered], now)
+
+    def session_hint(
+        self, session_id: str, over: bool, returns_in_s: float | None, now: float
+    ) -> bool:
+        """Act on a hint about a user's session (`PromptSessions.hint`)."""
+        with self._change:
+            return self.cache.sessions.hint(session_id, over, returns_in_s, now)
 
     # -- calls of the engine's adapter -----------------------------------------------------------
 
@@ -153,11 +299,13 @@ class KVTaskEngine:
         Returns:
             The question to wait for (`is_looking_up`, or `LookUpEnded`); None if nothing is asked.
         """
-        return self._matcher.look_up(kind, keys, stop, now)
+        with self._change:
+            return self._matcher.look_up(kind, keys, stop, now)
 
     def awaits_load(self, session: SessionId, keys: PromptKeys, stop: int, now: float) -> bool:
         """Whether a get that can wait should ask again a little later (`EarlyTasks`)."""
-        return self._early.awaits(session, keys, stop, now)
+        with self._change:
+            return self._early.awaits(session, keys, stop, now)
 
     def match(
         self, task_id: TaskId, kind: TaskKind, keys: PromptKeys, start: int, stop: int,
@@ -172,27 +320,30 @@ class KVTaskEngine:
             ValueError: The id is not above all earlier ones of its session.
             KeyError: There is no such session.
         """
+        self._end_doubt()
         owner = self._sessions.of(task_id)
         owner.take_id(task_id)
-        plan, keys, start, stop = self._matcher.plan(
-            owner, task_id, kind, keys, start, stop, retain_s, now, tail_at
-        )
-        task = Task(task_id, owner, plan, num_tokens, session_id=session_id)
-        if start < stop or kind is TaskKind.PUT:  # else it only looks the prompt up
-            self.cache.sessions.used(session_id, keys, plan)
-        if kind is TaskKind.GET:
-            task.early = self.cache.early.find(keys)
-        self._accounts.matched(task, keys, start, stop, retain_s, now)
-        if not plan.is_empty:
-            self._sessions.open(task)
-            self._deadlines.matched(task_id, now)
+        with self._change:
+            plan, keys, start, stop = self._matcher.plan(
+                owner, task_id, kind, keys, start, stop, retain_s, now, tail_at
+            )
+            task = Task(task_id, owner, plan, num_tokens, session_id=session_id)
+            if start < stop or kind is TaskKind.PUT:  # else it only looks the prompt up
+                self.cache.sessions.used(session_id, keys, plan)
+            if kind is TaskKind.GET:
+                task.early = self.cache.early.find(keys)
+            self._accounts.matched(task, keys, start, stop, retain_s, now)
+            if not plan.is_empty:
+                self._sessions.open(task)
+                self._deadlines.matched(task_id, now)
+                return plan
+            self.cache.finish(plan)
+            self._runner.end_empty(task)
+            stores_below = kind is TaskKind.PUT and start < stop and not plan.dropped
+            if stores_below and self.cache.tiers.lower:
+                store = self._matcher.plan_store(plan, owner, keys, start, stop, retain_s, tail_at)
+                self._runner.store(store, now)
             return plan
-        self.cache.finish(plan)
-        self._runner.end_empty(task)
-        if kind is TaskKind.PUT and start < stop and not plan.dropped and self.cache.tiers.lower:
-            store = self._matcher.plan_store(plan, owner, keys, start, stop, retain_s, tail_at)
-            self._runner.store(store, now)
-        return plan
 
     def launch(
         self, task_ids: Sequence[TaskId], gpu_blocks: Sequence[BlockIds], now: float,
@@ -203,12 +354,14 @@ class KVTaskEngine:
         Returns:
             Those that had ended before: cancelled, say. They stay as they are.
         """
+        self._end_doubt()
         to_start, had_ended = self._sessions.launchable(task_ids, gpu_blocks)
-        for task, blocks in to_start:
-            task.gated = gated
-            task.plan.bind_gpu_blocks(blocks)
-            self._deadlines.launched(task, now)
-            self._runner.run(task, now)
+        with self._change:
+            for task, blocks in to_start:
+                task.gated = gated
+                task.plan.bind_gpu_blocks(blocks)
+                self._deadlines.launched(task, now)
+                self._runner.run(task, now)
         return had_ended
 
     def cancel(self, task_ids: Iterable[TaskId], now: float) -> list[TaskId]:
@@ -217,10 +370,16 @@ class KVTaskEngine:
         Returns:
             Those that were never launched and have ended by this.
         """
-        to_cancel, unlaunched = list(task_ids), []
+        self._end_doubt()
+        to_cancel = list(task_ids)
         for task_id in to_cancel:
             self._sessions.of(task_id).require_known(task_id)
-        for task_id in to_cancel:
+        with self._change:
+            return self._cancel(to_cancel, now)
+
+    def _cancel(self, task_ids: Iterable[TaskId], now: float) -> list[TaskId]:
+        unlaunched = []
+        for task_id in task_ids:
             task = self._sessions.tasks.get(task_id)
             if task is None:
                 self.cache.early.cancel(task_id, now)
@@ -238,9 +397,40 @@ class KVTaskEngine:
 
     def close_down(self, now: float) -> None:
         """Cancel what engines can do without, and write what is dirty."""
-        self.cancel(self._sessions.dispensable(), now)
+        self._take_in(self._close_down, now)
+
+    def _close_down(self, now: float) -> None:
+        self._cancel(self._sessions.dispensable(), now)
         self.cache.stores.begin_closing()
         self._runner.follow(now)
+
+    def clear(self, tier: str | None) -> int:
+        """Drop the blocks of one tier that are not in use, or all of all tiers, after which nothing
+        is recorded on SSD any more; return how many.
+
+        Raises:
+            ValueError: There is no such tier.
+        """
+        self.cache.tiers.require(tier)
+        with self._change:
+            num_dropped = self.cache.clear(tier)
+            if tier is None:
+                self.cache.stores.is_recording = False
+            if self.recorder is not None:
+                self.recorder.cleared(tier, num_dropped)
+            return num_dropped
+
+    def withhold_free(self, tier: TierName) -> Lease:
+        """Keep a tier's free blocks from every plan until `give_back`."""
+        with self._change:
+            return self.cache.tiers.withhold_free(tier)
+
+    def give_back(self, lease: Lease) -> None:
+        """End `withhold_free`; what was withheld before everything was forgotten is free."""
+        self._take_in(self._give_back, lease)
+
+    def _give_back(self, lease: Lease) -> None:
+        self.cache.tiers.give_back(lease)
 
     # -- events ----------------------------------------------------------------------------------
 
@@ -250,20 +440,44 @@ class KVTaskEngine:
         Tasks that were matched under another one are cancelled: their blocks' bytes mean something
         else to the ranks that move them now.
         """
+        self._take_in(self._adopt_layout, layout, now)
+
+    def _adopt_layout(self, layout: bytes, now: float) -> None:
         if self._matcher.adopt_layout(layout):
             self._cancel_unanswered(self._sessions.of_engines(), now)
 
     def restore(self, records: Records, ages_s: Seconds, now: float) -> RestoreReport:
         """Index what the SSD tier was found to hold at startup, written this long ago."""
-        self._checksums.restore(records)
-        return self.cache.restore(records, ages_s, now)
+        with self._change:
+            self._checksums.restore(records)
+            return self.cache.restore(records, ages_s, now)
+
+    def catch_up(self, now: float) -> None:
+        """Do what no answer waits for."""
+        self._take_in(self._catch_up, now)
+
+    def _catch_up(self, now: float) -> None:
+        self.cache.catch_up(now)
+
+    def record_lookups(self) -> None:
+        """Record the look-ups of prompts that have been answered."""
+        self._take_in(self._record_lookups)
+
+    def _record_lookups(self) -> None:
+        self.cache.tiers.settle()
 
     def executor_up(self, executor: str, is_direct: bool = False) -> None:
         """An executor serves, GPU to SSD too if ``is_direct``. Waiting ops start in `tick`."""
+        self._take_in(self._executor_up, executor, is_direct)
+
+    def _executor_up(self, executor: str, is_direct: bool) -> None:
         self._executors.up(executor, is_direct)
 
     def executor_down(self, executor: str, reason: str, now: float) -> None:
         """An executor is gone, and with it all that it was moving."""
+        self._take_in(self._executor_down, executor, reason, now)
+
+    def _executor_down(self, executor: str, reason: str, now: float) -> None:
         if executor == REMOTE and self._lookups is not None:
             self._breaker.trip(reason, now)
             self._lookups.give_up(now, self._instructions)
@@ -273,6 +487,11 @@ class KVTaskEngine:
         self, lookup_id: int, num_present: int, error: str | None, now: float, tail: int = -1
     ) -> None:
         """The remote worker has answered a question."""
+        self._take_in(self._looked_up, lookup_id, num_present, error, now, tail)
+
+    def _looked_up(
+        self, lookup_id: int, num_present: int, error: str | None, now: float, tail: int
+    ) -> None:
         if self._lookups is not None:
             self._lookups.looked_up(
                 lookup_id, max(0, num_present), error, now, self._instructions, tail
@@ -288,11 +507,17 @@ class KVTaskEngine:
         ``bad_block``: the next one is unreadable or has wrong bytes. ``checksums``: of the blocks
         written to a tier that verifies. ``device_bytes``: what the SSD had to move.
         """
-        report = error, bad_block, checksums, device_bytes
-        self._runner.settle(self._executors.done(executor, op_id, num_ok, now, *report), now)
+        report = executor, op_id, num_ok, now, error, bad_block, checksums, device_bytes
+        self._take_in(self._op_done, now, report)
+
+    def _op_done(self, now: float, report: _Report) -> None:
+        self._runner.settle(self._executors.done(*report), now)
 
     def tick(self, now: float) -> None:
         """Let deadlines pass, and write what is due to tiers that are available again."""
+        self._take_in(self._tick, now)
+
+    def _tick(self, now: float) -> None:
         self.cache.tick(now)
         while (late := self._deadlines.take_late_load(now)) is not None:
             task = self._sessions.tasks.get(late)
@@ -307,12 +532,34 @@ class KVTaskEngine:
         while (unlaunched := self._deadlines.take_unlaunched(now)) is not None:
             reason = f"not launched within {self._deadlines.match_ttl_s:g} s"
             self._sessions.tasks[unlaunched].errors.append(reason)
-            self.cancel([unlaunched], now)
+            self._cancel([unlaunched], now)
         self._runner.expire(now)
         self._early.tick(now)
 
+    def begin_study(self) -> tuple[Forecaster, Study] | None:
+        """Return what the forecaster is to learn aside, if it is time for that."""
+        if self.cache.tiers.forecaster is None:
+            return None
+        return self._take_in(self._begin_study)
+
+    def _begin_study(self) -> tuple[Forecaster, Study] | None:
+        forecaster = self.cache.tiers.forecaster
+        assert forecaster is not None
+        study = forecaster.begin_study()
+        return None if study is None else (forecaster, study)
+
+    def adopt_study(self, forecaster: Forecaster, study: Study) -> None:
+        """Take over what was learned; ignored if everything was forgotten meanwhile."""
+        self._take_in(self._adopt_study, forecaster, study)
+
+    def _adopt_study(self, forecaster: Forecaster, study: Study) -> None:
+        if forecaster is self.cache.tiers.forecaster:
+            forecaster.adopt(study)
+
     def next_deadline(self) -> float | None:
         """When `tick` has something to do at the earliest."""
+        if self.is_in_doubt:
+            return self.cache.tiers.now
         times = [self._deadlines.next(), self._executors.next_deadline()]
         times += [self.cache.next_deadline(), self._early.next_deadline()]
         if self._lookups is not None:
@@ -320,10 +567,12 @@ class KVTaskEngine:
         return min((time for time in times if time is not None), default=None)
 
     def take_instructions(self) -> list[Instruction]:
-        # The list itself stays: the parts of the engine that leave instructions share it.
-        taken = self._instructions.copy()
-        self._instructions.clear()
-        return taken
+        self._end_doubt()
+        try:  # an interrupt between two lines loses none
+            return self._instructions.copy()
+        finally:
+            # The list itself stays: the parts of the engine that leave instructions share it.
+            self._instructions.clear()
 
     # -- insight ---------------------------------------------------------------------------------
 
@@ -336,8 +585,18 @@ class KVTaskEngine:
     def recorder(self, recorder: Recorder | None) -> None:
         self._accounts.recorder = recorder
 
+    def check_counts(self) -> None:
+        """Raise `InternalError` if the counts say that blocks were lost, and forget. O(1)."""
+        with self._change:
+            for tier in self.cache.tiers:
+                tier.check_counts()
+
     def check(self) -> None:
-        """Raise `InternalError` if an invariant does not hold. O(everything)."""
+        """Raise `InternalError` if an invariant does not hold, and forget. O(everything)."""
+        with self._change:
+            self._check()
+
+    def _check(self) -> None:
         if self._lookups is not None and not self._lookups.check():
             raise InternalError("an open question to the store cannot be found or has no deadline")
         self._executors.check(self._sessions.tasks)
@@ -346,3 +605,15 @@ class KVTaskEngine:
         self._sessions.check()
         tasks = self._sessions.tasks.items()
         self._deadlines.check([task_id for task_id, task in tasks if not task.is_launched])
+
+
+def _busy_blocks(runs: Iterable[OpRun]) -> dict[TierName, BlockIds]:
+    """Return the blocks of this machine's tiers that ops read or write."""
+    blocks: dict[TierName, list[BlockIds]] = {}
+    for run in runs:
+        op = run.op
+        source, target = ENDS.get(op.kind, (TierName.SSD, TierName.SSD))
+        for tier, ids in ((source, op.src), (target, op.dst)):
+            if tier in (TierName.CPU, TierName.SSD) and ids is not None:
+                blocks.setdefault(tier, []).append(ids)
+    return {tier: np.unique(np.concatenate(ids)) for tier, ids in blocks.items()}

@@ -16,8 +16,8 @@ withdraws it before its turn.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from flexcache.cache.tiers import Tiers
 from flexcache.errors import InternalError
@@ -101,6 +101,43 @@ class Executors:
         """How many the running ops between GPU and SSD have together."""
         self._deadlines: list[tuple[float, OpId]] = []
         """A heap; those of ops that have ended stay until they are due or swept out."""
+
+    # -- after an error --------------------------------------------------------------------------
+
+    def under_way(self, untaken: Iterable[Instruction]) -> list[OpRun]:
+        """Return the ops that executors were given and have not reported, as runs of their own.
+
+        Right also where a call has failed half-way.
+
+        Args:
+            untaken: Instructions that will not be carried out.
+        """
+        kept = {(left.executor, left.op.op_id) for left in untaken if isinstance(left, RunOp)}
+        runs = []
+        for op_id, run in self._running.items():
+            waiting = {name: None for name in run.waiting_for if (name, op_id) not in kept}
+            if waiting:
+                op = replace(run.op, depends_on=())
+                runs.append(replace(run, op=op, waiting_for=waiting))
+        return runs
+
+    def succeed(self, former: Executors, running: Iterable[OpRun], now: float) -> None:
+        """Serve on after everything was forgotten but these ops, which are to end early."""
+        self._up = former._up
+        self._availability.sync(self._up)
+        deadlines = {op_id: deadline_s for deadline_s, op_id in former._deadlines}
+        for run in running:
+            op = run.op
+            self._running[op.op_id] = run
+            deadline_s = deadlines.get(op.op_id, now + self._op_timeout_s)
+            heapq.heappush(self._deadlines, (deadline_s, op.op_id))
+            if op.kind.is_direct:
+                self._direct_blocks += len(op)
+            if (worker := WORKER_OF.get(op.kind)) is not None:
+                lane = self._lanes[worker]
+                lane.num_running += 1
+                lane.blocks_loading += len(op) if op.kind in LOAD_TIER else 0
+            self._instructions += [DropOp(executor, op.op_id) for executor in run.waiting_for]
 
     # -- availability ----------------------------------------------------------------------------
 
@@ -248,10 +285,15 @@ class Executors:
         """Hand the op to its executors; its deadline starts."""
         executors = task.owner.executors[op.kind]
         run = OpRun(task, op, now, dict.fromkeys(executors), len(op))
+        gated = task.gated and op.kind.touches_gpu
+        checksums = self._checksums.expected(op)
+        # First, since it is the ops that run that tell `under_way` who has been given one: an
+        # instruction that was left has not been taken before this call has ended.
+        for executor in executors:
+            self._instructions.append(RunOp(executor, task.task_id, op, checksums, gated))
         self._running[op.op_id] = run
         task.add_running(run)
         self._accounts.op_started(task, op, now)
-        gated = task.gated and op.kind.touches_gpu
         lane = self._lanes.get(executors[0])
         patience_s = self._op_timeout_s if lane is None else lane.timeout_s
         num_blocks = len(op)
@@ -262,9 +304,6 @@ class Executors:
         if gated:
             patience_s += _GATE_PATIENCE_S
         heapq.heappush(self._deadlines, (now + patience_s, op.op_id))
-        checksums = self._checksums.expected(op)
-        for executor in executors:
-            self._instructions.append(RunOp(executor, task.task_id, op, checksums, gated))
 
     def _reported(
         self, run: OpRun, executor: str, num_ok: int, error: str | None, bad_block: bool, now: float

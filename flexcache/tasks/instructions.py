@@ -121,4 +121,21 @@ class ReplaceExecutor:
     reason: str
 
 
-Instruction = RunOp | DropOp | RunLookUp | LookUpEnded | RevokeTask | TaskAnswered | ReplaceExecutor
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """The cache is empty: the error has left what it had in doubt. What is recorded on SSD must be
+    made void as well."""
+
+    error: BaseException | None
+
+
+Instruction = (
+    RunOp
+    | DropOp
+    | RunLookUp
+    | LookUpEnded
+    | RevokeTask
+    | TaskAnswered
+    | ReplaceExecutor
+    | Forgotten
+)

@@ -113,6 +113,15 @@ class RemoteLookUps:
         self.num_asked += 1
         return lookup_id
 
+    def succeed(self, former: RemoteLookUps, instructions: list[Instruction]) -> None:
+        """Number on after everything was forgotten; the former questions have ended."""
+        self._ids = former._ids
+        self.num_asked, self.num_late = former.num_asked, former.num_late
+        told = {left.lookup_id for left in instructions if isinstance(left, LookUpEnded)}
+        for lookup_id, question in former._open.items():
+            if not question.is_trial and lookup_id not in told:
+                instructions.append(LookUpEnded(lookup_id))
+
     @property
     def num_open(self) -> int:
         return len(self._open)
@@ -196,13 +205,15 @@ class RemoteLookUps:
             self._tier.learn_absent(question.root, question.name, now)
 
     def _end(self, lookup_id: int, instructions: list[Instruction]) -> None:
-        question = self._open.pop(lookup_id)
+        question = self._open[lookup_id]
+        if not question.is_trial:  # first: a question that is not open has been answered
+            instructions.append(LookUpEnded(lookup_id))
+        del self._open[lookup_id]
         self._deadlines.remove((question.deadline_s, lookup_id))
         if question.is_trial:
             self._has_trial = False
-            return
-        del self._by_key[question.root, question.name]
-        instructions.append(LookUpEnded(lookup_id))
+        else:
+            del self._by_key[question.root, question.name]
 
     def check(self) -> bool:
         """Whether every open question can be found by its key, and has a deadline."""

@@ -49,6 +49,11 @@ class Matcher:
         if cache.loads.cost is not None:
             cache.loads.cost.blocks_ahead = executors.blocks_ahead
 
+    @property
+    def layout(self) -> bytes:
+        """Under which blocks are kept."""
+        return self._roots.layout
+
     def adopt_layout(self, layout: bytes) -> bool:
         """Keep blocks under this layout from now on; whether it is another one."""
         if layout == self._roots.layout:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from flexcache.cache.early_loads import EarlyLoad
@@ -48,11 +48,31 @@ class Task:
     moved: dict[OpKind, dict[int, int]] = field(default_factory=dict)
     """Per kind of op: position of its first block -> blocks that it moved."""
     errors: list[str] = field(default_factory=list)
+    is_told: bool = False
+    """Whether its owner was sent an answer."""
     running: dict[OpId, OpRun] = field(default_factory=dict)
     waiting: set[OpId] = field(default_factory=set)
     """Ops that could start and wait for their turn at a worker. `Executors` keeps both."""
 
     # -- transitions -----------------------------------------------------------------------------
+
+    def forgotten(self, owner: Session, running: Sequence[OpRun], is_told: bool) -> Task:
+        """Return what is left of it once the cache has forgotten everything: a cancelled task with
+        the ops that still run."""
+        plan = Plan(self.plan.kind, self.plan.root, self.plan.start, self.plan.start)
+        plan.num_before = self.plan.num_before
+        plan.graph.ops = [run.op for run in running]
+        left = Task(self.task_id, owner, plan, self.num_tokens, gated=self.gated, is_told=is_told)
+        if self.launched_s is not None:
+            left.launch(self.launched_s)
+        for run in running:
+            run.task = left
+            left.add_running(run)
+        if self.state.is_overdue:
+            left.set_overdue()
+        left.cancel()
+        left.errors.append("the cache has forgotten everything after an error")
+        return left
 
     def launch(self, now: float) -> None:
         """Every op of its graph is open from now on."""

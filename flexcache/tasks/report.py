@@ -11,6 +11,7 @@ from flexcache.cache.tiered_cache import TieredCache
 from flexcache.ids import OpKind, TierName
 from flexcache.tasks.accounts import Accounts
 from flexcache.tasks.lookups import RemoteLookUps
+from flexcache.tasks.routes import ENDS
 from flexcache.tasks.sessions import TaskSessions
 from flexcache.tasks.stats import (
     BreakerStats,
@@ -71,23 +72,11 @@ def cache_stats(
     )
 
 
-_ENDS = {
-    OpKind.H2D: (TierName.CPU, TierName.GPU),
-    OpKind.D2H: (TierName.GPU, TierName.CPU),
-    OpKind.DISK2H: (TierName.SSD, TierName.CPU),
-    OpKind.H2DISK: (TierName.CPU, TierName.SSD),
-    OpKind.REMOTE2H: (TierName.REMOTE, TierName.CPU),
-    OpKind.H2REMOTE: (TierName.CPU, TierName.REMOTE),
-    OpKind.DISK2D: (TierName.SSD, TierName.GPU),
-    OpKind.D2DISK: (TierName.GPU, TierName.SSD),
-}
-
-
 def _tiers(cache: TieredCache, totals: Totals) -> dict[str, TierStats]:
     """Bytes are those of the ops that read and wrote the tier."""
     num_read = dict.fromkeys(TierName, 0)
     num_written = dict.fromkeys(TierName, 0)
-    for kind, (source, target) in _ENDS.items():
+    for kind, (source, target) in ENDS.items():
         num_read[source] += totals.ops[kind].bytes
         num_written[target] += totals.ops[kind].bytes
     return {

@@ -18,3 +18,15 @@ WORKER_OF = {kind: WORKERS[tier] for kind, tier in (STAGED_LOAD_TIER | RECORDING
 GPU_LOADS = (OpKind.H2D, OpKind.DISK2D)
 GPU_STORES = (OpKind.D2H, OpKind.D2DISK)
 GPU_OPS = GPU_LOADS + GPU_STORES
+
+ENDS = {
+    OpKind.H2D: (TierName.CPU, TierName.GPU),
+    OpKind.D2H: (TierName.GPU, TierName.CPU),
+    OpKind.DISK2H: (TierName.SSD, TierName.CPU),
+    OpKind.H2DISK: (TierName.CPU, TierName.SSD),
+    OpKind.REMOTE2H: (TierName.REMOTE, TierName.CPU),
+    OpKind.H2REMOTE: (TierName.CPU, TierName.REMOTE),
+    OpKind.DISK2D: (TierName.SSD, TierName.GPU),
+    OpKind.D2DISK: (TierName.GPU, TierName.SSD),
+}
+"""Where each op that moves bytes reads and writes."""

@@ -11,11 +11,12 @@ nothing follows any more.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.plan import Plan
 from flexcache.cache.tiered_cache import TieredCache
-from flexcache.ids import KVStatus, OpKind, TaskKind
+from flexcache.ids import KVStatus, OpId, OpKind, TaskKind
 from flexcache.tasks.accounts import Accounts
 from flexcache.tasks.executors import Executors
 from flexcache.tasks.instructions import (
@@ -56,6 +57,10 @@ class TaskRunner:
         self._instructions = instructions
         self._scheduler = TransferScheduler()
         self._outcomes: deque[Outcome] = deque()
+        self._left: set[OpId] = set()
+        """Ops that have been running since before everything was forgotten."""
+        self._left_with: Plan | None = None
+        """Keeps their blocks."""
 
     # -- tasks -----------------------------------------------------------------------------------
 
@@ -105,6 +110,33 @@ class TaskRunner:
         result = TaskResult(KVStatus.NOT_FOUND, task.plan.offset, 0, task.num_tokens)
         task.end(result.status)
         self._accounts.ended(task, result)
+
+    def keep_on(self, plan: Plan, tasks: Iterable[Task], now: float) -> None:
+        """Await the ends of tasks that were forgotten; end those of which no op runs.
+
+        Args:
+            plan: Keeps the blocks of their ops, and is finished once the last of them has ended.
+        """
+        self._left_with = plan
+        for task in tasks:
+            self._cache.tiers.num_holders += 1  # as each of their plans is one
+            self._sessions.open(task)
+            self._scheduler.submit(task.task_id, task.plan.graph)  # all of them run already
+            self._left.update(task.running)
+            is_due = task.has_gpu_side and not task.gpu_ops_open and not task.is_told
+            if task.state.is_overdue and not task.is_told:
+                self._instructions.append(RevokeTask(task.task_id, task.owner.engine))
+                self._notify(task, task.result(is_final=True), task.gated)
+            elif is_due and task.running:
+                self._notify(task, task.result(is_final=False), task.gated)
+            if not task.running:
+                self._finish(task, now, notify_ranks=task.gated and not task.is_told)
+        self._let_go_of_left()
+
+    def _let_go_of_left(self) -> None:
+        if not self._left and self._left_with is not None:
+            plan, self._left_with = self._left_with, None
+            self._cache.finish(plan)
 
     # -- events ----------------------------------------------------------------------------------
 
@@ -172,6 +204,8 @@ class TaskRunner:
             if not self._cache.stores.put_off(task.plan, tier, run.store_failed):
                 why = "unavailable" if run.started_s is None else "write_failed"
                 self._accounts.dropped(task, f"{tier.value.lower()}_{why}", num_lost)
+        elif op.op_id in self._left:
+            pass  # its tier has forgotten what it was to bring
         elif num_lost and run.bad_block and (tier := LOAD_TIER.get(op.kind)) is not None:
             self._cache.discard_bad_block(task.plan, tier, op.first + run.num_ok)
             self._accounts.dropped(task, f"{tier.value.lower()}_bad_block", 1)
@@ -183,6 +217,9 @@ class TaskRunner:
         task.open_ops[op.kind] -= 1
         self._publish_what_is_whole(task, op.kind)
         self._cache.early.settle(now)
+        if self._left:
+            self._left.discard(op.op_id)
+            self._let_go_of_left()
         is_over = not any(task.open_ops.values())
         if op.kind.touches_gpu:
             is_due = not task.gpu_ops_open and not task.state.is_overdue
@@ -213,7 +250,6 @@ class TaskRunner:
 
     def _finish(self, task: Task, now: float, notify_ranks: bool) -> None:
         """Every op of the task has ended, or none was ever started."""
-        self._sessions.close(task)
         self._cache.finish(task.plan)
         if task.plan.kind is TaskKind.PUT:
             self._cache.sessions.put_ended(task.session_id)
@@ -225,6 +261,7 @@ class TaskRunner:
         self._accounts.ended(task, result)
         if not was_overdue:  # else it was answered for good
             self._notify(task, result, notify_ranks)
+        self._sessions.close(task)  # last: a task that is not open has been answered
         self._sessions.forget_if_gone(task.owner)
 
     def _end_early_load(self, task: Task, now: float) -> None:
@@ -240,3 +277,4 @@ class TaskRunner:
         if owner is not self._sessions.internal:  # that has no caller
             answered = TaskAnswered(task.task_id, owner.engine, result, notify_ranks)
             self._instructions.append(answered)
+            task.is_told = True  # afterwards: an answer that is left counts as told

@@ -50,6 +50,15 @@ class TaskSessions:
         self._sessions[session] = added
         return added
 
+    def succeed(self, former: TaskSessions) -> None:
+        """Keep the sessions after everything was forgotten, without their tasks."""
+        for before in list(former._sessions.values()):
+            kept = self.add(before.session, before.engine)
+            kept.last_id, kept.is_gone, kept.totals = before.last_id, before.is_gone, before.totals
+            kept.prefill_blocks_per_s = before.prefill_blocks_per_s
+        self.internal, self._internal_ids = self._sessions[_INTERNAL], former._internal_ids
+        self._disputed = former._disputed
+
     def get(self, session: SessionId) -> Session | None:
         return self._sessions.get(session)
 

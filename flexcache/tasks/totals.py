@@ -47,6 +47,12 @@ class OpTotals:
         if self.running == 0:
             self.seconds += now - self.busy_since_s
 
+    def keep_running(self, count: int, now: float) -> None:
+        """Count only so many of the ops that run on; how the others ended is not known."""
+        if self.running and not count:
+            self.seconds += now - self.busy_since_s
+        self.running = count
+
 
 @dataclass(slots=True)
 class Totals:

@@ -23,6 +23,7 @@ from flexcache.cache.layout_roots import LayoutRoots
 from flexcache.cache.plan import Plan
 from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.tier import Tier
+from flexcache.cache.tiered_cache import TieredCache
 from flexcache.ids import BlockKey, KVStatus, OpId, OpKind, TaskId, TaskKind, TierName
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.ids import TaskIds, make_session
@@ -127,7 +128,7 @@ class World:
         write_blocks_per_s: float | None = None,
         retention_s: float | None = None,
     ) -> None:
-        self.cache = make_cache(
+        cache = make_cache(
             cpu, ssd, 30 if remote else 0, chunk=chunk, backlog=backlog, policy=policy,
             skip_slow_loads=skip_slow_loads, past_dram=past_dram or "never",
             keeps_on_host=keeps_on_host, write_blocks_per_s=write_blocks_per_s,
@@ -135,12 +136,12 @@ class World:
         )  # fmt: skip
         self._are_direct = bool(past_dram)
         self.write_backs = {
-            tier.name: WriteBackModel(self.cache, tier)
-            for tier in self.cache.tiers.lower
+            tier.name: WriteBackModel(cache, tier)
+            for tier in cache.tiers.lower
             if policy == "write_back"
         }
         self.engine = KVTaskEngine(
-            self.cache,
+            cache,
             block_bytes=1,
             load_ranks=load_ranks,
             store_ranks=store_ranks,
@@ -188,6 +189,10 @@ class World:
             self.up(executor)
 
     # -- calls -----------------------------------------------------------------------------------
+
+    @property
+    def cache(self) -> TieredCache:
+        return self.engine.cache
 
     @property
     def ids(self) -> TaskIds:

@@ -97,7 +97,7 @@ class QuotaMachine(RuleBasedStateMachine):
             for block in run.blocks.tolist()
         }
         for lease in self.open:
-            owners |= dict.fromkeys(lease.blocks[lease.num_published :].tolist(), ROOTS[lease.root])
+            owners |= dict.fromkeys(lease.blocks.tolist(), ROOTS[lease.root])
         return owners
 
     def held(self) -> set[int]:
@@ -109,7 +109,7 @@ class QuotaMachine(RuleBasedStateMachine):
         }
 
     def indexed(self) -> dict[int, str]:
-        leased = {b for lease in self.open for b in lease.blocks[lease.num_published :].tolist()}
+        leased = {b for lease in self.open for b in lease.blocks.tolist()}
         return {block: who for block, who in self.owners().items() if block not in leased}
 
     @rule(root=some_root, word=some_word, ends=st.booleans())

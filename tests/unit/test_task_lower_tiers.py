@@ -818,7 +818,7 @@ def test_with_write_back_dirty_blocks_stay_dirty_while_the_tier_is_being_cleared
     assert world.cache.stores.num_dirty(SSD) == world.engine.queries.num_held_up == 8
     for clearing in clearings:
         assert world.cache.stores.num_dirty(SSD) == 8
-        world.cache.tiers.give_back(SSD, clearing)
+        world.cache.tiers.give_back(clearing)
         world.tick()
     world.engine.close_down(world.now)
     world.finish_all()

@@ -277,9 +277,7 @@ class TierMachine(RuleBasedStateMachine):
         free = [block for block in range(self.tier.capacity) if self.tier.pool.is_free(block)]
         indexed = [b for run in self.tier.index._runs.values() for b in run.blocks.tolist()]
         leased = [
-            block
-            for reservation in self.leases
-            for block in reservation.lease.blocks[reservation.lease.num_published :].tolist()
+            block for reservation in self.leases for block in reservation.lease.blocks.tolist()
         ]
         assert sorted(free + indexed + leased) == list(range(self.tier.capacity))
         assert len(leased) == self.tier.num_leased
