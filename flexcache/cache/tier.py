@@ -620,8 +620,8 @@ class Tier:
         stop = start + self.index.num_insertable(lease.root, lease.keys[start:count])
         # The blocks leave the lease before the index gets them: what fails in between loses them,
         # and gives none back that the index leads to.
-        blocks = lease.blocks[start:stop]
-        lease.blocks = np.concatenate((lease.blocks[:start], lease.blocks[stop:]))
+        blocks, rest = lease.blocks[start:stop], lease.blocks[stop:]
+        lease.blocks = np.concatenate((lease.blocks[:start], rest)) if start else rest
         self._num_leased -= len(blocks)
         lease.published = self.index.insert(
             parent, lease.root, lease.keys[start:stop], blocks, self._tick(), lease.retain_s,

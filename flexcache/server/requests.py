@@ -226,6 +226,10 @@ class Requests:
             answer = TaskAnswer(message.task_id, KVStatus.FAILED, 0, 0, 0, str(error), True)
             self._outbox.send(caller.identity, answer)
             return
+        except Exception as error:  # its caller waits all the same
+            answer = TaskAnswer(message.task_id, KVStatus.FAILED, 0, 0, 0, repr(error), True)
+            self._outbox.send(caller.identity, answer)
+            raise
         if had_ended:
             answer = TaskAnswer(message.task_id, KVStatus.CANCELLED, 0, 0, 0, None, True)
             self._outbox.send(caller.identity, answer)

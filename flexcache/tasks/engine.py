@@ -27,7 +27,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TypeVar
 
 import numpy as np
 
@@ -70,7 +69,6 @@ from flexcache.tasks.sessions import TaskSessions
 from flexcache.transfer.breaker import CircuitBreaker
 from flexcache.transfer.graph import BlockIds
 
-T = TypeVar("T")
 _Report = tuple[str, OpId, int, float, str | None, bool, Checksums | None, int]
 
 
@@ -223,18 +221,17 @@ class KVTaskEngine:
         if self.is_in_doubt:
             self.forget(None)
 
-    def _take_in(self, event: Callable[..., T], *args: object) -> T:
+    def _take_in(self, event: Callable[..., None], *args: object) -> None:
         """Take in what has happened. If that fails it has happened all the same: it is taken in
-        once more by an engine that has forgotten."""
+        once more by an engine that has forgotten, and the server's loop goes on."""
         try:
             with self._change:
-                return event(*args)
+                event(*args)
         except BaseException as error:
             with self._change:
-                result = event(*args)
+                event(*args)
             if not isinstance(error, Exception):
                 raise
-            return result
 
     # -- sessions --------------------------------------------------------------------------------
 
@@ -538,14 +535,11 @@ class KVTaskEngine:
 
     def begin_study(self) -> tuple[Forecaster, Study] | None:
         """Return what the forecaster is to learn aside, if it is time for that."""
-        if self.cache.tiers.forecaster is None:
-            return None
-        return self._take_in(self._begin_study)
-
-    def _begin_study(self) -> tuple[Forecaster, Study] | None:
         forecaster = self.cache.tiers.forecaster
-        assert forecaster is not None
-        study = forecaster.begin_study()
+        if forecaster is None:
+            return None
+        with self._change:  # on the engine's thread too, where a signal's error must get out
+            study = forecaster.begin_study()
         return None if study is None else (forecaster, study)
 
     def adopt_study(self, forecaster: Forecaster, study: Study) -> None:

@@ -200,6 +200,7 @@ def serves_on(mine: Member) -> None:
     """Check that the server still works."""
     until(lambda: mine.manager.is_ready())
     mine.manager.check()
+    assert mine.manager.stats()["counters"].get("cache_forgotten", 0) == 0
     mine.load.put(4 * 7777, 20)
     assert mine.load.get(4 * 7777, 20) == 20
     assert mine.load.seen.wrong == []
