@@ -84,6 +84,11 @@ PROCESSES: tuple[Metric[Stats], ...] = (
         _counted("failed_messages"),
     ),
     counter(
+        "cache_forgotten",
+        "How often all tiers were emptied after an error while they changed: a bug, or no memory.",
+        _counted("cache_forgotten"),
+    ),
+    counter(
         "unread_messages",
         "Messages that a client did not read in time.",
         _counted("unread_messages"),

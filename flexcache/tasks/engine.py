@@ -10,9 +10,8 @@ launches and cancels them; `TaskRunner` runs them; `Executors` has their ops car
 `TaskSessions` keeps them; `Accounts` counts.
 
 Whatever ends a change of state half-way (a bug, no memory, Ctrl-C in the engine's thread) leaves
-indexes and leases in doubt, and a key may lead to another prompt's block. Nothing there is mended:
-the engine *forgets*. New and empty parts take the place of all of them, and take over from the former ones only
-what a single step has set:
+indexes and leases in doubt, and a key may lead to another prompt's block. Nothing is mended: the
+engine *forgets*. Empty parts take the place of all of them, with what a single step had set:
 
     sessions and the last id of each, executors that are up, ops that these have not reported
 
@@ -68,8 +67,6 @@ from flexcache.tasks.runner import TaskRunner
 from flexcache.tasks.sessions import TaskSessions
 from flexcache.transfer.breaker import CircuitBreaker
 from flexcache.transfer.graph import BlockIds
-
-_Report = tuple[str, OpId, int, float, str | None, bool, Checksums | None, int]
 
 
 class _Change:
@@ -221,7 +218,7 @@ class KVTaskEngine:
         if self.is_in_doubt:
             self.forget(None)
 
-    def _take_in(self, event: Callable[..., None], *args: object) -> None:
+    def _take_in(self, event: Callable[..., object], *args: object) -> None:
         """Take in what has happened. If that fails it has happened all the same: it is taken in
         once more by an engine that has forgotten, and the server's loop goes on."""
         try:
@@ -241,10 +238,7 @@ class KVTaskEngine:
         Args:
             engine: Its name; its ranks' executors are ``device(engine, rank)``.
         """
-        self._take_in(self._add_session, session, engine)
-
-    def _add_session(self, session: SessionId, engine: str) -> None:
-        self._sessions.add(session, engine)
+        self._take_in(lambda: self._sessions.add(session, engine))
         self._accounts.session_began(session, engine)
 
     def end_session(self, session: SessionId, now: float) -> None:
@@ -424,10 +418,7 @@ class KVTaskEngine:
 
     def give_back(self, lease: Lease) -> None:
         """End `withhold_free`; what was withheld before everything was forgotten is free."""
-        self._take_in(self._give_back, lease)
-
-    def _give_back(self, lease: Lease) -> None:
-        self.cache.tiers.give_back(lease)
+        self._take_in(lambda: self.cache.tiers.give_back(lease))
 
     # -- events ----------------------------------------------------------------------------------
 
@@ -451,24 +442,15 @@ class KVTaskEngine:
 
     def catch_up(self, now: float) -> None:
         """Do what no answer waits for."""
-        self._take_in(self._catch_up, now)
-
-    def _catch_up(self, now: float) -> None:
-        self.cache.catch_up(now)
+        self._take_in(lambda: self.cache.catch_up(now))
 
     def record_lookups(self) -> None:
         """Record the look-ups of prompts that have been answered."""
-        self._take_in(self._record_lookups)
-
-    def _record_lookups(self) -> None:
-        self.cache.tiers.settle()
+        self._take_in(lambda: self.cache.tiers.settle())
 
     def executor_up(self, executor: str, is_direct: bool = False) -> None:
         """An executor serves, GPU to SSD too if ``is_direct``. Waiting ops start in `tick`."""
-        self._take_in(self._executor_up, executor, is_direct)
-
-    def _executor_up(self, executor: str, is_direct: bool) -> None:
-        self._executors.up(executor, is_direct)
+        self._take_in(lambda: self._executors.up(executor, is_direct))
 
     def executor_down(self, executor: str, reason: str, now: float) -> None:
         """An executor is gone, and with it all that it was moving."""
@@ -504,11 +486,14 @@ class KVTaskEngine:
         ``bad_block``: the next one is unreadable or has wrong bytes. ``checksums``: of the blocks
         written to a tier that verifies. ``device_bytes``: what the SSD had to move.
         """
-        report = executor, op_id, num_ok, now, error, bad_block, checksums, device_bytes
-        self._take_in(self._op_done, now, report)
-
-    def _op_done(self, now: float, report: _Report) -> None:
-        self._runner.settle(self._executors.done(*report), now)
+        self._take_in(
+            lambda: self._runner.settle(
+                self._executors.done(
+                    executor, op_id, num_ok, now, error, bad_block, checksums, device_bytes
+                ),
+                now,
+            )
+        )
 
     def tick(self, now: float) -> None:
         """Let deadlines pass, and write what is due to tiers that are available again."""
@@ -544,11 +529,8 @@ class KVTaskEngine:
 
     def adopt_study(self, forecaster: Forecaster, study: Study) -> None:
         """Take over what was learned; ignored if everything was forgotten meanwhile."""
-        self._take_in(self._adopt_study, forecaster, study)
-
-    def _adopt_study(self, forecaster: Forecaster, study: Study) -> None:
         if forecaster is self.cache.tiers.forecaster:
-            forecaster.adopt(study)
+            self._take_in(lambda: forecaster.adopt(study))
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do at the earliest."""
@@ -588,17 +570,16 @@ class KVTaskEngine:
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold, and forget. O(everything)."""
         with self._change:
-            self._check()
-
-    def _check(self) -> None:
-        if self._lookups is not None and not self._lookups.check():
-            raise InternalError("an open question to the store cannot be found or has no deadline")
-        self._executors.check(self._sessions.tasks)
-        self.cache.check()
-        self._runner.check()
-        self._sessions.check()
-        tasks = self._sessions.tasks.items()
-        self._deadlines.check([task_id for task_id, task in tasks if not task.is_launched])
+            if self._lookups is not None and not self._lookups.check():
+                raise InternalError(
+                    "an open question to the store cannot be found or has no deadline"
+                )
+            self._executors.check(self._sessions.tasks)
+            self.cache.check()
+            self._runner.check()
+            self._sessions.check()
+            tasks = self._sessions.tasks.items()
+            self._deadlines.check([task_id for task_id, task in tasks if not task.is_launched])
 
 
 def _busy_blocks(runs: Iterable[OpRun]) -> dict[TierName, BlockIds]:

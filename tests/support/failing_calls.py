@@ -110,11 +110,12 @@ class FailingMethods:
         @functools.wraps(function)
         def failing(*args: Any, **kwargs: Any) -> Any:
             error = self._error
-            if error is not None and name not in self.failed:
-                if self._thread in (None, threading.get_ident()) and not _is_of_loop():
-                    self._error = None
-                    self.failed.add(name)
-                    raise error(name)
+            is_due = error is not None and name not in self.failed
+            if is_due and self._thread in (None, threading.get_ident()) and not _is_of_loop():
+                assert error is not None
+                self._error = None
+                self.failed.add(name)
+                raise error(name)
             return function(*args, **kwargs)
 
         return failing

@@ -115,9 +115,9 @@ def _unlogged() -> Iterator[None]:
 
 
 def test_an_engines_own_cache_is_right_or_empty_whatever_fails(tmp_path: Path) -> None:
-    with FailingMethods() as failing:
-        with running_cluster([tmp_path], num_cpu_blocks=40, num_ssd_blocks=80) as cluster:
-            num_forgotten = let_each_method_fail(cluster, failing, ERRORS, here_only=True)
+    sizes = {"num_cpu_blocks": 40, "num_ssd_blocks": 80}
+    with FailingMethods() as failing, running_cluster([tmp_path], **sizes) as cluster:
+        num_forgotten = let_each_method_fail(cluster, failing, ERRORS, here_only=True)
     assert len(failing.failed) > 100
     assert num_forgotten > 50
 
