@@ -1,8 +1,15 @@
-"""Waits for an event of asyncio, for some time at most."""
+"""Waits and turns of the loops that run beside the requests."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from flexcache.logs import log_event
+
+logger = logging.getLogger(__name__)
 
 
 async def is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
@@ -16,3 +23,34 @@ async def is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
     finally:
         waiting.cancel()
     return event.is_set()
+
+
+class Turns:
+    """Keeps a loop going when one of its turns fails.
+
+    Args:
+        loop: Its name, for the log.
+        about: What it works on; may be empty.
+    """
+
+    def __init__(self, loop: str, about: str = "") -> None:
+        self._loop = loop
+        self._about = about
+        self._failure = ""
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Run a turn. A failure is logged if the turn before did not fail in the same way."""
+        try:
+            yield
+        except Exception as error:
+            failure = repr(error)
+            if failure != self._failure:
+                log_event(
+                    logger, logging.ERROR, "router_loop_failed", loop=self._loop,
+                    about=self._about or None, error=failure, effect="it is tried again",
+                    exc_info=True,
+                )  # fmt: skip
+            self._failure = failure
+        else:
+            self._failure = ""

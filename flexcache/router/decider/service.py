@@ -32,7 +32,8 @@ from flexcache.router.sync.follower import Follower
 from flexcache.router.sync.publisher import SNAPSHOT_S, LifePublisher
 from flexcache.router.tokens import Tokenizers
 from flexcache.router.tokens.engines import ModelCard
-from flexcache.router.waiting import is_set_within
+from flexcache.router.tokens.engines import open_session as open_engine_session
+from flexcache.router.waiting import Turns, is_set_within
 from flexcache.router.workers import Tier, WorkerSpec
 from flexcache.version import __version__
 
@@ -118,7 +119,7 @@ class DeciderService:
         self._feed = Feed(self.routing, asyncio.get_running_loop())
         self._cache_session = open_session(cache_headers(self.config))
         self._prefetches = Prefetches(self._cache_session)
-        self._session = aiohttp.ClientSession(headers=self.engine_headers)
+        self._session = open_engine_session(self.engine_headers)
         self._prober = Prober(
             self._session,
             interval_s=self.config.health_interval_s,
@@ -237,12 +238,11 @@ class DeciderService:
         return [self.decider.describe(name) for name in self.decider.running]
 
     async def _tick(self) -> None:
+        turns = Turns("tick")
         while True:
             await asyncio.sleep(_TICK_S)
-            try:
+            with turns.turn():
                 self._do_what_is_due(time.monotonic())
-            except Exception:  # requests are routed all the same
-                log_event(logger, logging.ERROR, "router_tick_failed", exc_info=True)
 
     def _do_what_is_due(self, now: float) -> None:
         self.decider.expire()

@@ -43,7 +43,7 @@ from flexcache.router.link.messages import (
 )
 from flexcache.router.load import Work
 from flexcache.router.tokens.named_model import named_model
-from flexcache.router.waiting import is_set_within
+from flexcache.router.waiting import Turns, is_set_within
 
 logger = logging.getLogger(__name__)
 
@@ -250,10 +250,12 @@ class RemoteChooser:
             self._send(Beat(self._count()))
 
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
+        turns = Turns("link")
         while True:
-            message = decode_to_proxy(await socket.recv())
+            content = await socket.recv()
             self._heard_s = time.monotonic()
-            self._take(message)
+            with turns.turn():
+                self._take(decode_to_proxy(content))
 
     def _take(self, message: Welcome | Workers | Chosen | Refused | Alive) -> None:
         if isinstance(message, (Welcome, Workers)):
