@@ -83,7 +83,7 @@ class OddEngine:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
-            def do_GET(self) -> None:  # noqa: N802
+            def do_GET(self) -> None:
                 engine._serve(self)
 
             do_POST = do_DELETE = do_GET  # noqa: N815

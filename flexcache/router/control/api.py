@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import contextlib
 import re
-from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
 
+from flexcache.config.address import split_tcp
 from flexcache.config.router import RouterConfig
 from flexcache.errors import ConfigError
 from flexcache.metrics.collector import Exposition
@@ -214,12 +214,12 @@ class ControlApi:
 def _are_of(host: str, entry: WorkerEntry) -> bool:
     """Whether all publishers of a worker, and its cache, are on its host: no caller can have the
     router connect to an address of its own choice."""
-    sources = [parse_source(text, host) for text in (*entry.events, *entry.shared_events)]
+    texts = (*entry.events, *entry.shared_events)
+    sources = [parse_source(text, bracketed(host)) for text in texts]
     endpoints = [each for source in sources for each in (source.endpoint, source.replay) if each]
+    if any(each.startswith("ipc://") for each in endpoints):
+        return False
+    hosts = [split_tcp(each)[0] for each in endpoints]
     if entry.cache_url is not None:
-        endpoints.append(parse_cache_url(entry.cache_url, bracketed(host)))
-    allowed = ("tcp", "http", "https")
-    return all(
-        address.scheme in allowed and address.hostname == host
-        for address in map(urlsplit, endpoints)
-    )
+        hosts.append(WorkerUrl.parse(parse_cache_url(entry.cache_url, bracketed(host))).host)
+    return all(each == host for each in hosts)
