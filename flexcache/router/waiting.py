@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -54,3 +55,19 @@ class Turns:
             self._failure = failure
         else:
             self._failure = ""
+
+
+class OnceAMinute:
+    """Says when something that may happen very often is to be logged."""
+
+    def __init__(self) -> None:
+        self._due_s: dict[str, float] = {}
+
+    def is_due(self, about: str = "") -> bool:
+        """Return whether it was not logged within the last minute, and note that it is now."""
+        now = time.monotonic()
+        if now < self._due_s.get(about, now):
+            return False
+        self._due_s = {key: due for key, due in self._due_s.items() if due > now}
+        self._due_s[about] = now + 60.0
+        return True

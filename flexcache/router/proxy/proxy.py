@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -40,6 +41,7 @@ _REJECTED = {
 }  # fmt: skip
 """Why a request was refused without an engine, by the status of its answer."""
 _FIRST_ERROR = 400
+_PAUSE_S = 0.1
 _STREAM = "text/event-stream"
 _BROKE = "the connection to the engine broke before the answer was complete"
 
@@ -182,10 +184,16 @@ class Proxy:
         shown_id: str,
         has_body: bool,
     ) -> ClientResponse | web.Response:
-        """Send a request to the engines that the chooser names, until one answers."""
+        """Send a request to the engines that the chooser names, until one answers.
+
+        While those that are left have no room for a connection it waits: an engine that is asked
+        directly would let it wait, too.
+        """
         self._budget.add_request()
         body = arrival.body if has_body else None
         failure: NotTaken | None = None
+        num_failures = 0
+        give_up_s = time.monotonic() + self._config.queue_timeout_s
         while True:
             try:
                 choice = await self._chooser.choose(arrival)
@@ -193,7 +201,8 @@ class Proxy:
                 return _not_routed(refused) if failure is None else _not_taken(failure)
             life.begin(choice)
             if failure is not None:
-                if choice.worker in arrival.tried and not failure.may_be_stale:
+                is_again = failure.may_be_stale or failure.is_full
+                if choice.worker in arrival.tried and not is_again:
                     return _not_taken(failure)  # no other engine is left
                 self.num_retries += 1
             passed = headers.to_engine(fields, {**choice.headers, headers.REQUEST_ID: shown_id})
@@ -207,8 +216,15 @@ class Proxy:
                 if error.retry_after is None and failure is not None:
                     error.retry_after = failure.retry_after
                 failure = error
-            arrival = replace(arrival, tried=(*arrival.tried, choice.worker))
-            if len(arrival.tried) > self._config.max_retries or not self._budget.take_retry():
+            tried = tuple(dict.fromkeys((*arrival.tried, choice.worker)))
+            arrival = replace(arrival, tried=tried)
+            if failure.is_full:
+                if time.monotonic() > give_up_s:
+                    return _not_taken(failure)
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            num_failures += 1
+            if num_failures > self._config.max_retries or not self._budget.take_retry():
                 return _not_taken(failure)
 
     async def _pass_on(
