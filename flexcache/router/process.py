@@ -61,7 +61,8 @@ async def _run_alone(config: RouterConfig) -> None:
         stack.push_async_callback(control.close)
         await control.start()
         await start_gateway(stack, config, service.decider, lambda: service.is_ready)
-        app = make_app(service.decider, proxy_config(config), lambda: service.is_ready)
+        decider = service.decider
+        app = make_app(decider, proxy_config(config), lambda: service.is_ready, decider)
         service.count_own_proxy = lambda: counters_of(app[PROXY])
         serving = await serve(app, sock=listener)
         _log_serving(config)

@@ -73,21 +73,25 @@ class Prober:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._wake: dict[str, asyncio.Event] = {}
         self._bad: dict[tuple[str, str], str] = {}
+        self._details_wanted: set[str] = set()
 
     def follow(self, urls: tuple[str, ...]) -> None:
         """Probe these engines from now on, new ones at once, and no others."""
         for url in self._tasks.keys() - set(urls):
             self._tasks.pop(url).cancel()
             del self._wake[url]
+            self._details_wanted.discard(url)
             self._bad = {key: why for key, why in self._bad.items() if key[0] != url}
         for url in urls:
             if url not in self._tasks:
                 self._wake[url] = asyncio.Event()
                 self._tasks[url] = asyncio.create_task(self._probe_on(url, self._wake[url]))
 
-    def hurry(self, url: str) -> None:
-        """Probe an engine now."""
+    def hurry(self, url: str, *, with_details: bool = False) -> None:
+        """Probe an engine now; with its details, even if these are not due."""
         if url in self._wake:
+            if with_details:
+                self._details_wanted.add(url)
             self._wake[url].set()
 
     async def close(self) -> None:
@@ -105,7 +109,9 @@ class Prober:
             with probes.turn():
                 probe = await self._probe(url)
                 is_up = probe is Probe.GOOD
-                if is_up and (not was_up or loop.time() >= details_due):
+                is_due = loop.time() >= details_due or url in self._details_wanted
+                if is_up and (is_due or not was_up):
+                    self._details_wanted.discard(url)
                     is_known = False
                     with details.turn():  # the engine gets requests all the same
                         is_known = await self._read_details(url)  # before it gets requests

@@ -83,6 +83,7 @@ class DeciderService:
         )  # fmt: skip
         self.decider.on_answer = self._answered
         self.decider.on_decision = self._decided
+        self.decider.on_models_changed = self._read_models_again
         self.discovery = Discovery(listing, self.roster.set_listed, file=file)
         self._feed: Feed | None = None
         self._prober: Prober | None = None
@@ -193,6 +194,12 @@ class DeciderService:
         if self._prober is not None:
             self._prober.hurry(url)
 
+    def _read_models_again(self) -> None:
+        if self._prober is not None:
+            for url in self.roster.urls:
+                self._prober.hurry(url, with_details=True)
+        self.tokenizers.look_soon()
+
     def _probed(self, url: str, probe: Probe) -> None:
         self.roster.probed(url, probe, time.monotonic())
         if self.roster.is_known:
@@ -204,6 +211,7 @@ class DeciderService:
         if cards is not None:
             names = [card.id for card in cards]
             adapters = [card.id for card in cards if card.parent is not None]
+            self.roster.set_cards(url, {card.id: card.raw for card in cards})
             self.roster.set_models(url, names, adapters)
         for spec in self.roster.specs:
             if spec.url != url:

@@ -7,7 +7,8 @@ import errno
 import io
 import logging
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
 
 import aiohttp
 from aiohttp import ClientHandlerType, ClientRequest, ClientResponse
@@ -16,6 +17,7 @@ from yarl import URL
 
 from flexcache.logs import log_event
 from flexcache.router.chooser import Choice
+from flexcache.router.link.messages import WorkerAddress
 from flexcache.router.proxy.config import ProxyConfig
 from flexcache.router.waiting import OnceAMinute
 
@@ -31,6 +33,26 @@ _LARGE_BODY_BYTES = 1 << 20  # aiohttp sends larger ones from a file, piece by p
 _ALIVE_S = 30.0  # an engine that took a connection this long ago is busy, not gone
 _OWN_FAULTS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS)
 _NO_AUTOMATIC_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
+
+
+class EngineBook(Protocol):
+    """What a proxy needs of the engines beside a choice among them."""
+
+    def addresses(self) -> list[WorkerAddress]:
+        """Return the workers that take requests."""
+        ...
+
+    def cards(self) -> dict[str, bytes]:
+        """Return what they say of each model that they serve, as JSON."""
+        ...
+
+    def stored(self, url: str, ids: Iterable[str]) -> None:
+        """Note that the engine at a URL keeps things under these ids."""
+        ...
+
+    def models_changed(self) -> None:
+        """Have the engines' lists of models read again."""
+        ...
 
 
 class NotTaken(Exception):

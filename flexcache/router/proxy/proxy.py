@@ -22,7 +22,8 @@ from flexcache.router.proxy import answers, headers
 from flexcache.router.proxy.access import ApiKeys
 from flexcache.router.proxy.bodies import Bodies, Body, BodyRefused
 from flexcache.router.proxy.config import ProxyConfig
-from flexcache.router.proxy.engines import Engines, NoAnswer, NotTaken
+from flexcache.router.proxy.engines import EngineBook, Engines, NoAnswer, NotTaken
+from flexcache.router.proxy.fleet import is_for_all, list_models, send_to_all
 from flexcache.router.proxy.life import RequestLife
 from flexcache.router.proxy.relay import (
     SMALL_BYTES,
@@ -34,6 +35,7 @@ from flexcache.router.proxy.relay import (
 )
 from flexcache.router.proxy.retries import RetryBudget
 from flexcache.router.proxy.usage import UsageReader
+from flexcache.router.stored import IdReader, is_stored
 
 HEALTH = "/health"
 _REJECTED = {
@@ -43,6 +45,7 @@ _REJECTED = {
 _FIRST_ERROR = 400
 _PAUSE_S = 0.1
 _STREAM = "text/event-stream"
+_JSON = "application/json"
 _BROKE = "the connection to the engine broke before the answer was complete"
 
 
@@ -51,6 +54,7 @@ class Proxy:
 
     Args:
         is_ready: What ``GET /health`` reports.
+        book: None: every request goes to one engine, whichever is chosen.
 
     Attributes:
         num_running: Requests in flight.
@@ -59,8 +63,13 @@ class Proxy:
     """
 
     def __init__(
-        self, chooser: Chooser, config: ProxyConfig, is_ready: Callable[[], bool] = lambda: True
+        self,
+        chooser: Chooser,
+        config: ProxyConfig,
+        is_ready: Callable[[], bool] = lambda: True,
+        book: EngineBook | None = None,
     ) -> None:
+        self._book = book
         self._chooser = chooser
         self._config = config
         self._is_ready = is_ready
@@ -148,6 +157,8 @@ class Proxy:
             return web.Response(status=status, headers={"Server": answers.SERVER})
         if not self._keys.admit(fields):
             return answers.error(401, "a valid API key is required")
+        if self._book is not None and request.method == "GET":
+            return list_models(self._book, target)
         return None
 
     def _count_rejected(self, status: int) -> None:
@@ -172,6 +183,11 @@ class Proxy:
                 headers={n: fields[n] for n in headers.ROUTING_HEADERS if n in fields},
                 body=body,
             )
+            if self._book is not None and is_for_all(arrival.method, arrival.path):
+                passed = headers.to_engine(fields, {headers.REQUEST_ID: shown_id})
+                answer = await send_to_all(self._engines, self._book, arrival, passed)
+                if answer is not None:
+                    return answer
             return await self._place(arrival, fields, life, shown_id, request.body_exists)
         finally:
             self._bodies.release(held)
@@ -235,10 +251,16 @@ class Proxy:
         fields = headers.to_client(answer.headers)
         fields.setdefault("Server", answers.SERVER)
         fields.update(_of_choice(life.choice), **{headers.REQUEST_ID: shown_id})
+        if self._book is not None and answer.status < _FIRST_ERROR:
+            if is_for_all(request.method, request.raw_path):
+                self._book.models_changed()
+            ids = _id_reader(request, answer, partial(self._book.stored, life.choice.url))
+        else:
+            ids = None
         try:
             if request.method != "HEAD" and 0 < (answer.content_length or 0) <= SMALL_BYTES:
-                return await self._pass_on_whole(request, life, answer, fields)
-            return await self._pass_on_stream(request, life, answer, fields)
+                return await self._pass_on_whole(request, life, answer, fields, ids)
+            return await self._pass_on_stream(request, life, answer, fields, ids)
         finally:
             answer.close()
 
@@ -248,6 +270,7 @@ class Proxy:
         life: RequestLife,
         answer: ClientResponse,
         fields: CIMultiDict[str],
+        ids: IdReader | None,
     ) -> web.StreamResponse:
         usage = UsageReader()
         try:
@@ -260,6 +283,8 @@ class Proxy:
         if answer.status < _FIRST_ERROR:
             life.first_byte(tells_time=False)
         usage.feed(body)
+        if ids is not None:
+            ids.feed(body)
         response = web.Response(
             status=answer.status, reason=answer.reason, headers=fields, body=body
         )
@@ -280,6 +305,7 @@ class Proxy:
         life: RequestLife,
         answer: ClientResponse,
         fields: CIMultiDict[str],
+        ids: IdReader | None,
     ) -> web.StreamResponse:
         response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=fields)
         usage = UsageReader()
@@ -294,10 +320,12 @@ class Proxy:
                 answer,
                 response,
                 transport,
-                usage=usage,
+                feed=usage.feed if ids is None else ids.before(usage.feed),
                 first_byte=_ignore if answer.status >= _FIRST_ERROR else first_byte,
                 stall_s=self._config.client_idle_s,
             )
+            if ids is not None:
+                ids.end()
             await response.write_eof()
             life.end(Outcome.DONE, usage.read())
         except EngineBroke:
@@ -311,6 +339,15 @@ class Proxy:
         except ConnectionError:
             pass  # the client left
         return response
+
+
+def _id_reader(
+    request: web.Request, answer: ClientResponse, found: Callable[[list[str]], None]
+) -> IdReader | None:
+    if not is_stored(request.raw_path) or answer.content_type not in (_STREAM, _JSON):
+        return None
+    is_stream = answer.content_type == _STREAM
+    return IdReader(found, is_stream=is_stream, size=answer.content_length)
 
 
 def _ignore() -> None:

@@ -16,6 +16,7 @@ from flexcache.errors import ConfigError
 from flexcache.logs import log_event
 from flexcache.router.chooser import Chooser
 from flexcache.router.proxy.config import ProxyConfig
+from flexcache.router.proxy.engines import EngineBook
 from flexcache.router.proxy.proxy import Proxy
 from flexcache.router.waiting import OnceAMinute
 
@@ -37,15 +38,19 @@ _KEEP_ALIVE_PROBES = (
 
 
 def make_app(
-    chooser: Chooser, config: ProxyConfig, is_ready: Callable[[], bool] = lambda: True
+    chooser: Chooser,
+    config: ProxyConfig,
+    is_ready: Callable[[], bool] = lambda: True,
+    book: EngineBook | None = None,
 ) -> web.Application:
     """Return the application, to be passed to `serve`.
 
     Args:
         is_ready: What ``GET /health`` reports: 200 or 503.
+        book: None: every request goes to one engine, whichever is chosen.
     """
     app = web.Application()
-    proxy = Proxy(chooser, config, is_ready)
+    proxy = Proxy(chooser, config, is_ready, book)
     app[PROXY], app[CONFIG] = proxy, config
     app.router.add_route("*", "/{path:.*}", proxy.handle)
 

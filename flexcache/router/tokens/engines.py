@@ -29,11 +29,13 @@ class ModelCard(msgspec.Struct):
         id: Served name.
         root: Directory or name of its files; of an adapter, the adapter's.
         parent: The model that an adapter belongs to; None: no adapter.
+        raw: All that the engine says of it, as JSON.
     """
 
     id: str
     root: str | None = None
     parent: str | None = None
+    raw: bytes = b""
 
 
 class NotRendered(Exception):
@@ -48,8 +50,14 @@ class NotRendered(Exception):
         self.missing = missing
 
 
+class _Card(msgspec.Struct):
+    id: str
+    root: str | None = None
+    parent: str | None = None
+
+
 class _Models(msgspec.Struct):
-    data: list[ModelCard]
+    data: list[msgspec.Raw]
 
 
 _TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -65,6 +73,7 @@ class _Tokenized(msgspec.Struct):
 
 
 _models = msgspec.json.Decoder(_Models)
+_card = msgspec.json.Decoder(_Card)
 _rendered = msgspec.json.Decoder(_Rendered | list[_Rendered])
 _tokenized = msgspec.json.Decoder(_Tokenized)
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -134,7 +143,12 @@ class Engines:
             ) as answer:
                 if answer.status != 200:
                     return None
-                cards = _models.decode(await read_answer(answer)).data
+                raws = _models.decode(await read_answer(answer)).data
+                read = [_card.decode(raw) for raw in raws]
+                cards = [
+                    ModelCard(card.id, card.root, card.parent, bytes(raw))
+                    for card, raw in zip(read, raws, strict=True)
+                ]
         except _UNREADABLE as error:
             raise BadAnswer(f"/v1/models is no list of models: {error}") from None
         except _FAILURES:

@@ -97,6 +97,10 @@ class Tokenizers:
     def set_engines(self, engines: Mapping[str, Mapping[str, str]]) -> None:
         """Set the engines, by base URL, with the headers that they require, a key, say."""
         self._registry.set_engines(engines)
+        self.look_soon()
+
+    def look_soon(self) -> None:
+        """Have the engines' models looked at again."""
         self._look.set()
 
     async def look(self) -> None:
