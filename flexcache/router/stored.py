@@ -14,6 +14,7 @@ import msgspec
 from flexcache.router.chooser import Arrival, NotRouted
 
 _KINDS = ("responses", "files", "batches")
+_STREAM, _JSON = "text/event-stream", "application/json"
 _MOST = 100_000
 _LONGEST = 256
 _MOST_EVENT = 64 << 10
@@ -45,16 +46,11 @@ _answer = msgspec.json.Decoder(_Answer)
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-def is_stored(target: str) -> bool:
-    """Return whether a path is one of things that an engine keeps."""
-    return bool(_kind_and_id(target)[0])
-
-
 def _kind_and_id(target: str) -> tuple[str, str]:
-    version, kind, *rest = [*target.partition("?")[0].split("/")[1:], ""]
-    if version != "v1" or not rest or kind not in _KINDS:
+    parts = [*target.partition("?")[0].split("/"), "", ""]
+    if parts[:2] != ["", "v1"] or parts[2] not in _KINDS:
         return "", ""
-    return kind, unquote(rest[0])
+    return parts[2], unquote(parts[3])
 
 
 def named_id(arrival: Arrival) -> str | None:
@@ -110,6 +106,20 @@ class StoredIds:
         return url
 
 
+def id_reader(
+    found: Callable[[list[str]], None], target: str, content_type: str, size: int | None
+) -> IdReader | None:
+    """Return a reader for an answer without error; None: it has no ids to be learned.
+
+    Args:
+        target: Path of the request.
+    """
+    kind = content_type.partition(";")[0].strip().lower()
+    if not _kind_and_id(target)[0] or kind not in (_STREAM, _JSON):
+        return None
+    return IdReader(found, is_stream=kind == _STREAM, size=size)
+
+
 class IdReader:
     """Finds the ids in an answer as it passes, before its end reaches the client.
 
@@ -126,7 +136,7 @@ class IdReader:
         self._is_stream = is_stream
         self._size = size
         self._most = _MOST_EVENT if is_stream else _MOST_ANSWER
-        self._head: bytes | None = b""
+        self._head: bytearray | None = bytearray()
 
     def feed(self, chunk: bytes) -> None:
         """Take the next bytes, before they are passed on."""
@@ -134,7 +144,8 @@ class IdReader:
             return
         self._head += chunk
         if self._is_stream:
-            event, separator, _ = self._head.replace(b"\r\n", b"\n").partition(b"\n\n")
+            head = self._head[: self._most].replace(b"\r\n", b"\n")
+            event, separator, _ = head.partition(b"\n\n")
             is_whole = bool(separator)
             content = event.partition(b"data:")[2]
         else:
@@ -159,7 +170,7 @@ class IdReader:
         if self._head and not self._is_stream:
             self._read(self._head)
 
-    def _read(self, content: bytes) -> None:
+    def _read(self, content: bytes | bytearray) -> None:
         self._head = None
         try:
             answer = _answer.decode(content)

@@ -330,7 +330,7 @@ class Decider:
         return self.roster.cards()
 
     def stored(self, url: str, ids: Iterable[str]) -> None:
-        """See `EngineBook`."""
+        """See `Chooser`."""
         self.stored_ids.note(url, ids)
 
     def models_changed(self) -> None:

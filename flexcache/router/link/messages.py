@@ -115,7 +115,7 @@ class Moved(_Message, frozen=True):
 
 
 class Stored(_Message, frozen=True):
-    """Arguments of `EngineBook.stored`."""
+    """Arguments of `Chooser.stored`."""
 
     url: str
     ids: list[str]

@@ -178,7 +178,7 @@ class RemoteChooser:
         return self._cards
 
     def stored(self, url: str, ids: Iterable[str]) -> None:
-        """See `EngineBook`."""
+        """See `Chooser`."""
         names = list(ids)
         self._stored.note(url, names)  # for a decider that takes this one's place
         self._send(Stored(url, names))

@@ -7,7 +7,6 @@ import errno
 import io
 import logging
 import time
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
 import aiohttp
@@ -44,10 +43,6 @@ class EngineBook(Protocol):
 
     def cards(self) -> dict[str, bytes]:
         """Return what they say of each model that they serve, as JSON."""
-        ...
-
-    def stored(self, url: str, ids: Iterable[str]) -> None:
-        """Note that the engine at a URL keeps things under these ids."""
         ...
 
     def models_changed(self) -> None:

@@ -35,7 +35,7 @@ from flexcache.router.proxy.relay import (
 )
 from flexcache.router.proxy.retries import RetryBudget
 from flexcache.router.proxy.usage import UsageReader
-from flexcache.router.stored import IdReader, is_stored
+from flexcache.router.stored import IdReader, id_reader
 
 HEALTH = "/health"
 _REJECTED = {
@@ -45,7 +45,6 @@ _REJECTED = {
 _FIRST_ERROR = 400
 _PAUSE_S = 0.1
 _STREAM = "text/event-stream"
-_JSON = "application/json"
 _BROKE = "the connection to the engine broke before the answer was complete"
 
 
@@ -251,12 +250,13 @@ class Proxy:
         fields = headers.to_client(answer.headers)
         fields.setdefault("Server", answers.SERVER)
         fields.update(_of_choice(life.choice), **{headers.REQUEST_ID: shown_id})
-        if self._book is not None and answer.status < _FIRST_ERROR:
-            if is_for_all(request.method, request.raw_path):
+        ids = None
+        if answer.status < _FIRST_ERROR:
+            found = partial(self._chooser.stored, life.choice.url)
+            size = answer.content_length
+            ids = id_reader(found, request.raw_path, answer.content_type, size)
+            if self._book is not None and is_for_all(request.method, request.raw_path):
                 self._book.models_changed()
-            ids = _id_reader(request, answer, partial(self._book.stored, life.choice.url))
-        else:
-            ids = None
         try:
             if request.method != "HEAD" and 0 < (answer.content_length or 0) <= SMALL_BYTES:
                 return await self._pass_on_whole(request, life, answer, fields, ids)
@@ -339,15 +339,6 @@ class Proxy:
         except ConnectionError:
             pass  # the client left
         return response
-
-
-def _id_reader(
-    request: web.Request, answer: ClientResponse, found: Callable[[list[str]], None]
-) -> IdReader | None:
-    if not is_stored(request.raw_path) or answer.content_type not in (_STREAM, _JSON):
-        return None
-    is_stream = answer.content_type == _STREAM
-    return IdReader(found, is_stream=is_stream, size=answer.content_length)
 
 
 def _ignore() -> None:
