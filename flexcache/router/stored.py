@@ -5,6 +5,8 @@ The router learns ids from answers, and sends what names one to the engine that 
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from urllib.parse import unquote
@@ -12,11 +14,13 @@ from urllib.parse import unquote
 import msgspec
 
 from flexcache.router.chooser import Arrival, NotRouted
+from flexcache.router.waiting import is_set_within
 
 _KINDS = ("responses", "files", "batches")
 _STREAM, _JSON = "text/event-stream", "application/json"
 _MOST = 100_000
 _LONGEST = 256
+_DELAY_S = 1.0
 _MOST_EVENT = 64 << 10
 _MOST_ANSWER = 8 << 20
 
@@ -72,6 +76,7 @@ class StoredIds:
 
     def __init__(self) -> None:
         self._urls: OrderedDict[str, str] = OrderedDict()
+        self._noted = asyncio.Event()
 
     def note(self, url: str, ids: Iterable[str]) -> None:
         """Note that the engine at a URL keeps things under these ids."""
@@ -80,9 +85,25 @@ class StoredIds:
             self._urls.move_to_end(name)
         while len(self._urls) > _MOST:
             self._urls.popitem(last=False)
+        self._noted.set()
+        self._noted = asyncio.Event()
 
     def items(self) -> Mapping[str, str]:
         return dict(self._urls)
+
+    async def find(self, arrival: Arrival, urls: Collection[str]) -> str | None:
+        """Do what `url` does, but wait a moment for an id that is unknown: the proxy that saw it
+        told it before its client, and the client may ask another proxy, whose message is faster.
+        """
+        give_up_s = time.monotonic() + _DELAY_S
+        while True:
+            try:
+                return self.url(arrival, urls)
+            except NotRouted:
+                left_s = give_up_s - time.monotonic()
+                if left_s <= 0:
+                    raise
+                await is_set_within(self._noted, left_s)
 
     def url(self, arrival: Arrival, urls: Collection[str]) -> str | None:
         """Return the engine that a request must go to; None: any.

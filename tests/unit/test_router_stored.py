@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -89,6 +90,18 @@ def test_of_several_engines_an_unknown_id_is_refused() -> None:
     with pytest.raises(NotRouted, match=r"resp_2.*does not know which") as refused:
         stored.url(unknown, ["http://a", "http://b"])
     assert refused.value.status == 404
+
+
+def test_an_id_that_another_proxy_tells_a_little_later_is_found() -> None:
+    urls = ["http://a", "http://b"]
+    asked = Arrival(request_id="r", method="GET", path="/v1/responses/resp_1")
+
+    async def test() -> str | None:
+        stored = StoredIds()
+        asyncio.get_running_loop().call_soon(stored.note, "http://b", ["resp_1"])
+        return await stored.find(asked, urls)
+
+    assert asyncio.run(test()) == "http://b"
 
 
 def test_the_oldest_ids_are_forgotten() -> None:

@@ -145,7 +145,7 @@ class Decider:
         """
         only = arrival.only
         if only is None:
-            url = self.stored_ids.url(arrival, self.roster.urls)
+            url = await self.stored_ids.find(arrival, self.roster.urls)
             only = None if url is None else (urlsplit(url).netloc,)
         request = await self.read(arrival)
         return await self.place(
