@@ -9,11 +9,15 @@ engine and to no other. Whatever needs only the server takes the part before the
 from __future__ import annotations
 
 import ipaddress
+import re
 from urllib.parse import quote, unquote
 
 from flexcache.config.values import reject
 
 _MARK = "#engine="
+_TCP = re.compile(r"tcp://(?:\[([^\[\]]+)\]|([^:\[\]]+)):([0-9]{1,5})", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+_MAX_PORT = 65_535
 
 
 def with_engine(endpoint: str, engine_id: str) -> str:
@@ -30,6 +34,34 @@ def split_address(address: str, engine_id: str) -> tuple[str, str]:
     """Endpoint of the server, and the engine: ``engine_id``, or else the one it was made for."""
     endpoint, _, quoted = address.partition(_MARK)
     return endpoint, engine_id or unquote(quoted)
+
+
+def split_tcp(endpoint: str) -> tuple[str, int]:
+    """Return host and port of ``tcp://HOST:PORT``; an IPv6 address without its brackets.
+
+    Every check of such an endpoint uses this. ZMQ goes to THERE for
+    ``tcp://HERE:1;THERE:2``, whose host other parsers take for HERE.
+
+    Raises:
+        ValueError: It is anything else.
+    """
+    found = _TCP.fullmatch(endpoint)
+    host = "" if found is None else (found[1] or found[2]).lower()
+    if found is None or not is_host(host) or int(found[3]) > _MAX_PORT:
+        raise ValueError("must be tcp://HOST:PORT")
+    if (found[1] is not None) != (":" in host):
+        raise ValueError("must be tcp://HOST:PORT with an address of IPv6 in brackets")
+    return host, int(found[3])
+
+
+def is_host(text: str) -> bool:
+    """Return whether a text is a name, an address, or ``*``, to every parser."""
+    if text == "*" or _NAME.fullmatch(text):
+        return True
+    try:
+        return ipaddress.ip_address(text).version == 6
+    except ValueError:
+        return False
 
 
 def check_http_endpoint(endpoint: str, has_token: bool) -> tuple[str, int]:

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from flexcache.config import sources
-from flexcache.config.address import is_loopback
+from flexcache.config.address import is_loopback, split_tcp
 from flexcache.config.values import (
     Count,
     Megabytes,
@@ -45,8 +45,12 @@ def _pair(name: str, value: Any) -> str:
     """Return an endpoint, and another that repeats what was missed."""
     pair: str = parse(name, value, str)
     endpoint, _, replay = pair.partition(",")
-    if not endpoint or not replay:
-        raise reject(name, pair, "must be ENDPOINT,REPLAY")
+    for each in (endpoint, replay):
+        try:
+            _ = each.startswith("ipc://") or split_tcp(each)
+        except ValueError:
+            hint = "must be ENDPOINT,REPLAY, each tcp://HOST:PORT or ipc://PATH"
+            raise reject(name, pair, hint) from None
     return f"{read_endpoint(name, endpoint)},{read_endpoint(name, replay)}"
 
 

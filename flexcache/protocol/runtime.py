@@ -6,7 +6,6 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import ipaddress
 import logging
 import os
 import socket
@@ -16,9 +15,8 @@ import time
 from functools import cache
 from itertools import count
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from flexcache.config.address import server_of
+from flexcache.config.address import is_loopback, server_of, split_tcp
 from flexcache.errors import ConfigError, UntrustedError
 from flexcache.logs import log_event
 from flexcache.protocol.trust import check_file, check_place
@@ -90,8 +88,7 @@ def _short(text: str) -> str:
 
 def check_endpoint(endpoint: str, has_keys: bool = False) -> None:
     """Raise `ConfigError` for an address that must not or cannot be served."""
-    parts = urlsplit(endpoint)
-    if parts.scheme == "ipc":
+    if endpoint.startswith("ipc://"):
         path = endpoint.removeprefix("ipc://")
         if not path.startswith("/"):  # this also rejects abstract ones, open to every user
             raise ConfigError(f"endpoint = {endpoint!r}: must be ipc:// and an absolute path")
@@ -100,17 +97,15 @@ def check_endpoint(endpoint: str, has_keys: bool = False) -> None:
                 f"endpoint = {endpoint!r}: a socket path has at most {_MAX_SOCKET_PATH} characters"
             )
         return
-    if parts.scheme == "tcp":
-        if has_keys:
-            return
-        with contextlib.suppress(ValueError):
-            host = parts.hostname or ""
-            if host == "localhost" or ipaddress.ip_address(host).is_loopback:
-                return
+    try:
+        host, _ = split_tcp(endpoint)
+    except ValueError:
+        hint = "must be ipc://PATH or tcp://HOST:PORT"
+        raise ConfigError(f"endpoint = {endpoint!r}: {hint}") from None
+    if not has_keys and not is_loopback(host):
         raise ConfigError(
             f"endpoint = {endpoint!r}: without curve_keys, TCP is for loopback addresses only"
         )
-    raise ConfigError(f"endpoint = {endpoint!r}: must be ipc://PATH or tcp://127.0.0.1:PORT")
 
 
 def _lock_path(address: str) -> Path:

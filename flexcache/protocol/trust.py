@@ -31,8 +31,8 @@ import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
+from flexcache.config.address import split_tcp
 from flexcache.errors import UntrustedError
 
 Listener = frozenset[tuple[int, ...]]
@@ -121,8 +121,7 @@ def _find_socket_file(path: Path) -> Listener | None:
 
 
 def _find_port(endpoint: str) -> Listener | None:
-    parts = urlsplit(endpoint)
-    host, port = parts.hostname or "", parts.port
+    host, port = split_tcp(endpoint)
     address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
     places = {address, ipaddress.ip_address("0.0.0.0"), ipaddress.ip_address("::")}
     found = [

@@ -3,7 +3,7 @@ decider."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -119,4 +119,8 @@ class Chooser(Protocol):
         Args:
             usage: What the engine reported.
         """
+        ...
+
+    def stored(self, url: str, ids: Iterable[str]) -> None:
+        """Note that the engine at a URL keeps things under these ids, see `stored.StoredIds`."""
         ...

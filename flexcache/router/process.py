@@ -11,10 +11,12 @@ from contextlib import AsyncExitStack
 import uvloop
 
 from flexcache.config.router import RouterConfig
+from flexcache.descriptors import raise_limit
 from flexcache.logs import log_event
 from flexcache.router.control.api import ControlApi
 from flexcache.router.decider.service import THREAD_SWITCH_S, DeciderService
 from flexcache.router.gateway.start import gateway_config, start_gateway
+from flexcache.router.proxy.config import MAX_CONNECTIONS
 from flexcache.router.proxy.process import counters_of
 from flexcache.router.proxy.server import PROXY, make_app, serve
 from flexcache.router.settings import (
@@ -59,7 +61,8 @@ async def _run_alone(config: RouterConfig) -> None:
         stack.push_async_callback(control.close)
         await control.start()
         await start_gateway(stack, config, service.decider, lambda: service.is_ready)
-        app = make_app(service.decider, proxy_config(config), lambda: service.is_ready)
+        decider = service.decider
+        app = make_app(decider, proxy_config(config), lambda: service.is_ready, decider)
         service.count_own_proxy = lambda: counters_of(app[PROXY])
         serving = await serve(app, sock=listener)
         _log_serving(config)
@@ -76,10 +79,18 @@ async def _supervise(config: RouterConfig) -> None:
 
 
 def _log_serving(config: RouterConfig) -> None:
+    num_clients = proxy_config(config).max_connections
     log_event(
         logger, logging.INFO, "router_serving", address=address_of(config),
         control=control_address_of(config), workers=len(config.workers),
+        max_clients=num_clients * max(1, config.proxies),
     )  # fmt: skip
+    if num_clients < MAX_CONNECTIONS:
+        log_event(
+            logger, logging.WARNING, "router_few_descriptors", limit=raise_limit(),
+            max_clients=num_clients, hint="raise the hard limit: ulimit -Hn, LimitNOFILE=, "
+            "docker run --ulimit nofile=65536",
+        )  # fmt: skip
 
 
 def _stop_event() -> asyncio.Event:

@@ -6,10 +6,14 @@ from pathlib import Path
 
 from flexcache.config.router import RouterConfig
 from flexcache.config.values import reject
+from flexcache.descriptors import raise_limit
 from flexcache.router.discovery.file import WorkerFile
 from flexcache.router.discovery.listing import Listing, parse_options
-from flexcache.router.proxy.config import ProxyConfig, read_api_keys
+from flexcache.router.proxy.config import MAX_CONNECTIONS, ProxyConfig, read_api_keys
 from flexcache.router.router import KVRouter
+
+_OTHER_DESCRIPTORS = 320
+"""What a process has open besides: the control API, probes, KV events, peers."""
 
 
 def address_of(config: RouterConfig) -> str:
@@ -33,20 +37,29 @@ def proxy_config(config: RouterConfig) -> ProxyConfig:
     Raises:
         ConfigError: The file of API keys cannot be used.
     """
+    room = clients_of(raise_limit())
     file = config.api_key_file
     keys = [] if file is None else read_api_keys(Path(file))
     return ProxyConfig(
         api_keys=(*config.api_keys, *keys),
         tls_cert=None if config.tls_cert is None else Path(config.tls_cert),
         tls_key=None if config.tls_key is None else Path(config.tls_key),
+        max_connections=min(room, MAX_CONNECTIONS),
         max_body_bytes=int(config.max_body_mb * 1e6),
         client_idle_s=config.idle_timeout_s,
         body_timeout_s=config.idle_timeout_s,
         connect_timeout_s=config.connect_timeout_s,
+        queue_timeout_s=config.queue_timeout_s,
         max_retries=config.max_retries,
         stop_deadline_s=config.drain_timeout_s,
         reuse_port=config.proxies > 0,
     )
+
+
+def clients_of(num_descriptors: int) -> int:
+    """Return how many clients a process has descriptors for: each takes one, one more for its
+    engine, and its engine's connection before that may be in the pool still."""
+    return max(1, (num_descriptors - min(_OTHER_DESCRIPTORS, num_descriptors // 2)) // 3)
 
 
 def listing_of(config: RouterConfig) -> tuple[Listing, WorkerFile | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from collections.abc import Callable
 import msgspec
 
 from flexcache.config import ServerConfig
+from flexcache.descriptors import raise_limit
 from flexcache.errors import ConfigError
 from flexcache.logs import log_event, set_up_logging
 from flexcache.server.operator import open_http
@@ -34,7 +34,7 @@ def run_server(
     Raises:
         ConfigError: The endpoint or a directory cannot be used.
     """
-    _raise_descriptor_limit()
+    raise_limit()  # each client takes a few descriptors
     server = KVServer(
         config.cache, model=config.model, idle_exit_s=config.idle_exit_s, open_http=open_http,
         is_needed=lambda: starter is None or not starter.has_left(),
@@ -56,9 +56,3 @@ def main() -> None:
     except ConfigError as error:
         log_event(logger, logging.ERROR, "server_not_started", error=error)
         sys.exit(1)
-
-
-def _raise_descriptor_limit() -> None:
-    """Each client takes a few descriptors."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

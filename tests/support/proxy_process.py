@@ -18,7 +18,7 @@ import subprocess
 import sys
 import urllib.request
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -70,6 +70,9 @@ class InTurn:
         assert arrival.request_id not in self.open
         self.open[arrival.request_id] = url
         return Choice(worker=url, url=url, headers=self.headers, matched_tokens=self.matched_tokens)
+
+    def stored(self, url: str, ids: Iterable[str]) -> None:
+        pass
 
     def first_token(self, request_id: str, *, tells_time: bool = True) -> None:
         assert request_id in self.open and request_id not in self.first_tokens

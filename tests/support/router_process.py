@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -45,6 +46,7 @@ class RouterProcess:
         engines: Those listed, by URL, with their events if they publish some.
         proxies: See `RouterConfig`; other settings likewise, as keywords.
         wait: Whether entering waits until it is ready.
+        descriptors: Soft and hard limit of its descriptors; None: those of the test.
     """
 
     def __init__(
@@ -53,12 +55,14 @@ class RouterProcess:
         *options: str,
         proxies: int = 0,
         wait: bool = True,
+        descriptors: tuple[int, int] | None = None,
         **settings: Any,
     ) -> None:
         self.port, control_port = free_ports(2)
         self.url = f"http://127.0.0.1:{self.port}"
         self.control = f"http://127.0.0.1:{control_port}"
         self._wait = wait
+        self._descriptors = descriptors
         arguments = [
             f"--port={self.port}",
             f"--control-port={control_port}",
@@ -84,9 +88,14 @@ class RouterProcess:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "flexcache.cli", "router", *self._arguments],
             env={**os.environ, "PYTHONPATH": path, **self._environ},
+            preexec_fn=None if self._descriptors is None else self._limit_descriptors,
         )
         if self._wait:
             until(self.is_ready)
+
+    def _limit_descriptors(self) -> None:
+        assert self._descriptors is not None
+        resource.setrlimit(resource.RLIMIT_NOFILE, self._descriptors)
 
     def __exit__(self, *_: object) -> None:
         assert self.process is not None

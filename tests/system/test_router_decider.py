@@ -428,6 +428,9 @@ def open_router() -> Iterator[RouterProcess]:
         ("http://10.1.2.3:8000.evil.example:80", 400),
         ("file:///etc/passwd", 400),
         ("http+dns://10.1.2.3:8000", 400),
+        ("http://10.1.2.3:80\n00", 400),
+        (" http://10.1.2.3:8000", 400),
+        ("http://10.1.2.%33:8000", 400),
     ],
 )
 def test_only_allowed_workers_are_added(
@@ -446,6 +449,9 @@ def test_only_allowed_workers_are_added(
         ("shared_events", "tcp://169.254.169.254:5557", 403),
         ("events", "ipc:///run/user/1000/secret.sock", 403),
         ("events", "tcp://10.1.2.3", 400),
+        ("events", "tcp://10.1.2.3:0;169.254.169.254:5557", 400),
+        ("events", "tcp://10.1.2.3:5557,tcp://10.1.2.3:1;169.254.169.254:5557", 400),
+        ("events", "tcp://10.1.2.3:5557?;169.254.169.254:5557", 400),
     ],
 )
 def test_events_of_an_added_worker_come_from_its_host(

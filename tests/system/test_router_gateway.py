@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -93,6 +93,9 @@ class RecordingChooser:
             matched_tokens=16,
             others=tuple(urls[1:]),
         )
+
+    def stored(self, url: str, ids: Iterable[str]) -> None:
+        pass
 
     def first_token(self, request_id: str, *, tells_time: bool = True) -> None:
         assert request_id in self.running

@@ -29,7 +29,16 @@ from gates import (
 from paths import ROOT
 
 LAYERS = (
-    ("version", "errors", "ids", "logs", "terminal", "request_info", "service_thread"),
+    (
+        "version",
+        "errors",
+        "ids",
+        "logs",
+        "terminal",
+        "request_info",
+        "service_thread",
+        "descriptors",
+    ),
     ("config",),
     ("storage",),
     ("transfer",),

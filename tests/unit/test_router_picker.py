@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -43,6 +44,9 @@ class Ledger:
 
     async def choose(self, arrival: Arrival) -> Choice:
         raise NotImplementedError
+
+    def stored(self, url: str, ids: Iterable[str]) -> None:
+        self.notes.append(f"{', '.join(ids)} at {url}")
 
     def first_token(self, request_id: str, *, tells_time: bool = True) -> None:
         self.notes.append("first token")
@@ -108,6 +112,20 @@ def test_a_body_is_passed_on_in_its_pieces_after_the_headers() -> None:
         (b"one", False),
         (b"two", True),
     ]
+
+
+def test_the_id_of_a_stored_response_is_learned() -> None:
+    chooser = Ledger()
+    exchange = make_exchange(chooser)
+    fields = headers(end=True, **{":path": "/v1/responses"})
+    exchange.take(ProcessingRequest(request_headers=fields))
+    exchange.reserved(CHOICE)
+    exchange.placed(["10.0.0.7:8000"])
+    answer = headers(**{":status": "200", "content-type": "application/json; charset=utf-8"})
+    exchange.take(ProcessingRequest(response_headers=answer))
+    exchange.take(answer_body(b'{"id": "resp'))
+    exchange.take(answer_body(b'_1"}', end=True))
+    assert chooser.notes == ["first token", f"resp_1 at {CHOICE.url}", "done"]
 
 
 def test_trailers_end_a_request_and_are_passed_on() -> None:

@@ -11,6 +11,7 @@ aiohttp = pytest.importorskip("aiohttp")
 from aiohttp import web  # noqa: E402
 from aiohttp.test_utils import TestServer  # noqa: E402
 
+from flexcache.router.decider.health import Probe  # noqa: E402
 from flexcache.router.decider.prober import Prober  # noqa: E402
 from flexcache.router.tokens.engines import ModelCard  # noqa: E402
 
@@ -53,3 +54,36 @@ def test_a_list_of_models_that_is_not_answered_is_not_an_empty_one() -> None:
     asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
     assert told == [["small"], None, []]
     assert probed[0] == 1, "it takes requests once its models are known"
+
+
+def test_a_fault_where_details_are_used_does_not_end_the_probes() -> None:
+    answers = iter([200, 200, 503])
+    probed: list[Probe] = []
+
+    async def health(_: web.Request) -> web.Response:
+        return web.Response(status=next(answers, 503))
+
+    async def test() -> None:
+        is_over = asyncio.Event()
+
+        def on_probe(_: str, probe: Probe) -> None:
+            probed.append(probe)
+            if probe is Probe.BAD:
+                is_over.set()
+
+        def on_details(*_: object) -> None:
+            raise RuntimeError("a bug")
+
+        app = web.Application()
+        app.router.add_get("/health", health)
+        async with TestServer(app) as server, aiohttp.ClientSession() as session:
+            prober = Prober(
+                session, interval_s=0.0, timeout_s=5.0, details_interval_s=0.0,
+                on_probe=on_probe, on_details=on_details,
+            )  # fmt: skip
+            prober.follow((str(server.make_url("")).rstrip("/"),))
+            await is_over.wait()
+            await prober.close()
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
+    assert probed == [Probe.GOOD, Probe.GOOD, Probe.BAD]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 import pytest
@@ -34,6 +34,9 @@ class OneEngine:
     async def choose(self, arrival: Arrival) -> Choice:
         self.open.add(arrival.request_id)
         return Choice(worker="e", url=self.url, headers={}, matched_tokens=None)
+
+    def stored(self, url: str, ids: Iterable[str]) -> None:
+        pass
 
     def first_token(self, request_id: str, *, tells_time: bool = True) -> None:
         self.first_tokens += 1

@@ -14,11 +14,13 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from flexcache.router.chooser import Arrival
+from flexcache.router.control.bodies import BODIES
 from flexcache.router.control.selection import SelectionApi
 from flexcache.router.decider.decider import Decider
 from flexcache.router.decider.health import Probe
 from flexcache.router.decider.line import WaitingLine
 from flexcache.router.decider.roster import Roster
+from flexcache.router.proxy.bodies import Bodies
 from flexcache.router.request import RouteRequest
 from flexcache.router.router import KVRouter
 from flexcache.router.workers import WorkerSpec
@@ -42,6 +44,7 @@ def with_api(max_requests: int | None, test: Callable[[Ask], Coroutine[Any, Any,
 
     async def run() -> None:
         app = web.Application()
+        app[BODIES] = Bodies(1 << 20, 1 << 20, 60.0)
         app.add_routes(SelectionApi(decider).routes())
         async with TestClient(TestServer(app)) as client:
 

@@ -236,6 +236,17 @@ def test_an_engine_that_differs_is_asked(source: str) -> None:
     run(source, scenario, root=source, render_deadline_s=30.0)
 
 
+@pytest.mark.parametrize("shift", [-(10**6), 1 << 40])
+def test_impossible_token_ids_of_an_engine_are_no_tokens(source: str, shift: int) -> None:
+    async def scenario(engine: FakeEngine, readers: Tokenizers) -> None:
+        engine.shift = shift
+        await readers.start()
+        assert (await read(readers, messages=says("hi"), model="m")).token_ids is not None
+        assert readers.stats().models["m chat"] == "local"
+
+    run(source, scenario, root=source)
+
+
 def test_an_engine_whose_tokenizer_is_not_here_is_asked(source: str) -> None:
     async def scenario(engine: FakeEngine, readers: Tokenizers) -> None:
         await readers.start()

@@ -16,6 +16,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from flexcache.config.address import is_loopback
+from flexcache.router.proxy.bodies import BodyRefused
 
 _OPEN_PATHS = ("/healthz", "/readyz")
 _OPEN_FILES = "/ui/"
@@ -52,7 +53,12 @@ def make_gate(host: str, token: str | None) -> Middleware:
         has_body = request.method not in _READING and request.body_exists
         if has_body and request.content_type != "application/json":
             raise web.HTTPUnsupportedMediaType(text="the body must be application/json")
-        return await handler(request)
+        try:
+            return await handler(request)
+        except BodyRefused as refused:
+            answer = web.Response(status=refused.status, text=str(refused))
+            answer.force_close()
+            return answer
 
     return gate
 

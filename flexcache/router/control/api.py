@@ -17,19 +17,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
-from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
 
+from flexcache.config.address import split_tcp
 from flexcache.config.router import RouterConfig
 from flexcache.errors import ConfigError
 from flexcache.metrics.collector import Exposition
 from flexcache.router import ui
 from flexcache.router.control.access import make_gate
-from flexcache.router.control.bodies import Draining, as_json, read
+from flexcache.router.control.bodies import BODIES, Draining, as_json, read
 from flexcache.router.control.selection import SelectionApi
 from flexcache.router.decider.service import DeciderService
 from flexcache.router.decisions import to_server_sent
@@ -41,11 +42,14 @@ from flexcache.router.discovery.listing import (
     parse_source,
 )
 from flexcache.router.metrics.catalog import CATALOG
+from flexcache.router.proxy.bodies import Bodies
+from flexcache.router.proxy.server import LINGER_S, bind, listen
 from flexcache.router.report import to_json
 from flexcache.router.stats import RouterStats
 
+_MAX_CONNECTIONS = 64  # strangers who take them all take none from clients
 _MAX_BODY_BYTES = 64 << 20
-_IDLE_S = 30.0
+_MAX_HELD_BYTES = 256 << 20
 _CLOSE_S = 1.0
 _COMMENT = b": \n\n"
 """Sent while no event happens, so that a stream whose reader left ends."""
@@ -64,23 +68,23 @@ class ControlApi:
         self._config: RouterConfig = service.config
         self._exposition: Exposition[RouterStats] = Exposition(CATALOG, service.stats)
         self._runner: web.AppRunner | None = None
+        self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
         """Listen."""
         config = self._config
-        app = web.Application(
-            middlewares=[make_gate(config.control_host, config.control_token)],
-            client_max_size=_MAX_BODY_BYTES,
-        )
+        app = web.Application(middlewares=[make_gate(config.control_host, config.control_token)])
+        app[BODIES] = Bodies(_MAX_BODY_BYTES, _MAX_HELD_BYTES, config.idle_timeout_s)
         app.add_routes(self._routes() + SelectionApi(self._service.decider).routes())
         self._runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, keepalive_timeout=_IDLE_S,
+            app, access_log=None, auto_decompress=False, handler_cancellation=True,
+            keepalive_timeout=config.idle_timeout_s, lingering_time=LINGER_S,
             shutdown_timeout=_CLOSE_S,
         )  # fmt: skip
         await self._runner.setup()
-        site = web.TCPSite(self._runner, config.control_host, config.control_port)
         try:
-            await site.start()
+            sock = bind(config.control_host, config.control_port)
+            self._server = await listen(self._runner, sock, _MAX_CONNECTIONS)
         except OSError as error:
             await self._runner.cleanup()
             raise ConfigError(
@@ -90,12 +94,15 @@ class ControlApi:
     @property
     def port(self) -> int:
         """The port that it listens on."""
-        assert self._runner is not None
-        port: int = self._runner.addresses[0][1]
+        assert self._server is not None
+        port: int = self._server.sockets[0].getsockname()[1]
         return port
 
     async def close(self) -> None:
         """Stop. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -214,12 +221,12 @@ class ControlApi:
 def _are_of(host: str, entry: WorkerEntry) -> bool:
     """Whether all publishers of a worker, and its cache, are on its host: no caller can have the
     router connect to an address of its own choice."""
-    sources = [parse_source(text, host) for text in (*entry.events, *entry.shared_events)]
+    texts = (*entry.events, *entry.shared_events)
+    sources = [parse_source(text, bracketed(host)) for text in texts]
     endpoints = [each for source in sources for each in (source.endpoint, source.replay) if each]
+    if any(each.startswith("ipc://") for each in endpoints):
+        return False
+    hosts = [split_tcp(each)[0] for each in endpoints]
     if entry.cache_url is not None:
-        endpoints.append(parse_cache_url(entry.cache_url, bracketed(host)))
-    allowed = ("tcp", "http", "https")
-    return all(
-        address.scheme in allowed and address.hostname == host
-        for address in map(urlsplit, endpoints)
-    )
+        hosts.append(WorkerUrl.parse(parse_cache_url(entry.cache_url, bracketed(host))).host)
+    return all(each == host for each in hosts)

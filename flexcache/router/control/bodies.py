@@ -8,7 +8,10 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from flexcache.router.proxy.bodies import Bodies, Body
+
 T = TypeVar("T")
+BODIES: web.AppKey[Bodies] = web.AppKey("bodies", Bodies)
 
 _LEASE_S = 600.0
 _NOTHING = msgspec.Raw()
@@ -59,11 +62,15 @@ async def read(request: web.Request, kind: type[T]) -> T:
 
     Raises:
         web.HTTPBadRequest: It is not what is expected; says why.
+        BodyRefused: See `Bodies.read`.
     """
+    bodies, held = request.app[BODIES], Body()
     try:
-        return msgspec.json.decode(await request.read(), type=kind)
+        return msgspec.json.decode(await bodies.read(request, held), type=kind)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise web.HTTPBadRequest(text=str(error)) from None
+    finally:
+        bodies.release(held)
 
 
 def as_json(content: Any, status: int = 200) -> web.Response:

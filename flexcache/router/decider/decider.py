@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from flexcache.errors import InternalError
 from flexcache.logs import log_event
@@ -22,6 +23,7 @@ from flexcache.router.load import Work
 from flexcache.router.request import Decision, RouteRequest
 from flexcache.router.router import KVRouter
 from flexcache.router.stats import QueueStats
+from flexcache.router.stored import StoredIds
 from flexcache.router.tokens.named_model import named_model
 from flexcache.router.workers import WorkerSpec, WorkerState
 from flexcache.tasks.histogram import Histogram
@@ -95,6 +97,7 @@ class Decider:
         observer: Is notified of the life of requests.
         on_answer: Called with each complete answer to a prompt whose tokens are known.
         on_decision: Called with each decision; must return at once.
+        on_models_changed: Called when engines may serve other models than before.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class Decider:
         self.line = line
         self.watchers = Watchers()
         self.running: dict[str, Running] = {}
+        self.stored_ids = StoredIds()
         self.num_ended = dict.fromkeys(Outcome, 0)
         self.clock = clock
         self._read = read
@@ -119,6 +123,7 @@ class Decider:
         self.observer: LifeObserver | None = None
         self.on_answer: AnswerObserver | None = None
         self.on_decision: Callable[[Decision], None] | None = None
+        self.on_models_changed: Callable[[], None] | None = None
         self._num_without_worker = 0
         self._waits_s = Histogram(_WAITS_S)
         self._is_reading = True
@@ -135,12 +140,16 @@ class Decider:
             lease_s: The request is given up after this long; None: never.
 
         Raises:
-            NotRouted: There is none.
+            NotRouted: There is none, or none that has what the request names.
             ValueError: A request with this id is running.
         """
+        only = arrival.only
+        if only is None:
+            url = await self.stored_ids.find(arrival, self.roster.urls)
+            only = None if url is None else (urlsplit(url).netloc,)
         request = await self.read(arrival)
         return await self.place(
-            request, arrival.tried, only=arrival.only, owner=owner, lease_s=lease_s,
+            request, arrival.tried, only=only, owner=owner, lease_s=lease_s,
             attempt=len(arrival.tried),
         )  # fmt: skip
 
@@ -315,6 +324,19 @@ class Decider:
     def models(self) -> set[str]:
         """Return the names of the models that workers serve, or served before they went."""
         return self.routing.fleet.models
+
+    def cards(self) -> dict[str, bytes]:
+        """See `EngineBook`."""
+        return self.roster.cards()
+
+    def stored(self, url: str, ids: Iterable[str]) -> None:
+        """See `Chooser`."""
+        self.stored_ids.note(url, ids)
+
+    def models_changed(self) -> None:
+        """See `EngineBook`."""
+        if self.on_models_changed is not None:
+            self.on_models_changed()
 
     def addresses(self) -> list[WorkerAddress]:
         """Return the workers that take requests."""

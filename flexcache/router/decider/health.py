@@ -76,6 +76,7 @@ class Health:
             self.circuit.failed(outcome.value, now)
             return True
         if outcome is Outcome.DONE:
+            self._num_late = 0  # it answers, if not its probes
             self.circuit.succeeded(now)
         return False
 

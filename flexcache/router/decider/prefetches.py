@@ -28,7 +28,12 @@ _MAX_ANSWER_BYTES = 200
 def open_session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
     """Open a session in which no cache takes the connections of another."""
     connector = aiohttp.TCPConnector(limit=0, limit_per_host=MAX_RUNNING)
-    return aiohttp.ClientSession(headers=headers, connector=connector)
+    return aiohttp.ClientSession(
+        headers=headers,
+        connector=connector,
+        auto_decompress=False,  # a kilobyte may become a gigabyte
+        cookie_jar=aiohttp.DummyCookieJar(),
+    )
 
 
 class _Cache:

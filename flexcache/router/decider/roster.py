@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -61,6 +61,7 @@ class Roster:
         self._draining: set[str] = set()
         self._health: dict[str, Health] = {}
         self._models: dict[str, frozenset[str]] = {}
+        self._cards: dict[str, Mapping[str, bytes]] = {}
         self._adapters: dict[str, frozenset[str]] = {}
         """By URL; those that are known."""
         self._states: dict[str, WorkerState] = {}
@@ -156,6 +157,7 @@ class Roster:
         self._health = {url: self._health.get(url) or Health() for url in urls}
         self._models = {k: v for k, v in self._models.items() if k in urls}
         self._adapters = {k: v for k, v in self._adapters.items() if k in urls}
+        self._cards = {k: v for k, v in self._cards.items() if k in urls}
         self._states = {k: v for k, v in self._states.items() if k in specs}
         self._book.set_workers(self.specs)
         for name in specs.keys() - self._states.keys():
@@ -184,6 +186,16 @@ class Roster:
                 self._book.set_models(spec.name, models, adapters)
         self._update_states()
         self._on_state()
+
+    def set_cards(self, url: str, cards: Mapping[str, bytes]) -> None:
+        """Keep what an engine says of each model that it serves; one that is gone is ignored."""
+        if url in self._health:
+            self._cards[url] = cards
+
+    def cards(self) -> dict[str, bytes]:
+        """Return what the engines that take requests say of the models that they serve."""
+        up = dict.fromkeys(spec.url for spec in self.specs if self.is_up(spec.name))
+        return {name: card for url in up for name, card in self._cards.get(url, {}).items()}
 
     def ended(self, worker: str, outcome: Outcome, now: float) -> None:
         """Take note of how a request ended."""

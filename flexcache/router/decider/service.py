@@ -32,7 +32,8 @@ from flexcache.router.sync.follower import Follower
 from flexcache.router.sync.publisher import SNAPSHOT_S, LifePublisher
 from flexcache.router.tokens import Tokenizers
 from flexcache.router.tokens.engines import ModelCard
-from flexcache.router.waiting import is_set_within
+from flexcache.router.tokens.engines import open_session as open_engine_session
+from flexcache.router.waiting import Turns, is_set_within
 from flexcache.router.workers import Tier, WorkerSpec
 from flexcache.version import __version__
 
@@ -82,6 +83,7 @@ class DeciderService:
         )  # fmt: skip
         self.decider.on_answer = self._answered
         self.decider.on_decision = self._decided
+        self.decider.on_models_changed = self._read_models_again
         self.discovery = Discovery(listing, self.roster.set_listed, file=file)
         self._feed: Feed | None = None
         self._prober: Prober | None = None
@@ -118,7 +120,7 @@ class DeciderService:
         self._feed = Feed(self.routing, asyncio.get_running_loop())
         self._cache_session = open_session(cache_headers(self.config))
         self._prefetches = Prefetches(self._cache_session)
-        self._session = aiohttp.ClientSession(headers=self.engine_headers)
+        self._session = open_engine_session(self.engine_headers)
         self._prober = Prober(
             self._session,
             interval_s=self.config.health_interval_s,
@@ -192,6 +194,12 @@ class DeciderService:
         if self._prober is not None:
             self._prober.hurry(url)
 
+    def _read_models_again(self) -> None:
+        if self._prober is not None:
+            for url in self.roster.urls:
+                self._prober.hurry(url, with_details=True)
+        self.tokenizers.look_soon()
+
     def _probed(self, url: str, probe: Probe) -> None:
         self.roster.probed(url, probe, time.monotonic())
         if self.roster.is_known:
@@ -203,6 +211,7 @@ class DeciderService:
         if cards is not None:
             names = [card.id for card in cards]
             adapters = [card.id for card in cards if card.parent is not None]
+            self.roster.set_cards(url, {card.id: card.raw for card in cards})
             self.roster.set_models(url, names, adapters)
         for spec in self.roster.specs:
             if spec.url != url:
@@ -237,12 +246,11 @@ class DeciderService:
         return [self.decider.describe(name) for name in self.decider.running]
 
     async def _tick(self) -> None:
+        turns = Turns("tick")
         while True:
             await asyncio.sleep(_TICK_S)
-            try:
+            with turns.turn():
                 self._do_what_is_due(time.monotonic())
-            except Exception:  # requests are routed all the same
-                log_event(logger, logging.ERROR, "router_tick_failed", exc_info=True)
 
     def _do_what_is_due(self, now: float) -> None:
         self.decider.expire()

@@ -11,6 +11,7 @@ from flexcache.logs import log_event
 from flexcache.router.discovery import dns
 from flexcache.router.discovery.file import WorkerFile
 from flexcache.router.discovery.listing import Listing, WorkerEntry, WorkerUrl
+from flexcache.router.waiting import Turns
 from flexcache.router.workers import WorkerSpec
 
 logger = logging.getLogger(__name__)
@@ -74,15 +75,22 @@ class Discovery:
         return self._options if self._file is None else self._options.joined(self._file.listing)
 
     async def run(self) -> None:
-        """Follow until cancelled."""
+        """Follow until cancelled.
+
+        Raises:
+            ConfigError: A group of the options can never be looked up.
+        """
+        turns, readings = Turns("discovery"), Turns("worker file")
         try:
             while True:
-                self._follow_groups()
-                self._publish()
+                with turns.turn():
+                    self._follow_groups()
+                    self._publish()
                 await asyncio.sleep(self._file_interval_s)
                 self._restart_failed()
                 if self._file is not None:
-                    await asyncio.to_thread(self._file.reread)
+                    with readings.turn():
+                        await asyncio.to_thread(self._file.reread)
         finally:
             await _cancel(list(self._followers.values()))
 

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
+from flexcache.config.address import is_host, split_tcp
 from flexcache.config.sources import closest
 from flexcache.config.values import read_endpoint, reject
 from flexcache.errors import ConfigError
@@ -58,7 +59,9 @@ class WorkerUrl(msgspec.Struct, frozen=True):
             host, port = parts.hostname, parts.port
         except ValueError as error:
             raise reject(name, text, str(error)) from None
-        if parts.scheme not in SCHEMES or not host:
+        if any(character <= " " for character in text):  # which `urlsplit` leaves out
+            raise reject(name, text, "must have no control characters or spaces")
+        if parts.scheme not in SCHEMES or not host or not is_host(host) or host == "*":
             raise reject(name, text, f"must be SCHEME://HOST:PORT with one of {', '.join(SCHEMES)}")
         if parts.path not in ("", "/") or parts.query or parts.fragment or "@" in parts.netloc:
             raise reject(name, text, "must have no path, query, fragment or user")
@@ -287,10 +290,15 @@ def parse_source(text: str, host: str, name: str = "events") -> EventSource:
         ConfigError: It is none.
     """
     endpoints = [each.strip().replace("{host}", host) for each in text.split(",")]
-    if len(endpoints) > 2 or not all(_is_endpoint(each) for each in endpoints):
-        allowed = "must be ENDPOINT or ENDPOINT,REPLAY, each tcp://HOST:PORT or ipc://PATH"
-        raise reject(name, text, allowed)
-    return EventSource(*(read_endpoint(name, each) for each in endpoints))
+    try:
+        if len(endpoints) <= 2:
+            return EventSource(*(_endpoint(name, each) for each in endpoints))
+    except ConfigError:
+        raise
+    except ValueError:
+        pass
+    allowed = "must be ENDPOINT or ENDPOINT,REPLAY, each tcp://HOST:PORT or ipc://PATH"
+    raise reject(name, text, allowed)
 
 
 def parse_cache_url(text: str, host: str, name: str = "cache_url") -> str:
@@ -309,12 +317,19 @@ def parse_cache_url(text: str, host: str, name: str = "cache_url") -> str:
     return str(url)
 
 
-def _is_endpoint(text: str) -> bool:
-    transport, _, address = text.partition("://")
-    if transport == "ipc":
-        return bool(address)
-    host, _, port = address.rpartition(":")
-    return transport == "tcp" and bool(host) and port.isdecimal() and 0 < int(port) <= _MAX_PORT
+def _endpoint(name: str, text: str) -> str:
+    """Return an endpoint to connect to, made of its parts.
+
+    Raises:
+        ValueError: It is none.
+        ConfigError: It is ``ipc://`` without an absolute path.
+    """
+    if text.startswith("ipc://") and text != "ipc://" and text.isprintable():
+        return read_endpoint(name, text)
+    host, port = split_tcp(text)
+    if host == "*" or not port:
+        raise ValueError("must be an address to connect to")
+    return f"tcp://{bracketed(host)}:{port}"
 
 
 def of_rank(source: EventSource, rank: int) -> EventSource:

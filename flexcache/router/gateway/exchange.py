@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 
 from flexcache.errors import InternalError, MissingDependencyError
 from flexcache.router.chooser import Arrival, Choice, Chooser, NotRouted, Outcome
@@ -12,6 +13,7 @@ from flexcache.router.gateway import messages
 from flexcache.router.gateway.room import Room
 from flexcache.router.proxy.headers import MATCHED_TOKENS, ROUTING_HEADERS, WORKER
 from flexcache.router.proxy.usage import UsageReader
+from flexcache.router.stored import IdReader, id_reader
 
 try:
     from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
@@ -72,6 +74,7 @@ class Exchange:
         self._destinations: tuple[str, ...] = ()
         self._outcome = Outcome.ABORTED
         self._usage = UsageReader()
+        self._ids: IdReader | None = None
         self._has_first_token = self._is_error = self._tells_time = False
         self._has_ended = False
         self._takers: dict[Stage, dict[str | None, Callable[[ProcessingRequest], _Replies]]] = {
@@ -201,6 +204,12 @@ class Exchange:
         self._is_error = status[:1] in ("4", "5")
         is_stream = fields.get("content-type", "").startswith(_STREAM)
         self._tells_time = is_stream and self._answer_mode != ProcessingMode.NONE
+        if not (self._is_error or was_moved):
+            found, target = (
+                partial(self._chooser.stored, choice.url),
+                self._headers.get(":path", ""),
+            )
+            self._ids = id_reader(found, target, fields.get("content-type", ""), None)
         is_refused = was_moved or status in _REFUSALS
         self._outcome = Outcome.REFUSED if is_refused else Outcome.DONE
         if self._answer_mode == ProcessingMode.NONE:
@@ -217,6 +226,10 @@ class Exchange:
         if chunk.body:
             self._note_first_token()
             self._usage.feed(chunk.body)
+        if self._ids is not None:
+            self._ids.feed(chunk.body)
+            if chunk.end_of_stream:
+                self._ids.end()
         if chunk.end_of_stream:
             self._end(self._outcome)
         if self._answer_mode == ProcessingMode.FULL_DUPLEX_STREAMED:

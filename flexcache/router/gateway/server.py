@@ -13,6 +13,7 @@ from flexcache.logs import log_event
 from flexcache.router.chooser import Chooser
 from flexcache.router.gateway.picker import Picker
 from flexcache.router.gateway.room import Room
+from flexcache.router.waiting import Turns
 
 try:
     import grpc
@@ -127,9 +128,11 @@ class Gateway:
             await self._server.stop(self._config.drain_timeout_s)
 
     async def _report_always(self) -> None:
+        turns = Turns("gateway health")
         while True:
             await asyncio.sleep(_READY_INTERVAL_S)
-            await self._report()
+            with turns.turn():
+                await self._report()
 
     async def _report(self) -> None:
         """Tell the health services how the router is."""

@@ -6,6 +6,7 @@
     Choose(request)           ->
                               <-   Chosen | Refused
     FirstToken, End           ->
+    Stored, ModelsChanged     ->
     Beat(counters)            ->
                               <-   Workers, when they change; Alive after each beat
 
@@ -14,6 +15,8 @@ replaced, and names its running requests; the new decider counts them as load.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import msgspec
 
@@ -70,10 +73,12 @@ class Hello(_Message, frozen=True):
     """
     Attributes:
         pid: Process to watch.
+        stored: What engines keep, as far as this proxy saw: id to the engine's URL.
     """
 
     pid: int
     running: list[RunningRequest]
+    stored: Mapping[str, str] = {}
 
 
 class Choose(_Message, frozen=True):
@@ -109,6 +114,17 @@ class Moved(_Message, frozen=True):
     running: RunningRequest
 
 
+class Stored(_Message, frozen=True):
+    """Arguments of `Chooser.stored`."""
+
+    url: str
+    ids: list[str]
+
+
+class ModelsChanged(_Message, frozen=True):
+    """Engines may serve other models than before."""
+
+
 class Beat(_Message, frozen=True):
     counters: ProxyCounters
 
@@ -119,11 +135,13 @@ class Welcome(_Message, frozen=True):
         pid: Process to watch.
         workers: Those that take requests.
         models: Names of all models that are known, also of those that none of them serves.
+        cards: What they say of each model that they serve.
     """
 
     pid: int
     workers: list[WorkerAddress]
     models: set[str]
+    cards: dict[str, bytes]
 
 
 class Workers(_Message, frozen=True):
@@ -131,6 +149,7 @@ class Workers(_Message, frozen=True):
 
     workers: list[WorkerAddress]
     models: set[str]
+    cards: dict[str, bytes]
 
 
 class Chosen(_Message, frozen=True):
@@ -156,7 +175,7 @@ class Alive(_Message, frozen=True):
     pass
 
 
-ToDecider = Hello | Choose | FirstToken | End | Moved | Beat
+ToDecider = Hello | Choose | FirstToken | End | Moved | Stored | ModelsChanged | Beat
 ToProxy = Welcome | Workers | Chosen | Refused | Alive
 
 encode = msgspec.msgpack.Encoder().encode

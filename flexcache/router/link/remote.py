@@ -9,7 +9,7 @@ import os
 import random
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import zmq
@@ -30,10 +30,12 @@ from flexcache.router.link.messages import (
     End,
     FirstToken,
     Hello,
+    ModelsChanged,
     Moved,
     ProxyCounters,
     Refused,
     RunningRequest,
+    Stored,
     ToDecider,
     Welcome,
     WorkerAddress,
@@ -42,8 +44,9 @@ from flexcache.router.link.messages import (
     encode,
 )
 from flexcache.router.load import Work
+from flexcache.router.stored import StoredIds
 from flexcache.router.tokens.named_model import named_model
-from flexcache.router.waiting import is_set_within
+from flexcache.router.waiting import Turns, is_set_within
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +83,8 @@ class RemoteChooser:
         self._gone = asyncio.Event()
         self._workers: list[WorkerAddress] = []
         self._models: set[str] = set()
+        self._cards: dict[str, bytes] = {}
+        self._stored = StoredIds()
         self._failed_s: dict[str, float] = {}
         self._asked: dict[str, asyncio.Future[Answer]] = {}
         self._running: dict[str, RunningRequest] = {}
@@ -162,11 +167,33 @@ class RemoteChooser:
             self._failed_s[running.worker] = time.monotonic()
         self._send(End(request_id, outcome.value, usage))
 
+    # -- engines -----------------------------------------------------------------------------------
+
+    def addresses(self) -> list[WorkerAddress]:
+        """See `EngineBook`."""
+        return self._workers
+
+    def cards(self) -> dict[str, bytes]:
+        """See `EngineBook`."""
+        return self._cards
+
+    def stored(self, url: str, ids: Iterable[str]) -> None:
+        """See `Chooser`."""
+        names = list(ids)
+        self._stored.note(url, names)  # for a decider that takes this one's place
+        self._send(Stored(url, names))
+
+    def models_changed(self) -> None:
+        """See `EngineBook`."""
+        self._send(ModelsChanged())
+
     # -- without the decider -----------------------------------------------------------------------
 
     def _choose_alone(self, arrival: Arrival) -> Choice:
         """Choose the worker with the fewest of this proxy's requests."""
         workers = self._able(named_model(arrival))
+        url = self._stored.url(arrival, {worker.url for worker in self._workers})
+        workers = [worker for worker in workers if url in (None, worker.url)]
         if not workers:
             raise NotRouted(503, "no worker is known and the decider is away", _RETRY_S)
         load = dict.fromkeys((worker.name for worker in workers), 0)
@@ -239,7 +266,8 @@ class RemoteChooser:
         self._socket = socket
         self._heard_s = time.monotonic()
         self._gone.clear()
-        self._send(Hello(os.getpid(), list(self._running.values())))
+        running = list(self._running.values())
+        self._send(Hello(os.getpid(), running, self._stored.items()))
         return socket
 
     async def _beat(self, receiving: asyncio.Task[None]) -> None:
@@ -250,14 +278,17 @@ class RemoteChooser:
             self._send(Beat(self._count()))
 
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
+        turns = Turns("link")
         while True:
-            message = decode_to_proxy(await socket.recv())
+            content = await socket.recv()
             self._heard_s = time.monotonic()
-            self._take(message)
+            with turns.turn():
+                self._take(decode_to_proxy(content))
 
     def _take(self, message: Welcome | Workers | Chosen | Refused | Alive) -> None:
         if isinstance(message, (Welcome, Workers)):
             self._workers, self._models = message.workers, message.models
+            self._cards = message.cards
             if isinstance(message, Welcome):
                 self._watch(message.pid)
                 log_event(logger, logging.INFO, "decider_linked", decider=message.pid)

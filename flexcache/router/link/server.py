@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -25,10 +26,12 @@ from flexcache.router.link.messages import (
     End,
     FirstToken,
     Hello,
+    ModelsChanged,
     Moved,
     ProxyCounters,
     Refused,
     RunningRequest,
+    Stored,
     ToDecider,
     ToProxy,
     Welcome,
@@ -67,6 +70,12 @@ class LinkedDecider(Protocol):
     def models(self) -> set[str]:
         """Return the names of the models that workers serve, or served before they went."""
         ...
+
+    def cards(self) -> dict[str, bytes]: ...
+
+    def stored(self, url: str, ids: Iterable[str]) -> None: ...
+
+    def models_changed(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -123,7 +132,8 @@ class LinkServer:
 
     def announce(self) -> None:
         """Send every proxy the workers that take requests now."""
-        message = Workers(self._decider.addresses(), self._decider.models())
+        decider = self._decider
+        message = Workers(decider.addresses(), decider.models(), decider.cards())
         for identity in self._proxies:
             self._send(identity, message)
 
@@ -165,6 +175,10 @@ class LinkServer:
             self._decider.ended(message.request_id, Outcome(message.outcome), message.usage)
         elif isinstance(message, Moved):
             self._decider.adopt(message.running, owner)
+        elif isinstance(message, Stored):
+            self._decider.stored(message.url, message.ids)
+        elif isinstance(message, ModelsChanged):
+            self._decider.models_changed()
         else:
             proxy.counters = message.counters
             self._send(identity, Alive())
@@ -178,9 +192,11 @@ class LinkServer:
         for running in hello.running:
             self._decider.adopt(running, identity.hex())
         log_event(logger, logging.INFO, "proxy_linked", proxy=hello.pid, running=len(hello.running))
-        self._send(
-            identity, Welcome(os.getpid(), self._decider.addresses(), self._decider.models())
-        )
+        for name, url in hello.stored.items():
+            self._decider.stored(url, (name,))
+        decider = self._decider
+        workers, models = decider.addresses(), decider.models()
+        self._send(identity, Welcome(os.getpid(), workers, models, decider.cards()))
 
     async def _choose(self, identity: bytes, proxy: _Proxy, message: Choose) -> None:
         name = message.request_id

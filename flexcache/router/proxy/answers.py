@@ -13,6 +13,7 @@ SERVER = "flexcache"
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    404: "not_found_error",
     408: "request_timeout",
     413: "invalid_request_error",
     429: "rate_limit_error",

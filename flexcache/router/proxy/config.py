@@ -7,6 +7,8 @@ from pathlib import Path
 
 from flexcache.errors import ConfigError
 
+MAX_CONNECTIONS = 10_000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProxyConfig:
@@ -28,6 +30,8 @@ class ProxyConfig:
             requests, or leave an answer unread.
         connect_timeout_s: Time to connect to an engine.
         engine_idle_s: Longest silence of an engine before and during an answer; None: any.
+        queue_timeout_s: How long a request waits for a connection while its engines have no room
+            for one.
         max_retries: Further engines that a request is sent to.
         retry_ratio: Retries allowed per request, on average.
         retry_burst: Retries allowed at once.
@@ -38,7 +42,7 @@ class ProxyConfig:
     api_keys: tuple[str, ...] = ()
     tls_cert: Path | None = None
     tls_key: Path | None = None
-    max_connections: int = 10_000
+    max_connections: int = MAX_CONNECTIONS
     max_headers: int = 100
     max_header_bytes: int = 32 << 10
     max_body_bytes: int = 64 << 20
@@ -47,6 +51,7 @@ class ProxyConfig:
     client_idle_s: float = 60.0
     connect_timeout_s: float = 2.0
     engine_idle_s: float | None = None
+    queue_timeout_s: float = 30.0
     max_retries: int = 2
     retry_ratio: float = 0.2
     retry_burst: int = 10

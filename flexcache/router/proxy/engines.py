@@ -3,20 +3,51 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
+import logging
+import time
+from typing import TYPE_CHECKING, Protocol
 
 import aiohttp
 from aiohttp import ClientHandlerType, ClientRequest, ClientResponse
 from multidict import CIMultiDict
 from yarl import URL
 
+from flexcache.logs import log_event
 from flexcache.router.chooser import Choice
+from flexcache.router.link.messages import WorkerAddress
 from flexcache.router.proxy.config import ProxyConfig
+from flexcache.router.waiting import OnceAMinute
+
+if TYPE_CHECKING:
+    from aiohttp.connector import Connection
+    from aiohttp.tracing import Trace
+
+logger = logging.getLogger(__name__)
 
 RETRIED_STATUSES = frozenset({429, 502, 503})
 _POOL_IDLE_S = 4.0  # vLLM closes connections that are idle for 5 s; a request must not meet that
 _LARGE_BODY_BYTES = 1 << 20  # aiohttp sends larger ones from a file, piece by piece
+_ALIVE_S = 30.0  # an engine that took a connection this long ago is busy, not gone
+_OWN_FAULTS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS)
 _NO_AUTOMATIC_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
+
+
+class EngineBook(Protocol):
+    """What a proxy needs of the engines beside a choice among them."""
+
+    def addresses(self) -> list[WorkerAddress]:
+        """Return the workers that take requests."""
+        ...
+
+    def cards(self) -> dict[str, bytes]:
+        """Return what they say of each model that they serve, as JSON."""
+        ...
+
+    def models_changed(self) -> None:
+        """Have the engines' lists of models read again."""
+        ...
 
 
 class NotTaken(Exception):
@@ -29,6 +60,7 @@ class NotTaken(Exception):
         retry_after: The engine's ``Retry-After``.
         may_be_stale: The connection was closed, perhaps only because it was idle: the same engine
             may be tried again.
+        is_full: There is no room for a connection now, and will be: nothing was sent.
     """
 
     def __init__(
@@ -37,11 +69,13 @@ class NotTaken(Exception):
         status: int | None = None,
         retry_after: str | None = None,
         may_be_stale: bool = False,
+        is_full: bool = False,
     ) -> None:
         super().__init__(reason)
         self.status = status
         self.retry_after = retry_after
         self.may_be_stale = may_be_stale
+        self.is_full = is_full
 
 
 class NoAnswer(Exception):
@@ -62,18 +96,41 @@ async def _report_closed(request: ClientRequest, handler: ClientHandlerType) -> 
         raise _Closed from error
 
 
+class _Connector(aiohttp.TCPConnector):
+    """Remembers when each engine last took a connection."""
+
+    def __init__(self) -> None:
+        super().__init__(limit=0, keepalive_timeout=_POOL_IDLE_S)
+        self._taken_s: dict[URL, float] = {}
+
+    async def connect(
+        self, req: ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
+    ) -> Connection:
+        connection = await super().connect(req, traces, timeout)
+        now, engine = time.monotonic(), req.url.origin()
+        if engine not in self._taken_s:  # engines come and go
+            self._taken_s = {k: at for k, at in self._taken_s.items() if now - at < _ALIVE_S}
+        self._taken_s[engine] = now
+        return connection
+
+    def is_alive(self, engine: URL) -> bool:
+        return time.monotonic() - self._taken_s.get(engine.origin(), -_ALIVE_S) < _ALIVE_S
+
+
 class Engines:
     """Connections to engines, kept alive and shared by all requests."""
 
     def __init__(self, config: ProxyConfig) -> None:
+        self._says_full = OnceAMinute()
         self._timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=config.connect_timeout_s, sock_read=config.engine_idle_s
         )
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
+        self._connector = _Connector()
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_POOL_IDLE_S),
+            connector=self._connector,
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=self._timeout,
             skip_auto_headers=_NO_AUTOMATIC_HEADERS,
@@ -105,16 +162,17 @@ class Engines:
         """
         assert self._session is not None and target.startswith("/")
         data = io.BytesIO(body) if body and len(body) > _LARGE_BODY_BYTES else body
+        url = URL(choice.url + target, encoded=True)
         try:
             answer = await self._session.request(
                 method,
-                URL(choice.url + target, encoded=True),
+                url,
                 headers=headers,
                 data=data,
                 allow_redirects=False,
             )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise NotTaken(f"no connection: {error}") from error
+            raise self._no_connection(choice, url, error) from error
         except _Closed as closed:
             if _has_begun(closed.__cause__):
                 raise NoAnswer("the connection was closed within the answer's header") from closed
@@ -128,6 +186,22 @@ class Engines:
             answer.release()
             raise NotTaken(f"status {answer.status}", answer.status, retry_after)
         return answer
+
+    def _no_connection(self, choice: Choice, url: URL, error: Exception) -> NotTaken:
+        """Return why there is no connection. An engine with a full backlog does not answer, as one
+        that is gone; but it took connections a moment ago."""
+        if isinstance(error, aiohttp.ClientConnectorError):
+            is_full = error.os_error.errno in _OWN_FAULTS
+        else:
+            is_full = self._connector.is_alive(url)
+        if not is_full:
+            return NotTaken(f"no connection: {error}")
+        if self._says_full.is_due(choice.url):
+            log_event(
+                logger, logging.WARNING, "engine_backlog_full", engine=choice.url,
+                error=str(error), effect="requests wait for a connection",
+            )  # fmt: skip
+        return NotTaken(f"no connection: {error}", 503, "1", is_full=True)
 
 
 def _has_begun(error: BaseException | None) -> bool:

@@ -38,7 +38,7 @@ async def _relay(config: RouterConfig, link: str) -> None:
         return counters_of(proxy, is_serving=is_serving, num_unsupervised=chooser.num_unsupervised)
 
     chooser = RemoteChooser(link, count)
-    app = make_app(chooser, proxy_config(config), lambda: chooser.has_workers)
+    app = make_app(chooser, proxy_config(config), lambda: chooser.has_workers, chooser)
     proxy = app[PROXY]
     linked = asyncio.create_task(chooser.open())
     stopping = asyncio.create_task(stopped.wait())

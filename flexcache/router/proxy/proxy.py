@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +22,8 @@ from flexcache.router.proxy import answers, headers
 from flexcache.router.proxy.access import ApiKeys
 from flexcache.router.proxy.bodies import Bodies, Body, BodyRefused
 from flexcache.router.proxy.config import ProxyConfig
-from flexcache.router.proxy.engines import Engines, NoAnswer, NotTaken
+from flexcache.router.proxy.engines import EngineBook, Engines, NoAnswer, NotTaken
+from flexcache.router.proxy.fleet import is_for_all, list_models, send_to_all
 from flexcache.router.proxy.life import RequestLife
 from flexcache.router.proxy.relay import (
     SMALL_BYTES,
@@ -33,6 +35,7 @@ from flexcache.router.proxy.relay import (
 )
 from flexcache.router.proxy.retries import RetryBudget
 from flexcache.router.proxy.usage import UsageReader
+from flexcache.router.stored import IdReader, id_reader
 
 HEALTH = "/health"
 _REJECTED = {
@@ -40,6 +43,7 @@ _REJECTED = {
 }  # fmt: skip
 """Why a request was refused without an engine, by the status of its answer."""
 _FIRST_ERROR = 400
+_PAUSE_S = 0.1
 _STREAM = "text/event-stream"
 _BROKE = "the connection to the engine broke before the answer was complete"
 
@@ -49,6 +53,7 @@ class Proxy:
 
     Args:
         is_ready: What ``GET /health`` reports.
+        book: None: every request goes to one engine, whichever is chosen.
 
     Attributes:
         num_running: Requests in flight.
@@ -57,8 +62,13 @@ class Proxy:
     """
 
     def __init__(
-        self, chooser: Chooser, config: ProxyConfig, is_ready: Callable[[], bool] = lambda: True
+        self,
+        chooser: Chooser,
+        config: ProxyConfig,
+        is_ready: Callable[[], bool] = lambda: True,
+        book: EngineBook | None = None,
     ) -> None:
+        self._book = book
         self._chooser = chooser
         self._config = config
         self._is_ready = is_ready
@@ -146,6 +156,8 @@ class Proxy:
             return web.Response(status=status, headers={"Server": answers.SERVER})
         if not self._keys.admit(fields):
             return answers.error(401, "a valid API key is required")
+        if self._book is not None and request.method == "GET":
+            return list_models(self._book, target)
         return None
 
     def _count_rejected(self, status: int) -> None:
@@ -170,6 +182,11 @@ class Proxy:
                 headers={n: fields[n] for n in headers.ROUTING_HEADERS if n in fields},
                 body=body,
             )
+            if self._book is not None and is_for_all(arrival.method, arrival.path):
+                passed = headers.to_engine(fields, {headers.REQUEST_ID: shown_id})
+                answer = await send_to_all(self._engines, self._book, arrival, passed)
+                if answer is not None:
+                    return answer
             return await self._place(arrival, fields, life, shown_id, request.body_exists)
         finally:
             self._bodies.release(held)
@@ -182,10 +199,16 @@ class Proxy:
         shown_id: str,
         has_body: bool,
     ) -> ClientResponse | web.Response:
-        """Send a request to the engines that the chooser names, until one answers."""
+        """Send a request to the engines that the chooser names, until one answers.
+
+        While those that are left have no room for a connection it waits: an engine that is asked
+        directly would let it wait, too.
+        """
         self._budget.add_request()
         body = arrival.body if has_body else None
         failure: NotTaken | None = None
+        num_failures = 0
+        give_up_s = time.monotonic() + self._config.queue_timeout_s
         while True:
             try:
                 choice = await self._chooser.choose(arrival)
@@ -193,7 +216,8 @@ class Proxy:
                 return _not_routed(refused) if failure is None else _not_taken(failure)
             life.begin(choice)
             if failure is not None:
-                if choice.worker in arrival.tried and not failure.may_be_stale:
+                is_again = failure.may_be_stale or failure.is_full
+                if choice.worker in arrival.tried and not is_again:
                     return _not_taken(failure)  # no other engine is left
                 self.num_retries += 1
             passed = headers.to_engine(fields, {**choice.headers, headers.REQUEST_ID: shown_id})
@@ -207,8 +231,15 @@ class Proxy:
                 if error.retry_after is None and failure is not None:
                     error.retry_after = failure.retry_after
                 failure = error
-            arrival = replace(arrival, tried=(*arrival.tried, choice.worker))
-            if len(arrival.tried) > self._config.max_retries or not self._budget.take_retry():
+            tried = tuple(dict.fromkeys((*arrival.tried, choice.worker)))
+            arrival = replace(arrival, tried=tried)
+            if failure.is_full:
+                if time.monotonic() > give_up_s:
+                    return _not_taken(failure)
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            num_failures += 1
+            if num_failures > self._config.max_retries or not self._budget.take_retry():
                 return _not_taken(failure)
 
     async def _pass_on(
@@ -219,10 +250,17 @@ class Proxy:
         fields = headers.to_client(answer.headers)
         fields.setdefault("Server", answers.SERVER)
         fields.update(_of_choice(life.choice), **{headers.REQUEST_ID: shown_id})
+        ids = None
+        if answer.status < _FIRST_ERROR:
+            found = partial(self._chooser.stored, life.choice.url)
+            size = answer.content_length
+            ids = id_reader(found, request.raw_path, answer.content_type, size)
+            if self._book is not None and is_for_all(request.method, request.raw_path):
+                self._book.models_changed()
         try:
             if request.method != "HEAD" and 0 < (answer.content_length or 0) <= SMALL_BYTES:
-                return await self._pass_on_whole(request, life, answer, fields)
-            return await self._pass_on_stream(request, life, answer, fields)
+                return await self._pass_on_whole(request, life, answer, fields, ids)
+            return await self._pass_on_stream(request, life, answer, fields, ids)
         finally:
             answer.close()
 
@@ -232,6 +270,7 @@ class Proxy:
         life: RequestLife,
         answer: ClientResponse,
         fields: CIMultiDict[str],
+        ids: IdReader | None,
     ) -> web.StreamResponse:
         usage = UsageReader()
         try:
@@ -244,6 +283,8 @@ class Proxy:
         if answer.status < _FIRST_ERROR:
             life.first_byte(tells_time=False)
         usage.feed(body)
+        if ids is not None:
+            ids.feed(body)
         response = web.Response(
             status=answer.status, reason=answer.reason, headers=fields, body=body
         )
@@ -264,6 +305,7 @@ class Proxy:
         life: RequestLife,
         answer: ClientResponse,
         fields: CIMultiDict[str],
+        ids: IdReader | None,
     ) -> web.StreamResponse:
         response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=fields)
         usage = UsageReader()
@@ -278,10 +320,12 @@ class Proxy:
                 answer,
                 response,
                 transport,
-                usage=usage,
+                feed=usage.feed if ids is None else ids.before(usage.feed),
                 first_byte=_ignore if answer.status >= _FIRST_ERROR else first_byte,
                 stall_s=self._config.client_idle_s,
             )
+            if ids is not None:
+                ids.end()
             await response.write_eof()
             life.end(Outcome.DONE, usage.read())
         except EngineBroke:

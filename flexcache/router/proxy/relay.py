@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 from aiohttp import ClientError, ClientResponse, web
 
-from flexcache.router.proxy.usage import UsageReader
-
 SMALL_BYTES = 64 << 10
 """An answer of this length at most goes to the client with its header in one packet."""
 
@@ -68,7 +66,7 @@ async def relay(
     response: web.StreamResponse,
     transport: asyncio.WriteTransport,
     *,
-    usage: UsageReader,
+    feed: Callable[[bytes], None],
     first_byte: Callable[[], None],
     stall_s: float,
 ) -> None:
@@ -77,7 +75,7 @@ async def relay(
     Args:
         response: Prepared.
         transport: The client's.
-        usage: Is given all of it.
+        feed: Is given each piece before the client is.
         first_byte: Called when the first piece has come.
         stall_s: How long the client may leave data unread.
 
@@ -86,7 +84,7 @@ async def relay(
         ClientStalled: See ``stall_s``.
         ConnectionError: The client is gone.
     """
-    read, write, feed = answer.content.readany, response.write, usage.feed
+    read, write = answer.content.readany, response.write
     most_unread = transport.get_write_buffer_limits()[1] - _FRAMING_BYTES
     is_first = True
     while True:

@@ -13,9 +13,14 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from flexcache.errors import ConfigError
+from flexcache.logs import log_event
 from flexcache.router.chooser import Chooser
 from flexcache.router.proxy.config import ProxyConfig
+from flexcache.router.proxy.engines import EngineBook
 from flexcache.router.proxy.proxy import Proxy
+from flexcache.router.waiting import OnceAMinute
+
+logger = logging.getLogger(__name__)
 
 PROXY: web.AppKey[Proxy] = web.AppKey("proxy", Proxy)
 CONFIG: web.AppKey[ProxyConfig] = web.AppKey("config", ProxyConfig)
@@ -23,7 +28,8 @@ CONFIG: web.AppKey[ProxyConfig] = web.AppKey("config", ProxyConfig)
 _BACKLOG = 1024
 _TLS_HANDSHAKE_S = 10.0
 _CANCEL_S = 1.0  # for what still runs after the deadline
-_LINGER_S = 2.0  # for the rest of a body that was refused
+LINGER_S = 2.0
+"""Time for the rest of a body that was refused."""
 _KEEP_ALIVE_PROBES = (
     (socket.TCP_KEEPIDLE, 30),
     (socket.TCP_KEEPINTVL, 10),
@@ -32,15 +38,19 @@ _KEEP_ALIVE_PROBES = (
 
 
 def make_app(
-    chooser: Chooser, config: ProxyConfig, is_ready: Callable[[], bool] = lambda: True
+    chooser: Chooser,
+    config: ProxyConfig,
+    is_ready: Callable[[], bool] = lambda: True,
+    book: EngineBook | None = None,
 ) -> web.Application:
     """Return the application, to be passed to `serve`.
 
     Args:
         is_ready: What ``GET /health`` reports: 200 or 503.
+        book: None: every request goes to one engine, whichever is chosen.
     """
     app = web.Application()
-    proxy = Proxy(chooser, config, is_ready)
+    proxy = Proxy(chooser, config, is_ready, book)
     app[PROXY], app[CONFIG] = proxy, config
     app.router.add_route("*", "/{path:.*}", proxy.handle)
 
@@ -103,7 +113,7 @@ async def serve(
         auto_decompress=False,
         handler_cancellation=True,
         keepalive_timeout=config.client_idle_s,
-        lingering_time=_LINGER_S,
+        lingering_time=LINGER_S,
         logger=_logger_without_bad_requests(),
         max_field_size=config.max_header_bytes,
         max_headers=config.max_headers,
@@ -111,21 +121,31 @@ async def serve(
     )
     await runner.setup()
     try:
-        listening = sock or _bind(host, port, config.reuse_port)
-        if listening.family != socket.AF_UNIX:
-            for option, value in _KEEP_ALIVE_PROBES:  # accepted sockets inherit them
-                listening.setsockopt(socket.IPPROTO_TCP, option, value)
-        server = await asyncio.get_running_loop().create_server(
-            _within_limit(runner, config.max_connections),
-            sock=listening,
-            ssl=context,
-            backlog=_BACKLOG,
-            ssl_handshake_timeout=_TLS_HANDSHAKE_S if context else None,
-        )
+        listening = sock or bind(host, port, config.reuse_port)
+        server = await listen(runner, listening, config.max_connections, context)
     except BaseException:
         await runner.cleanup()
         raise
     return Serving(runner, server)
+
+
+async def listen(
+    runner: web.AppRunner,
+    sock: socket.socket,
+    max_connections: int,
+    context: ssl.SSLContext | None = None,
+) -> asyncio.Server:
+    """Accept connections at a bound socket; those beyond the limit are closed as they come."""
+    if sock.family != socket.AF_UNIX:
+        for option, value in _KEEP_ALIVE_PROBES:  # accepted sockets inherit them
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    return await asyncio.get_running_loop().create_server(
+        _within_limit(runner, sock.getsockname(), max_connections),
+        sock=sock,
+        ssl=context,
+        backlog=_BACKLOG,
+        ssl_handshake_timeout=_TLS_HANDSHAKE_S if context else None,
+    )
 
 
 class _Turned(asyncio.Protocol):
@@ -135,17 +155,26 @@ class _Turned(asyncio.Protocol):
         cast(asyncio.Transport, transport).abort()
 
 
-def _within_limit(runner: web.AppRunner, limit: int) -> Callable[[], asyncio.Protocol]:
+def _within_limit(
+    runner: web.AppRunner, address: object, limit: int
+) -> Callable[[], asyncio.Protocol]:
     server = runner.server
     assert server is not None
+    says_full = OnceAMinute()
 
     def make() -> asyncio.Protocol:
-        return server() if len(server.connections) < limit else _Turned()
+        if len(server.connections) < limit:
+            return server()
+        if says_full.is_due():
+            log_event(
+                logger, logging.WARNING, "connections_turned_away", address=address, limit=limit
+            )
+        return _Turned()
 
     return make
 
 
-def _bind(host: str, port: int, reuse_port: bool) -> socket.socket:
+def bind(host: str, port: int, reuse_port: bool = False) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, reuse_port=reuse_port)
 

@@ -10,6 +10,7 @@ from typing import Any
 from flexcache.router.chooser import UNKNOWN, Usage
 
 _KEY = b'"usage"'
+_MAX_COUNT = 1 << 31
 _KEPT_CHUNKS = 16  # pieces as they come from the engine; the last event spans one or two
 _decode_first = json.JSONDecoder().raw_decode
 
@@ -61,5 +62,5 @@ def _read_at(tail: bytes, position: int) -> Usage | None:
 
 
 def _count(value: Any) -> int | None:
-    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    return value if is_count else None
+    is_count = isinstance(value, int) and not isinstance(value, bool)
+    return value if is_count and 0 <= value <= _MAX_COUNT else None

@@ -21,6 +21,7 @@ from flexcache.router.tokens.limits import TokenLimits
 from flexcache.router.tokens.local import LocalTokens
 from flexcache.router.tokens.probes import probes
 from flexcache.router.tokens.served import ServedModel
+from flexcache.router.waiting import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class Comparison:
         self._every_s = limits.check_every_s
         self._next: dict[tuple[str, Kind], float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._samples = Turns("comparisons")
 
     def sample(
         self, model: ServedModel, path: str, raw: bytes, body: ChatBody | CompletionBody, now: float
@@ -55,7 +57,8 @@ class Comparison:
         task.add_done_callback(self._tasks.discard)
 
     async def _compare_sample(self, model: ServedModel, path: str, raw: bytes) -> None:
-        await self._compare(model, path, raw, None)
+        with self._samples.turn():
+            await self._compare(model, path, raw, None)
 
     async def probe(self, model: ServedModel, url: str) -> None:
         """Compare probes of every kind that is made here with one engine's tokens."""

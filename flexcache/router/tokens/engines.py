@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
 import msgspec
 import numpy as np
+from aiohttp import hdrs
+from msgspec import Meta
 
 from flexcache.router.tokens.body import ChatBody, CompletionBody
+
+MAX_ANSWER_BYTES = 1 << 20
+"""Size of an engine's answer to the router itself."""
+
+
+class BadAnswer(ValueError):
+    """An engine answered what no engine in order does."""
 
 
 class ModelCard(msgspec.Struct):
@@ -20,11 +29,13 @@ class ModelCard(msgspec.Struct):
         id: Served name.
         root: Directory or name of its files; of an adapter, the adapter's.
         parent: The model that an adapter belongs to; None: no adapter.
+        raw: All that the engine says of it, as JSON.
     """
 
     id: str
     root: str | None = None
     parent: str | None = None
+    raw: bytes = b""
 
 
 class NotRendered(Exception):
@@ -39,27 +50,73 @@ class NotRendered(Exception):
         self.missing = missing
 
 
+class _Card(msgspec.Struct):
+    id: str
+    root: str | None = None
+    parent: str | None = None
+
+
 class _Models(msgspec.Struct):
-    data: list[ModelCard]
+    data: list[msgspec.Raw]
+
+
+_TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
 
 
 class _Rendered(msgspec.Struct):
-    token_ids: list[int]
+    token_ids: list[_TokenId]
     features: Any = None
 
 
 class _Tokenized(msgspec.Struct):
-    tokens: list[int]
+    tokens: list[_TokenId]
 
 
 _models = msgspec.json.Decoder(_Models)
+_card = msgspec.json.Decoder(_Card)
 _rendered = msgspec.json.Decoder(_Rendered | list[_Rendered])
 _tokenized = msgspec.json.Decoder(_Tokenized)
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_FAILURES = (aiohttp.ClientError, asyncio.TimeoutError, OSError, msgspec.DecodeError)
+_FAILURES = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _LIST_TIMEOUT = aiohttp.ClientTimeout(total=5)
 _MISSING = (403, 404, 405, 501)
 """403: vLLM 0.32 has ``/render`` only with ``--enable-scale-out``."""
+_BYTES_PER_TOKEN_ID = 16
+"""In JSON; a byte of a request makes one token at most, beside those of the chat template."""
+
+
+def open_session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
+    """Open a session for the router's own requests to engines.
+
+    Nothing is unpacked, since a kilobyte may become a gigabyte, and no cookie is kept.
+
+    Args:
+        headers: Sent with each request, the engines' key, say.
+    """
+    return aiohttp.ClientSession(
+        headers={**headers, hdrs.ACCEPT_ENCODING: "identity"},
+        auto_decompress=False,
+        cookie_jar=aiohttp.DummyCookieJar(),
+    )
+
+
+async def read_answer(answer: aiohttp.ClientResponse, max_bytes: int = MAX_ANSWER_BYTES) -> bytes:
+    """Read the body of an engine's answer.
+
+    Raises:
+        BadAnswer: It is too long, or compressed, which was not asked for.
+    """
+    encoding = answer.headers.get(hdrs.CONTENT_ENCODING, "identity")
+    if encoding != "identity":
+        raise BadAnswer(f"{answer.url.path} is compressed ({encoding[:20]!r}), unasked")
+    pieces, size = [], 0
+    async for piece in answer.content.iter_any():
+        pieces.append(piece)
+        size += len(piece)
+        if size > max_bytes:
+            raise BadAnswer(f"{answer.url.path} is longer than {max_bytes} bytes")
+    return b"".join(pieces)
 
 
 class Engines:
@@ -75,14 +132,25 @@ class Engines:
         self._without_render: set[str] = set()
 
     async def models(self, url: str, headers: Mapping[str, str]) -> list[ModelCard] | None:
-        """Fetch the models that an engine serves; None: it did not answer."""
+        """Fetch the models that an engine serves; None: it did not answer.
+
+        Raises:
+            BadAnswer: Its answer is no list of models.
+        """
         try:
             async with self._session.get(
-                f"{url}/v1/models", headers=headers, timeout=_LIST_TIMEOUT
+                f"{url}/v1/models", headers=headers, timeout=_LIST_TIMEOUT, allow_redirects=False
             ) as answer:
                 if answer.status != 200:
                     return None
-                cards = _models.decode(await answer.read()).data
+                raws = _models.decode(await read_answer(answer)).data
+                read = [_card.decode(raw) for raw in raws]
+                cards = [
+                    ModelCard(card.id, card.root, card.parent, bytes(raw))
+                    for card, raw in zip(read, raws, strict=True)
+                ]
+        except _UNREADABLE as error:
+            raise BadAnswer(f"/v1/models is no list of models: {error}") from None
         except _FAILURES:
             return None
         self._without_render.discard(url)  # it may be another one by now
@@ -117,7 +185,7 @@ class Engines:
         answer = await self._post(f"{url}/tokenize", headers, content)
         try:
             return np.array(_tokenized.decode(answer).tokens, dtype=np.uint32)
-        except msgspec.DecodeError as error:
+        except _UNREADABLE as error:
             raise NotRendered(str(error)) from error
 
     async def _render(
@@ -128,7 +196,7 @@ class Engines:
         answer = await self._post(f"{url}{path}/render", headers, msgspec.json.encode(fields))
         try:
             rendered = _rendered.decode(answer)
-        except msgspec.DecodeError as error:
+        except _UNREADABLE as error:
             raise NotRendered(str(error)) from error
         if isinstance(rendered, list):
             if len(rendered) != 1:
@@ -145,10 +213,12 @@ class Engines:
                 data=content,
                 headers={**headers, "content-type": "application/json"},
                 timeout=self._timeout,
+                allow_redirects=False,
             ) as answer:
                 if answer.status != 200:
                     missing = answer.status in _MISSING
                     raise NotRendered(f"status {answer.status}", missing=missing)
-                return await answer.read()
-        except _FAILURES as error:
+                most = MAX_ANSWER_BYTES + _BYTES_PER_TOKEN_ID * len(content)
+                return await read_answer(answer, most)
+        except (*_FAILURES, BadAnswer) as error:
             raise NotRendered(f"{type(error).__name__}: {error}") from error

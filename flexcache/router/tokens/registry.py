@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from datetime import datetime
 
 from flexcache.logs import log_event
-from flexcache.router.tokens.engines import Engines, ModelCard
+from flexcache.router.tokens.engines import BadAnswer, Engines, ModelCard
 from flexcache.router.tokens.served import ServedModel, base_models, read_model
 
 logger = logging.getLogger(__name__)
@@ -62,9 +62,7 @@ class ModelRegistry:
             Models with the URL of an engine that was not known to serve it.
         """
         urls = list(self._urls)
-        answers = await asyncio.gather(
-            *(self._engines.models(url, self._urls[url]) for url in urls if url in self._urls)
-        )
+        answers = await asyncio.gather(*(self._list(url, self._urls[url]) for url in urls))
         heard = {url: cards for url, cards in zip(urls, answers, strict=True) if cards is not None}
         self._cards = {
             url: cards for url, cards in (self._cards | heard).items() if url in self._urls
@@ -76,6 +74,12 @@ class ModelRegistry:
         if self._tokenizer is not None and not self._models:
             self._models[self._tokenizer] = await self._read("", self._tokenizer)
         return self._assign()
+
+    async def _list(self, url: str, headers: Mapping[str, str]) -> list[ModelCard] | None:
+        try:
+            return await self._engines.models(url, headers)
+        except BadAnswer:  # the prober, which reads it too, says so
+            return None
 
     async def _read(self, name: str, root: str) -> ServedModel:
         source = self._tokenizer or root

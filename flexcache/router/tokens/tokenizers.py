@@ -8,7 +8,6 @@ import secrets
 from collections import Counter
 from collections.abc import Mapping
 
-import aiohttp
 import msgspec
 import numpy as np
 
@@ -29,7 +28,7 @@ from flexcache.router.tokens.body import (
     read_prompt,
 )
 from flexcache.router.tokens.comparison import Comparison
-from flexcache.router.tokens.engines import Engines
+from flexcache.router.tokens.engines import Engines, open_session
 from flexcache.router.tokens.limits import TokenLimits
 from flexcache.router.tokens.local import LocalTokens
 from flexcache.router.tokens.named_model import named_model
@@ -37,7 +36,7 @@ from flexcache.router.tokens.prompt import Prompt
 from flexcache.router.tokens.registry import ModelRegistry
 from flexcache.router.tokens.served import ServedModel
 from flexcache.router.tokens.ways import Way
-from flexcache.router.waiting import is_set_within
+from flexcache.router.waiting import Turns, is_set_within
 from flexcache.tasks.histogram import Histogram
 
 logger = logging.getLogger(__name__)
@@ -64,7 +63,7 @@ class Tokenizers:
         if seed is None:
             seed = secrets.randbits(63)
         self._limits = limits or TokenLimits()
-        self._session = aiohttp.ClientSession()
+        self._session = open_session({})
         engines = Engines(self._session, self._limits.render_timeout_s)
         self._local = LocalTokens(self._limits, seed)
         self._asked = AskedTokens(engines, self._limits, seed)
@@ -72,6 +71,7 @@ class Tokenizers:
         self._comparison = Comparison(self._local, self._asked, self._limits)
         self._look = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
+        self._looks = Turns("tokenizers")
         self._requests = Counter({"ids": 0, "local": 0, "render": 0, "unknown": 0})
         self._unknown: Counter[str] = Counter()
         self._tokens = 0
@@ -80,7 +80,8 @@ class Tokenizers:
 
     async def start(self) -> None:
         """Ask the engines for their models, compare tokenizers, and go on doing so beside."""
-        await self.look()
+        with self._looks.turn():
+            await self.look()
         self._looking = asyncio.create_task(self._keep_looking())
 
     async def close(self) -> None:
@@ -96,6 +97,10 @@ class Tokenizers:
     def set_engines(self, engines: Mapping[str, Mapping[str, str]]) -> None:
         """Set the engines, by base URL, with the headers that they require, a key, say."""
         self._registry.set_engines(engines)
+        self.look_soon()
+
+    def look_soon(self) -> None:
+        """Have the engines' models looked at again."""
         self._look.set()
 
     async def look(self) -> None:
@@ -109,7 +114,8 @@ class Tokenizers:
     async def _keep_looking(self) -> None:
         while True:
             await is_set_within(self._look, self._limits.refresh_every_s)
-            await self.look()
+            with self._looks.turn():
+                await self.look()
 
     async def read(self, arrival: Arrival) -> RouteRequest:
         """Read a request. Never raises: what cannot be read goes by load."""
