@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from functools import partial
 
@@ -88,6 +88,9 @@ class KVTPClient:
             that cannot compute what a load has lost. See `client.held_loads`.
         engine_polls: The engine's thread calls `take_ended` after each step, or waits. With a
             server in this process it then does what it would wait for, if this rank's thread did.
+        holds_adapter: Whether this rank has loaded the adapter of this digest (``adapter`` of a
+            match). Asked when an op of such a task begins and once it has ended, on any thread: it
+            must not wait. None: it holds none.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class KVTPClient:
         server_timeout_s: float = 3.0,
         keeps_loads: bool = False,
         engine_polls: bool = False,
+        holds_adapter: Callable[[str], bool] | None = None,
     ) -> None:
         endpoint, name = arguments.server_and_engine(endpoint, engine_id, dp_rank)
         place = arguments.place_of(rank, tp_rank)
@@ -227,6 +231,26 @@ class KVTPClient:
         """
         self._ops.drive()
         return self._tasks.take_ended(task_ids)
+
+    def weights_changed(self, version: str | None = None) -> None:
+        """Say that this rank's weights are others from now on: call it right before they change,
+        on any thread, on every rank of the engine for each update.
+
+        When it returns, no op that was planned before moves a byte of this rank any more: what is
+        under way has ended as failed, what arrives is refused until the engine's `KVManager` names
+        prompts by the new weights, which it learns of itself.
+
+        Args:
+            version: Names the new weights, as in `KVManager.new_weights`. It is enough that one
+                rank knows it. None: a random one.
+
+        Raises:
+            ValueError: The version is no string of 1 to 256 characters.
+        """
+
+    def weights_unknown(self, reason: str) -> None:
+        """Say that this rank can no longer tell what its weights are: its engine neither stores nor
+        finds anything until it restarts. Logged once."""
 
     def close(self) -> None:
         """Stop serving. Idempotent, from any thread, and after it was interrupted. The state is not
