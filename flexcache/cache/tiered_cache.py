@@ -123,6 +123,8 @@ class TieredCache:
         tier = self.tiers.by_name[name]
         if isinstance(tier, RemoteTier) and tier.root_at_store(plan.root) != plan.remote_root:
             num_ok = num_units_ok = 0  # the tier was cleared meanwhile and now uses other names
+        if self.tiers.is_retired(plan.root):
+            num_ok = num_units_ok = 0  # it would count as used now, before what is of use
         if name in plan.stores:
             lease = plan.stores[name]
             tier.publish(lease, num_ok)

@@ -17,9 +17,10 @@ from flexcache.cache.quotas import NO_ROOT
 from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.tier import BlockIds, Lease, Tier
 from flexcache.errors import InternalError
-from flexcache.ids import TierName
+from flexcache.ids import RootId, TierName
 
 _MAX_DEFERRED = 64
+_MAX_RETIRED = 1024
 
 
 class Tiers:
@@ -47,6 +48,8 @@ class Tiers:
         self._deferred: list[Callable[[], None]] = []
         self.journal: Journal | None = None
         self.now = 0.0
+        self._retired: dict[RootId, None] = {}
+        """Roots that nobody uses any more; the last ones."""
         self._withheld = Counter[TierName]()
 
     def __iter__(self) -> Iterator[Tier]:
@@ -178,6 +181,28 @@ class Tiers:
         if self.journal is not None and name is None and is_empty:
             self.journal.cleared_since(mark)
         return dropped
+
+    def retire(self, root: RootId) -> None:
+        """Evict what is kept under a root before all else: the weights it was named by are gone.
+
+        Readers of the journal know blocks by the engine's keys, which are the same under its next
+        root: for them the blocks have to go at once.
+        """
+        self._retired[root] = None
+        if len(self._retired) > _MAX_RETIRED:
+            del self._retired[next(iter(self._retired))]
+        kept, self.lost = self.lost, Counter()  # dirty blocks among them are not lost
+        for tier in self._tiers:
+            tier.retire_root(root, drop=self.journal is not None)
+        self.lost = kept
+
+    def unretire(self, root: RootId) -> None:
+        """A root is used (again)."""
+        if self._retired:
+            self._retired.pop(root, None)
+
+    def is_retired(self, root: RootId) -> bool:
+        return root in self._retired
 
     def expire(self, now: float) -> None:
         """Drop some of what was not used for too long, where it is time to look for that."""

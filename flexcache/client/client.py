@@ -132,7 +132,9 @@ class EngineClient:
 
     def new_weights(self, version: str) -> str:
         """Name the engine's weights; also before `start`, and while the server is away."""
-        return self.transport.new_weights(version)
+        generation, version = self.transport.new_weights(version)
+        self._tasks.renamed(generation, version)
+        return version
 
     # -- the cache as a whole --------------------------------------------------------------------
 

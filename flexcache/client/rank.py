@@ -24,6 +24,7 @@ from functools import partial
 import msgspec
 import torch
 
+from flexcache.cache.prompt import check_version
 from flexcache.client import arguments
 from flexcache.client.attachment import Attachment
 from flexcache.client.lent_tensors import LentTensors
@@ -38,6 +39,7 @@ from flexcache.errors import (
 )
 from flexcache.logs import log_event
 from flexcache.protocol.messages import (
+    UNKNOWN_WEIGHTS,
     Ended,
     Goodbye,
     HelloRank,
@@ -48,6 +50,8 @@ from flexcache.protocol.messages import (
     Rejected,
     SessionOver,
     ToRank,
+    Weights,
+    WeightsChanged,
     WelcomeRank,
 )
 from flexcache.service_thread import ServiceThread
@@ -59,6 +63,7 @@ logger = logging.getLogger(__name__)
 
 _HELLO_INTERVAL_S = 0.2
 _CLOSE_PATIENCE_S = 5.0
+_TELL_PATIENCE_S = 1.0
 
 
 class ClientState(Enum):
@@ -118,7 +123,12 @@ class KVTPClient:
         self._error: str | None = None
         self._attachment: Attachment | None = None  # closed before the engine may reuse its slots
         self._tasks = RankTasks(keeps_loads, lambda: self._ops.wake())
-        self._ops = RankOps(self._link, self._tasks, engine_polls)
+        self._ops = RankOps(self._link, self._tasks, engine_polls, holds_adapter)
+        self._updating = threading.Lock()
+        self._weights = WeightsChanged(0)
+        self._told = self._weights
+        self._heard: tuple[str, int] | None = None
+        """What the server has last said that it knows of this rank's weights."""
         self._thread: ServiceThread | None = None
         self._ends = threading.RLock()
         self._closing = False
@@ -247,10 +257,35 @@ class KVTPClient:
         Raises:
             ValueError: The version is no string of 1 to 256 characters.
         """
+        if version is not None:
+            check_version(version)
+        with self._updating:
+            if self._weights.number != UNKNOWN_WEIGHTS:
+                self._set_weights(WeightsChanged(self._weights.number + 1, version or ""))
 
     def weights_unknown(self, reason: str) -> None:
         """Say that this rank can no longer tell what its weights are: its engine neither stores nor
         finds anything until it restarts. Logged once."""
+        with self._updating:
+            if self._weights.number == UNKNOWN_WEIGHTS:
+                return
+            effect = "nothing is stored or found until the engine restarts"
+            self._log(logging.WARNING, "weights_unknown", reason=reason, effect=effect)
+            self._set_weights(WeightsChanged(UNKNOWN_WEIGHTS))
+
+    def _set_weights(self, weights: WeightsChanged) -> None:
+        """Refuse what was planned for others, and tell the server, for which it waits a moment: so
+        the engine's next request begins under the new name."""
+        self._weights = weights
+        self._ops.set_weights(weights.number)
+        if self._state is ClientState.SERVING and not self._ops.tell(weights):
+            known = self._hello.client, weights.number
+            self._ops.wake()
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._heard == known or self._state is not ClientState.SERVING,
+                    _TELL_PATIENCE_S,
+                )
 
     def close(self) -> None:
         """Stop serving. Idempotent, from any thread, and after it was interrupted. The state is not
@@ -343,6 +378,9 @@ class KVTPClient:
             for data in received:
                 if not self._take(_decoder.decode(data)):
                     return
+            if self._state is ClientState.SERVING and self._told is not self._weights:
+                self._told = self._weights
+                self._link.send(self._told)
             self._ops.advance()
         self._let_go()  # before the server learns that nothing is moving
         self._link.offer(Goodbye())
@@ -354,6 +392,10 @@ class KVTPClient:
                 self._ops.take(message)
             case WelcomeRank() if self._state is ClientState.HELLO:
                 self._register(message)
+            case Weights():
+                with self._changed:
+                    self._heard = message.ranks.get(self.rank)
+                    self._changed.notify_all()
             case Registered():
                 self._log(logging.INFO, "rank_registered")
                 self._set_state(ClientState.SERVING)
@@ -382,7 +424,10 @@ class KVTPClient:
             self._attachment = attachment
             self._ops.begin(attachment, welcome.server_pid, welcome.epoch)
             self._hello = msgspec.structs.replace(self._hello, layout=attachment.layout)
-            answer = attachment.registration
+            self._told = weights = self._weights
+            answer = msgspec.structs.replace(
+                attachment.registration, weights=weights.number, version=weights.version
+            )
         except Exception as error:  # the driver and its wrapper raise various classes
             self._let_go()
             answer = Register("", 0, f"{_text_of(error)} (the server has {welcome.fingerprint})")

@@ -51,8 +51,8 @@ class CacheConfig(TierConfig):
     )
     model_version: str | None = setting(
         None,
-        "Names the model's weights, beside what is known of them: engines share KV only with others "
-        "of the same version. `new_weights` and `POST /cache/weights` replace it.",
+        "Names the model's weights, beside what is known of them: engines share KV only with "
+        "others of the same version. `new_weights` and `POST /cache/weights` replace it.",
     )
     max_open_tasks: Count = setting(
         4096,

@@ -140,6 +140,20 @@ class KVTaskEngine:
         if is_disputed:
             self._cancel_unanswered(self._sessions.of_engine(engine), now)
 
+    def set_weights(self, engine: str, generation: int, is_other: bool, now: float) -> None:
+        """The weights of an engine are of this generation: what it has open is cancelled, and
+        nothing is matched for another one.
+
+        Args:
+            is_other: They have another name too: what it has stored so far is due first, unless
+                others use it.
+        """
+        self._sessions.set_weights(engine, generation)
+        self._cancel_unanswered(self._sessions.of_engine(engine), now)
+        if is_other:
+            for root in self._sessions.take_unused_roots(engine):
+                self.cache.tiers.retire(root)
+
     def _cancel_unanswered(self, sessions: Iterable[Session], now: float) -> None:
         """Cancel what callers wait for, but not writes below the GPU."""
         for session in sessions:
@@ -162,7 +176,7 @@ class KVTaskEngine:
     def match(
         self, task_id: TaskId, kind: TaskKind, keys: PromptKeys, start: int, stop: int,
         num_tokens: int, now: float, retain_s: float = 0.0, tail_at: int = 0,
-        session_id: str | None = None,
+        session_id: str | None = None, weights: int = 0, adapter: str = "",
     ) -> Plan:  # fmt: skip
         """Make a task for blocks ``[start, stop)`` of a prompt. An empty one has ended already.
 
@@ -175,9 +189,9 @@ class KVTaskEngine:
         owner = self._sessions.of(task_id)
         owner.take_id(task_id)
         plan, keys, start, stop = self._matcher.plan(
-            owner, task_id, kind, keys, start, stop, retain_s, now, tail_at
+            owner, task_id, kind, keys, start, stop, retain_s, now, tail_at, weights
         )
-        task = Task(task_id, owner, plan, num_tokens, session_id=session_id)
+        task = Task(task_id, owner, plan, num_tokens, session_id=session_id, adapter=adapter)
         if start < stop or kind is TaskKind.PUT:  # else it only looks the prompt up
             self.cache.sessions.used(session_id, keys, plan)
         if kind is TaskKind.GET:

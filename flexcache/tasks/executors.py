@@ -264,7 +264,9 @@ class Executors:
         heapq.heappush(self._deadlines, (now + patience_s, op.op_id))
         checksums = self._checksums.expected(op)
         for executor in executors:
-            self._instructions.append(RunOp(executor, task.task_id, op, checksums, gated))
+            self._instructions.append(
+                RunOp(executor, task.task_id, op, checksums, gated, task.adapter)
+            )
 
     def _reported(
         self, run: OpRun, executor: str, num_ok: int, error: str | None, bad_block: bool, now: float

@@ -94,9 +94,12 @@ class Matcher:
 
     def plan(
         self, owner: Session, task_id: TaskId, kind: TaskKind, keys: PromptKeys, start: int,
-        stop: int, retain_s: float, now: float, tail_at: int,
+        stop: int, retain_s: float, now: float, tail_at: int, weights: int = 0,
     ) -> tuple[Plan, PromptKeys, int, int]:  # fmt: skip
         """Plan a task for blocks ``[start, stop)`` of a prompt.
+
+        Args:
+            weights: The generation of the engine's weights that its root is named by.
 
         Returns:
             The plan, and what it is for: the keys and the blocks, those of the whole chain where
@@ -111,7 +114,12 @@ class Matcher:
             if kind is TaskKind.PREFETCH:
                 start = 0  # DRAM keeps no block without those before it
             tail_at += num_before if tail_at else 0
-        plan = self._plan(owner, kind, keys, start, stop, retain_s, tail_at)
+        if self._sessions.has_weights(owner.engine, weights):
+            owner.uses(keys.root)
+            self._cache.tiers.unretire(keys.root)
+            plan = self._plan(owner, kind, keys, start, stop, retain_s, tail_at)
+        else:
+            plan = self._cache.plan_nothing(kind, keys, start, stop, "weights_changed")
         plan.num_before = num_before
         if kind is TaskKind.GET and start < stop and self._cache.reuse is not None:
             self._cache.reuse.looked_up(keys, plan, stop)

@@ -30,12 +30,15 @@ class BlockNames(msgspec.Struct, frozen=True):
     used_s: float | None = None
 
 
-class Execute(msgspec.Struct, tag=True, frozen=True):
+class Execute(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     """Move ``src`` blocks to ``dst`` blocks, and answer with `Done`.
 
     Blocks on the GPU are named with their group (`transfer.group_ids`). A ``gated`` op waits until
     the engine's worker opens the gate of ``task_id``. H2DISK, H2REMOTE and REMOTE2H have ``names``;
     block ids on the remote side have no meaning.
+
+    ``weights``: the number of the rank's weights that the op is for; a rank that has others refuses
+    it. ``adapter``: the digest of an adapter, without which it refuses it too.
     """
 
     op_id: int
@@ -46,6 +49,8 @@ class Execute(msgspec.Struct, tag=True, frozen=True):
     gated: bool = False
     checksums: bytes = b""
     names: BlockNames | None = None
+    weights: int = 0
+    adapter: str = ""
 
 
 class Drop(msgspec.Struct, tag=True, frozen=True):
