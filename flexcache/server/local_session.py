@@ -62,7 +62,7 @@ class LocalSession:
     def _look_up(self, kind: TaskKind, keys: PromptKeys, stop: int, may_wait: bool) -> bool:
         """Ask the remote store; whether the match can be made now."""
         with self.server.lock, self.server.session() as tasks:
-            lookup = tasks.look_up(kind, keys, stop, time.monotonic())
+            lookup = tasks.look_up(kind, keys, stop, time.monotonic(), self.ids.session)
         if lookup is None or not may_wait:
             return lookup is None
         with self.server.lock, self.server.session() as tasks:

@@ -156,7 +156,7 @@ class Requests:
             raise ValueError(f"a tail behind {request.tail_at} of {request.stop} blocks")
         lookup, tasks = None, self._slot.tasks
         if request.look_up:
-            lookup = tasks.look_up(request.kind, keys, request.stop, now)
+            lookup = tasks.look_up(request.kind, keys, request.stop, now, caller.session)
         is_pending = lookup is not None
         if request.awaits_loads and not is_pending:
             is_pending = tasks.awaits_load(caller.session, keys, request.stop, now)

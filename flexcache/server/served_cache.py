@@ -46,7 +46,8 @@ class Clearing:
     _tiers: Tiers | None = None
     _withheld: Lease | None = None
     _pool: DiskPool | None = None
-    _is_reset: bool = False
+    _era: int | None = None
+    """The one that begins with a reset."""
 
     @property
     def needs_work(self) -> bool:
@@ -55,7 +56,7 @@ class Clearing:
     def work(self) -> None:
         """Erase the records for good: may take seconds, and needs no lock.
 
-        After a reset those of slots in use are void too, whatever is still written there.
+        After a reset those of slots in use are void too, and what is still written there of before.
 
         Raises:
             OSError: A restart may bring back what was cleared.
@@ -63,8 +64,8 @@ class Clearing:
         if self._pool is None or self._withheld is None:
             return
         try:
-            if self._is_reset:
-                self._pool.invalidate()
+            if self._era is not None:
+                self._pool.invalidate(self._era)
         finally:
             self._pool.erase(self._withheld.blocks)
 
@@ -165,6 +166,8 @@ class ServedCache:
         self.store.open()
         try:
             pool, started = self.store.disk_pool, time.monotonic()
+            if pool is not None:
+                self.tasks.cache.stores.era = pool.era
             records = None if pool is None else self.store.load_slots()
             store_opened()
             if pool is not None and records is not None:
@@ -246,8 +249,7 @@ class ServedCache:
         """Drop the blocks of one tier that are not in use, or all of all tiers (a reset).
 
         After a reset nothing that was stored before can be found, also where it is in use or being
-        stored, and what is stored is not recorded any more: the model's weights may have changed
-        under their name, and a restart may change them back.
+        stored, and neither after a restart.
 
         Raises:
             ValueError: There is no such tier.
@@ -258,9 +260,10 @@ class ServedCache:
         if self.tasks.recorder is not None:
             self.tasks.recorder.cleared(tier, num_dropped)
         if tier is None:
-            cache.stores.is_recording = False
+            cache.stores.era += 1
         pool = self.store.disk_pool
         if pool is None or tier not in (None, TierName.SSD.value):
             return Clearing(num_dropped)
         withheld = tiers.withhold_free(TierName.SSD)
-        return Clearing(num_dropped, tiers, withheld, pool, _is_reset=tier is None)
+        era = cache.stores.era if tier is None else None
+        return Clearing(num_dropped, tiers, withheld, pool, era)

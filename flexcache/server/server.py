@@ -301,6 +301,18 @@ class KVServer:
                 self._lines.pass_on()
         return weights
 
+    def engines(self) -> list[str]:
+        """Names of the engines in session."""
+        with self.lock:
+            return [name for name, _, _ in self.hub.sessions.engines()]
+
+    def versions(self) -> list[str]:
+        """What the weights of engines in session are called; the configured name without any."""
+        with self.lock:
+            engines = [name for name, _, _ in self.hub.sessions.engines()]
+            versions = dict.fromkeys(self.hub.weights.of(name).version for name in engines)
+        return list(versions) or [self.config.model_version or ""]
+
     def clear(self, tier: str | None, engine: str | None = None) -> int:
         """Drop the blocks of one tier, or of all, that are not in use; how many.
 

@@ -149,6 +149,9 @@ class KVTaskEngine:
                 others use it.
         """
         self._sessions.set_weights(engine, generation)
+        if is_other and (remote := self.cache.tiers.remote) is not None:
+            for session in self._sessions.of_engine(engine):
+                session.named_at = remote.num_clears
         self._cancel_unanswered(self._sessions.of_engine(engine), now)
         if is_other:
             for root in self._sessions.take_unused_roots(engine):
@@ -161,13 +164,17 @@ class KVTaskEngine:
 
     # -- calls of the engine's adapter -----------------------------------------------------------
 
-    def look_up(self, kind: TaskKind, keys: PromptKeys, stop: int, now: float) -> int | None:
+    def look_up(
+        self, kind: TaskKind, keys: PromptKeys, stop: int, now: float,
+        session: SessionId | None = None,
+    ) -> int | None:  # fmt: skip
         """Ask the remote store what it has of a prompt, where that may matter to a `match`.
 
         Returns:
             The question to wait for (`is_looking_up`, or `LookUpEnded`); None if nothing is asked.
         """
-        return self._matcher.look_up(kind, keys, stop, now)
+        owner = None if session is None else self._sessions.get(session)
+        return self._matcher.look_up(kind, keys, stop, now, owner)
 
     def awaits_load(self, session: SessionId, keys: PromptKeys, stop: int, now: float) -> bool:
         """Whether a get that can wait should ask again a little later (`EarlyTasks`)."""

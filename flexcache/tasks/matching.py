@@ -56,7 +56,16 @@ class Matcher:
         self._roots = LayoutRoots(layout)
         return True
 
-    def look_up(self, kind: TaskKind, keys: PromptKeys, stop: int, now: float) -> int | None:
+    def _place(self, keys: PromptKeys, owner: Session | None) -> None:
+        """Set the root that tiers keep a prompt under."""
+        self._roots.place(keys)
+        remote = self._cache.tiers.remote
+        if remote is not None and owner is not None and owner.named_at == remote.num_clears:
+            remote.keep_plain(keys.root)
+
+    def look_up(
+        self, kind: TaskKind, keys: PromptKeys, stop: int, now: float, owner: Session | None = None
+    ) -> int | None:
         """Ask the remote store what it has of a prompt, where that may matter to a match.
 
         Returns:
@@ -65,7 +74,7 @@ class Matcher:
         lookups = self._lookups
         if kind is TaskKind.PUT or lookups is None or not self._executors.is_up(REMOTE):
             return None
-        self._roots.place(keys)
+        self._place(keys, owner)
         if keys.parent_key is not None:
             chain = find_chain(keys, self._cache.tiers)
             if chain is None:
@@ -105,7 +114,7 @@ class Matcher:
             The plan, and what it is for: the keys and the blocks, those of the whole chain where
             the prompt continues one.
         """
-        self._roots.place(keys)
+        self._place(keys, owner)
         self._cache.tiers.advance(now)
         num_before = 0
         if keys.parent_key is not None and (chain := self._chain(kind, keys, owner)) is not None:
@@ -155,8 +164,7 @@ class Matcher:
             rate = owner.prefill_blocks_per_s
             return self._cache.loads.plan_prefetch(keys, start, stop, rate, self._terms())
         if (direct := self._direct_stores(owner)) is not None:
-            is_recording = self._cache.stores.is_recording
-            return direct.plan_put(keys, start, stop, retain_s, is_recording)
+            return direct.plan_put(keys, start, stop, retain_s, self._cache.stores.era)
         return self._cache.stores.plan_put(
             keys, start, stop, self._share_of_backlog(owner), retain_s, tail_at
         )

@@ -211,6 +211,8 @@ class Session:
     store_backlog: int = 0
     roots: dict[RootId, None] = field(default_factory=dict)
     """Under which it has matched since its weights had another name; not more than `MAX_ROOTS`."""
+    named_at: int = 0
+    """How often the remote tier had been cleared when its weights were named last."""
     prefill_blocks_per_s: float = 0.0
     """What the engine computes: whatever would take longer to load is not loaded for it."""
     is_gone: bool = False

@@ -20,7 +20,8 @@ class BlockNames(msgspec.Struct, frozen=True):
 
     ``keys`` are those of consecutive blocks of one prompt, the first at position ``first``;
     ``parent`` is the key of the block before it, empty if there is none. ``used_s`` is when all of
-    them had last been used, in seconds of the machine's monotonic clock; None for now.
+    them had last been used, in seconds of the machine's monotonic clock; None for now. ``era``:
+    how often the SSD tier had been reset when they were named.
     """
 
     root: bytes
@@ -28,6 +29,7 @@ class BlockNames(msgspec.Struct, frozen=True):
     parent: bytes
     keys: list[bytes]
     used_s: float | None = None
+    era: int = 0
 
 
 class Execute(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):

@@ -81,7 +81,7 @@ def test_a_load_that_runs_at_a_reset_ends_and_leaves_nothing(tmp_path: Path) -> 
         task_id, _ = cluster.manager.get_async(tokens(0), cluster.slots(gpu_blocks(0)))
         cluster.manager.reset()
         answer = cluster.manager.wait([task_id], 60.0, completely=True)[task_id]
-        assert answer.status is KVStatus.SUCCESS, "it was asked for before"
+        assert answer.status in (KVStatus.SUCCESS, KVStatus.CANCELLED)
         assert num_found(cluster, range(NUM_PROMPTS)) == 0
         assert cluster.num_leased() == 0
 
