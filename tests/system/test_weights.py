@@ -16,6 +16,7 @@ from ports import free_port
 from weighted_engine import TOKENS_PER_BLOCK, WeightedEngine, slots, tokens_of
 
 from flexcache import CacheConfig, KVStatus
+from flexcache.client.local import LocalTransport
 from flexcache.protocol.runtime import private_endpoint
 from flexcache.server.local_lines import withdraw_lines
 from flexcache.server.operator import open_http
@@ -191,6 +192,36 @@ def test_bytes_do_not_move_any_more_when_it_returns(engine: WeightedEngine) -> N
     stop.set()
     thread.join()
     assert engine.snapshot() == before
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_an_op_that_arrives_before_the_news_is_refused(is_gated: bool) -> None:
+    """The server plans a load while it cannot hear that the weights have changed."""
+    engine = WeightedEngine(CacheConfig(**SIZES), "own")  # type: ignore[arg-type]
+    engine.wait_ready()
+    engine.put("abcd")
+    transport = engine.manager._client.transport
+    assert isinstance(transport, LocalTransport)
+    updates = [threading.Thread(target=client.weights_changed) for client in engine.clients]
+    with transport.server.lock:
+        for client, update in zip(engine.clients, updates, strict=True):
+            update.start()
+            until(lambda c=client: c._ops.weights == 1)  # type: ignore[misc]
+        before = engine.snapshot()
+        task_id, mask = engine.manager.get_match(tokens_of("abcd"))
+        assert mask.all(), "it has not heard of it"
+        engine.manager.launch([task_id], [slots([4, 5, 6, 7])], gated=is_gated)
+        if is_gated:
+            for client in engine.clients:
+                client.open_gates([task_id])
+    for update in updates:
+        update.join()
+    assert not engine.manager.wait([task_id], PATIENCE_S)[task_id].mask.any()
+    assert engine.snapshot() == before
+    engine.weights = "tuned"
+    assert engine.put("abcd")[1].status is KVStatus.SUCCESS
+    assert engine.get("abcd") == 4
+    engine.close()
 
 
 def test_weights_that_are_unknown_end_hits_and_stores(engine: WeightedEngine) -> None:

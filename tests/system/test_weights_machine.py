@@ -34,7 +34,7 @@ OWN = "c"
 SIZES = {"num_cpu_blocks": 512, "tokens_per_block": TOKENS_PER_BLOCK}
 
 some_engine = st.sampled_from([*SHARED, OWN])
-some_word = st.text("xy", min_size=1, max_size=4)
+some_word = st.sampled_from(["x", "xy", "xyx", "yxyx"])
 some_version = st.none() | st.sampled_from(["v1", "v2"])
 some_adapter = st.sampled_from(["", "", "p", "q"])
 
