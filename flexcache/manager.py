@@ -108,7 +108,7 @@ class _WholeCache:
         other versions have stored is not found, and evicted first. Open tasks are cancelled.
 
         Args:
-            version: 1 to 256 characters; None for one that nobody else has.
+            version: 1 to 256 characters; None for one that no one else has.
 
         Returns:
             The version.

@@ -254,7 +254,7 @@ def check_session_id(session_id: object) -> None:
 
 
 def random_version() -> str:
-    """Return a version of weights that nobody else has."""
+    """Return a version of weights that no one else has."""
     return uuid.uuid4().hex
 
 

@@ -49,7 +49,7 @@ class Tiers:
         self.journal: Journal | None = None
         self.now = 0.0
         self._retired: dict[RootId, None] = {}
-        """Roots that nobody uses any more; the last ones."""
+        """The last roots that no engine uses any more."""
         self._withheld = Counter[TierName]()
 
     def __iter__(self) -> Iterator[Tier]:

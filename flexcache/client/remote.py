@@ -105,7 +105,7 @@ class RemoteTransport:
         """Held wherever the next three change."""
         self._weights = Weights(0, config.model_version or "")
         self._renamed_alone = False
-        """Whether the weights were named anew while there was no server."""
+        """Whether the weights were renamed while there was no server."""
         self._renamed: Callable[[int, str], None] = lambda generation, version: None
         self._tasks: ClientTasks
         self._thread: threading.Thread | None = None

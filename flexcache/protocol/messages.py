@@ -193,7 +193,7 @@ class HelloEngine(msgspec.Struct, tag=True, frozen=True):
     version: int = PROTOCOL_VERSION
     weights: Weights = Weights()
     renamed_alone: bool = False
-    """Whether it has named its weights anew while there was no server."""
+    """Whether it has renamed its weights while there was no server."""
 
 
 class WelcomeEngine(msgspec.Struct, tag=True, frozen=True):
@@ -325,7 +325,7 @@ class SessionHint(msgspec.Struct, tag=True, frozen=True):
 
 
 class NewWeights(msgspec.Struct, tag=True, frozen=True):
-    """Name the engine's weights anew. Answered with `Answer` (its `Weights`)."""
+    """Rename the engine's weights. Answered with `Answer` (its `Weights`)."""
 
     request_id: int
     version: str

@@ -143,7 +143,7 @@ class WeightsRequest(msgspec.Struct, forbid_unknown_fields=True):
     """Request for a name of weights.
 
     Attributes:
-        version: None for one that nobody else has.
+        version: None for one that no one else has.
         client: Name of the engine, as in `/status`; None if only one is attached.
     """
 

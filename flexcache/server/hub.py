@@ -214,7 +214,7 @@ class Hub:
             self.outbox.give(rank.identity, message)
 
     def _weights_changed(self, engine: str, generation: int, is_other: bool, now: float) -> None:
-        """Go on with an engine's new names; its scheduler is told, and told first."""
+        """Go on with an engine's new names; its scheduler hears of it first."""
         weights = self.weights.of(engine)
         self.sessions.rename_local(engine, weights.generation, weights.version)
         scheduler = self._registry.scheduler_of(engine)

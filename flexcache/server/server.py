@@ -293,7 +293,7 @@ class KVServer:
             readiness.require(engine, timeout)
 
     def new_weights(self, engine: str, version: str) -> Weights:
-        """Name an engine's weights anew; with its generation. An engine in this process may ask for
+        """Rename an engine's weights; return the name with its generation. An engine in this process may ask for
         it before the server has started."""
         with self.lock:
             weights = self.hub.weights.rename(engine, version, time.monotonic())
@@ -316,7 +316,7 @@ class KVServer:
     def clear(self, tier: str | None, engine: str | None = None) -> int:
         """Drop the blocks of one tier, or of all, that are not in use; how many.
 
-        With all, the ``engine`` that asks for it has its weights named anew.
+        With all, the ``engine`` that asks for it has its weights renamed.
         """
         if not self.is_open:
             return 0

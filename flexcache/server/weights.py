@@ -122,7 +122,7 @@ class EngineWeights:
             What it has to name them by from now on.
         """
         state = self._engines.setdefault(engine, _Engine())
-        if client != state.scheduler and state.scheduler:  # of an engine that was started anew
+        if client != state.scheduler and state.scheduler:  # of an engine that was started again
             state.ranks = {place: r for place, r in state.ranks.items() if not r.is_gone}
         state.scheduler = client
         knows_all = all(told.ranks.get(p) == each for p, each in state.updated().items())

@@ -109,7 +109,7 @@ def test_recording_on_ssd_goes_on_after_a_reset(tmp_path: Path) -> None:
     with running_cluster([tmp_path], num_cpu_blocks=80, **SETTINGS) as cluster:
         assert num_found(cluster, range(2)) == 0, "they had other names"
         tier = cluster.manager.stats()["tiers"]["SSD"]
-        assert tier["indexed"] + tier["restoring"] == BLOCKS
+        assert tier["indexed"] + tier.get("restoring", 0) == BLOCKS
 
 
 def test_what_an_engine_stores_after_its_reset_another_does_not_load() -> None:

@@ -41,7 +41,7 @@ def test_each_update_of_a_rank_is_a_generation() -> None:
     assert world.told(0, 2) == third, "it says so again"
 
 
-def test_a_given_name_wins_over_a_random_one_whoever_comes_first() -> None:
+def test_a_given_name_wins_over_a_random_one_in_any_order() -> None:
     world = World()
     assert world.told(0, 1, "v2").version == "v2"
     assert world.told(1, 1).version == "v2"
