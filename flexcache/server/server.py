@@ -293,8 +293,7 @@ class KVServer:
             readiness.require(engine, timeout)
 
     def new_weights(self, engine: str, version: str) -> Weights:
-        """Rename an engine's weights; return the name with its generation. An engine in this process may ask for
-        it before the server has started."""
+        """Rename an engine's weights; return the name with its generation. At any time."""
         with self.lock:
             weights = self.hub.weights.rename(engine, version, time.monotonic())
             if self._thread is not None:

@@ -29,6 +29,7 @@ def memory_mb() -> float:
     return psutil.Process().memory_info().rss / 1e6
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("kind", ["own names", "given names", "resets"])
 def test_nothing_grows(kind: str, tmp_path: Path, record_property: pytest.RecordProperty) -> None:
     config = CacheConfig(
