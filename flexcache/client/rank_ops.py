@@ -309,7 +309,8 @@ class RankOps:
         """Start what may start; return what has ended."""
         with self._turn:
             ended, self._ended_early = self._ended_early, []
-            return ended + self._judged(worker.advance(may_copy=may_copy))
+            moved = worker.advance() if may_copy else worker.advance(may_copy=False)
+            return ended + self._judged(moved)
 
     def _judged(self, done: list[Done]) -> list[Done]:
         """Return how ops have ended: what moved under an adapter that is gone is of no use."""
