@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from flexcache.client.rank import KVTPClient
     from flexcache.config import CacheConfig, KVGroup, ModelConfig
     from flexcache.errors import (
+        AmbiguousEngineError,
         ClosedError,
         ConfigError,
         DeviceLostError,
@@ -47,6 +48,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AmbiguousEngineError",
     "CacheConfig",
     "ClosedError",
     "ConfigError",

@@ -36,6 +36,10 @@ class MissingDependencyError(FlexCacheError, ImportError):
     """The requested function needs an optional package. Names the package and the extra."""
 
 
+class AmbiguousEngineError(FlexCacheError):
+    """Several engines are attached, and a call does not say which of them it is for."""
+
+
 class ClosedError(FlexCacheError):
     """The object was shut down before the call, or not started yet."""
 

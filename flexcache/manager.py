@@ -17,6 +17,8 @@ from flexcache.cache.prompt import (
     Span,
     Tokens,
     check_hint,
+    check_version,
+    random_version,
     retention_s,
 )
 from flexcache.cache.token_masks import Mask
@@ -89,13 +91,34 @@ class _WholeCache:
         return self._client.clear(tier)
 
     def reset(self) -> None:
-        """Drop all blocks: the model's weights may have changed under the same name.
+        """Drop all blocks, and name what this engine stores from now on by a new version, as
+        `new_weights` does: the weights may have changed.
 
-        What is in use or being stored can no longer be found either, and tasks that were matched
-        before go on with it. SSD blocks stored afterwards do not survive a restart. A remote store
-        keeps its objects, as for `clear`.
+        What is in use or being stored can no longer be found either, also after a restart. A remote
+        store keeps its objects, as for `clear`.
         """
         self._client.clear(None)
+
+    def new_weights(self, version: str | None = None) -> str:
+        """Name the weights of this engine: it stores and finds only what was stored under this
+        version from now on, by itself or by others that start from the same model.
+
+        Call it once the weights have changed. Ranks that notice it themselves
+        (`KVTPClient.weights_changed`) have called it already; the version given last counts. What
+        other versions have stored is not found, and evicted first. Open tasks are cancelled.
+
+        Args:
+            version: 1 to 256 characters; None for one that no one else has.
+
+        Returns:
+            The version.
+
+        Raises:
+            ValueError: The version is no such string.
+        """
+        if version is not None:
+            check_version(version)
+        return self._client.new_weights(version or random_version())
 
     def take_changes(self) -> list[Change]:
         """Return what the tiers stored and lost since the last call, in order, with ``kv_events``.
@@ -162,13 +185,21 @@ class KVManager(_WholeCache):
         size = cache_config.tokens_per_block
         self._groups = GroupTable(model_config, size)
         self._prompts = PromptMaker(
-            model_config.fingerprint(size), size, lambda: self._client.transport.prompt_detail
-        )
+            model_config.fingerprint(size), size, lambda: self._client.transport.prompt_detail,
+            cache_config.model_version or "",
+        )  # fmt: skip
+        self._client.on_weights(self._prompts.rename)
 
     @property
     def endpoint(self) -> str:
         """Address for the engine's `KVTPClient`s: the server, and the engine's name there."""
         return with_engine(self._client.endpoint, self._engine_id)
+
+    @property
+    def weights_generation(self) -> int:
+        """Counts how often the weights got another name. Note it when a request begins, and pass it
+        as ``weights``: KV that was computed across a change is then stored under no name."""
+        return self._prompts.generation
 
     @property
     def wants_request_info(self) -> bool:
@@ -197,6 +228,7 @@ class KVManager(_WholeCache):
         self, token_ids: Tokens, token_mask: Span | None = None, *, namespace: Namespace = None,
         block_keys: Sequence[bytes] | None = None, parent_key: bytes | None = None,
         request_info: RequestInfo | None = None, session_id: str | None = None,
+        weights: int | None = None, adapter: str = "",
     ) -> tuple[int, Mask]:  # fmt: skip
         """Find the longest cached prefix and reserve it for a load. With window or state groups, it
         ends where what they need is cached too.
@@ -212,6 +244,10 @@ class KVManager(_WholeCache):
                 ends. Tokens and masks are those of the continuation.
             request_info: Metadata for KV events and traces.
             session_id: Names the user's session that the prompt belongs to (`session_hint`).
+            weights: `weights_generation` when the request began. If the weights are others by now,
+                nothing is found, and of a put nothing is stored. None: they are the present ones.
+            adapter: Digest of the adapter (LoRA) that the KV belongs to. Ranks that do not hold it
+                (`KVTPClient`) move nothing.
 
         Returns:
             A task id, and a mask over the tokens: True where FlexCache will supply KV. Masks share
@@ -219,7 +255,7 @@ class KVManager(_WholeCache):
         """
         prompt = self._prompts.make(
             token_ids, token_mask, namespace, block_keys, parent_key, request_info,
-            session_id=session_id,
+            session_id=session_id, weights=weights, adapter=adapter,
         )  # fmt: skip
         task = self._client.match(TaskKind.GET, self._groups.loadable(prompt))
         mask = _mask(self._prompts, prompt, task)
@@ -230,6 +266,7 @@ class KVManager(_WholeCache):
         block_keys: Sequence[bytes] | None = None, parent_key: bytes | None = None,
         request_info: RequestInfo | None = None, look_up: bool | Literal["only"] = True,
         session_id: str | None = None, awaits_loads: bool = False,
+        weights: int | None = None, adapter: str = "",
     ) -> tuple[int, Mask, dict[TierName, int]] | None:  # fmt: skip
         """Run `get_match` without waiting, and also return how many tokens each tier will supply.
 
@@ -242,7 +279,7 @@ class KVManager(_WholeCache):
         arguments.check_look_up(look_up, awaits_loads)
         prompt = self._prompts.make(
             token_ids, token_mask, namespace, block_keys, parent_key, request_info,
-            session_id=session_id,
+            session_id=session_id, weights=weights, adapter=adapter,
         )  # fmt: skip
         if look_up == "only":
             self._client.look_up(self._groups.loadable(prompt))
@@ -261,6 +298,7 @@ class KVManager(_WholeCache):
         block_keys: Sequence[bytes] | None = None, parent_key: bytes | None = None,
         priority: int = 0, ttl_s: float = 0.0, tail_at: int | None = None,
         request_info: RequestInfo | None = None, session_id: str | None = None,
+        weights: int | None = None, adapter: str = "",
     ) -> tuple[int, Mask]:  # fmt: skip
         """Find the part of a prompt that is not cached yet and reserve room for it.
 
@@ -279,7 +317,7 @@ class KVManager(_WholeCache):
         retain_s = retention_s(priority, ttl_s, self.cache_config.priority_step_s)
         prompt = self._prompts.make(
             token_ids, token_mask, namespace, block_keys, parent_key, request_info, retain_s,
-            session_id,
+            session_id, weights, adapter,
         )  # fmt: skip
         task = self._client.match(TaskKind.PUT, self._groups.with_tail(prompt, tail_at))
         mask = _mask(self._prompts, prompt, task)
@@ -289,7 +327,7 @@ class KVManager(_WholeCache):
         self, token_ids: Tokens, slot_mapping: Slots, token_mask: Span | None = None, *,
         namespace: Namespace = None, block_keys: Sequence[bytes] | None = None,
         parent_key: bytes | None = None, request_info: RequestInfo | None = None,
-        session_id: str | None = None,
+        session_id: str | None = None, weights: int | None = None, adapter: str = "",
     ) -> tuple[int, Mask]:  # fmt: skip
         """Combine `get_match` and `launch`.
 
@@ -299,7 +337,7 @@ class KVManager(_WholeCache):
         self._groups.require_slots("get_match")
         prompt = self._prompts.make(
             token_ids, token_mask, namespace, block_keys, parent_key, request_info,
-            session_id=session_id,
+            session_id=session_id, weights=weights, adapter=adapter,
         )  # fmt: skip
         return _start(self._client, self._prompts, TaskKind.GET, prompt, slot_mapping, token_mask)
 
@@ -308,13 +346,14 @@ class KVManager(_WholeCache):
         namespace: Namespace = None, block_keys: Sequence[bytes] | None = None,
         parent_key: bytes | None = None, priority: int = 0, ttl_s: float = 0.0,
         request_info: RequestInfo | None = None, session_id: str | None = None,
+        weights: int | None = None, adapter: str = "",
     ) -> tuple[int, Mask]:  # fmt: skip
         """Combine `put_match` and `launch`; ``slot_mapping`` as for `get_async`."""
         self._groups.require_slots("put_match")
         retain_s = retention_s(priority, ttl_s, self.cache_config.priority_step_s)
         prompt = self._prompts.make(
             token_ids, token_mask, namespace, block_keys, parent_key, request_info, retain_s,
-            session_id,
+            session_id, weights, adapter,
         )  # fmt: skip
         return _start(self._client, self._prompts, TaskKind.PUT, prompt, slot_mapping, token_mask)
 
@@ -322,11 +361,12 @@ class KVManager(_WholeCache):
         self, token_ids: Tokens, token_mask: Span | None = None, *, namespace: Namespace = None,
         block_keys: Sequence[bytes] | None = None, parent_key: bytes | None = None,
         request_info: RequestInfo | None = None, session_id: str | None = None,
+        weights: int | None = None, adapter: str = "",
     ) -> int:  # fmt: skip
         """Load the blocks of a prompt from lower tiers into DRAM. Needs no GPU slots."""
         prompt = self._prompts.make(
             token_ids, token_mask, namespace, block_keys, parent_key, request_info,
-            session_id=session_id,
+            session_id=session_id, weights=weights, adapter=adapter,
         )  # fmt: skip
         prompt = self._groups.loadable(prompt)
         task = self._client.match_and_launch(TaskKind.PREFETCH, prompt, lambda _: NO_BLOCKS)
@@ -335,12 +375,14 @@ class KVManager(_WholeCache):
     def prefetch_nowait(
         self, token_ids: Tokens, token_mask: Span | None = None, *, namespace: Namespace = None,
         block_keys: Sequence[bytes] | None = None, session_id: str | None = None,
+        weights: int | None = None, adapter: str = "",
     ) -> int | None:  # fmt: skip
         """Run `prefetch_async` without waiting. Returns None if the remote store has not answered
         yet: call again a little later."""
         prompt = self._prompts.make(
-            token_ids, token_mask, namespace, block_keys, session_id=session_id
-        )
+            token_ids, token_mask, namespace, block_keys, session_id=session_id, weights=weights,
+            adapter=adapter,
+        )  # fmt: skip
         prompt = self._groups.loadable(prompt)
         task = self._client.match_nowait(TaskKind.PREFETCH, prompt, look_up=True)
         if task is None:

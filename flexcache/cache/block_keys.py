@@ -4,7 +4,8 @@ A key is the xxh3-128 digest of the *flat* token prefix that ends with the block
 yields all keys of a prompt, and the key of any single block can be computed without those before
 it, which makes a match a bisection: see `prefix_index`.
 
-Model fingerprint, namespace and kind of key are digested once into a root. The hash of tokens
+Model fingerprint, version of the weights, adapter, namespace and kind of key are digested once into
+a root. The hash of tokens
 starts from the root; the engine's own keys are used as they are, in a directory per root. The
 layout of a block's bytes is mixed into the root under which it is kept (`layout_roots`).
 
@@ -30,12 +31,21 @@ ENGINE_KEYS = "engine"
 _TAG_BYTES = 6
 
 
-def make_root(fingerprint: str, namespace: Sequence[str], kind: str) -> RootId:
+def make_root(
+    fingerprint: str, namespace: Sequence[str], kind: str, version: str = "", adapter: str = ""
+) -> RootId:
     """Digest everything besides the tokens that a key's identity depends on. 16 bytes.
 
     The last six are the tag of the tenant, if there is one.
+
+    Args:
+        version: What the model's weights are called now, where that was said (`new_weights`).
+        adapter: Digest of the adapter's bytes, where there is one.
     """
-    encoded = msgspec.msgpack.encode((fingerprint, list(namespace), kind))
+    parts: tuple[object, ...] = (fingerprint, list(namespace), kind)
+    if version or adapter:  # else a root as it always was: what is on SSD stays
+        parts = (*parts, version, adapter)
+    encoded = msgspec.msgpack.encode(parts)
     digest = xxhash.xxh3_128_digest(encoded)
     return with_tenant(digest, tag_of(namespace[0]) if namespace else digest[-_TAG_BYTES:])
 

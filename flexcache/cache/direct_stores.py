@@ -44,14 +44,13 @@ class DirectStores:
         self._chunk_blocks = chunk_blocks
 
     def plan_put(
-        self, keys: BlockKeys, start: int, stop: int, retain_s: float = 0.0,
-        is_recording: bool = True,
-    ) -> Plan:  # fmt: skip
+        self, keys: BlockKeys, start: int, stop: int, retain_s: float = 0.0, era: int = 0
+    ) -> Plan:
         """Plan to store the blocks ``[start, stop)`` that the SSD tier neither has nor awaits.
 
         Args:
             retain_s: The prompt counts as used this much later.
-            is_recording: Whether the blocks must outlive this process.
+            era: See `StorePlanner`.
         """
         plan, _ = begin_put(self._tiers, self.tier, keys, stop, retain_s)
         first = plan.start
@@ -63,11 +62,11 @@ class DirectStores:
             plan.drop("ssd_unavailable", stop - first)
         else:
             end = stop if self._admission is None else self._admission.admit(keys, stop, start)
-            self._add_blocks(plan, keys, first, end, retain_s, is_recording)
+            self._add_blocks(plan, keys, first, end, retain_s, era)
         return plan
 
     def _add_blocks(
-        self, plan: Plan, keys: BlockKeys, first: int, end: int, retain_s: float, is_recording: bool
+        self, plan: Plan, keys: BlockKeys, first: int, end: int, retain_s: float, era: int
     ) -> None:
         room = end - first if self._budget is None else self._budget.room(self._tiers.now)
         if room < end - first:
@@ -85,7 +84,7 @@ class DirectStores:
             plan.drop(lease.why_short("ssd"), end - plan.stop)
         for chunk in chunks(first, plan.stop, self._chunk_blocks):
             slots = lease.blocks[chunk.start - first : chunk.stop - first]
-            names = block_names(self.tier, keys, chunk.start, chunk.stop) if is_recording else None
+            names = block_names(self.tier, keys, chunk.start, chunk.stop, era=era)
             write = plan.graph.add(next(self._op_ids), OpKind.D2DISK, chunk.start, None, slots)
             commit = next(self._op_ids)
             plan.graph.add(commit, OpKind.COMMIT, chunk.start, slots, slots, [write], names)

@@ -58,13 +58,14 @@ class PlannedTail:
     stores: dict[TierName, Lease] = field(default_factory=dict)
     pins: list[tuple[Tier, Tail]] = field(default_factory=list)
 
-    def names(self, tier: Tier, root: RootId, units: range) -> BlockNames:
+    def names(self, tier: Tier, root: RootId, units: range, era: int = 0) -> BlockNames:
         """Name some of its units, for storage that outlives this process."""
         at_store = tier.root_at_store(root) if isinstance(tier, RemoteTier) else root
         names = tail_keys(self.key, len(self.units))
         parent = names[units.start - 1] if units.start else self.key
         first = TAIL_FIRST + units.start
-        return BlockNames(at_store, first, parent, list(names[units.start : units.stop]))
+        own: list[bytes] = list(names[units.start : units.stop])
+        return BlockNames(at_store, first, parent, own, era=era)
 
 
 @dataclass(slots=True, eq=False)
@@ -211,9 +212,9 @@ def chunks(start: int, stop: int, size: int) -> Iterator[range]:
 
 
 def block_names(
-    tier: Tier, keys: BlockKeys, start: int, stop: int, used_s: float | None = None
+    tier: Tier, keys: BlockKeys, start: int, stop: int, used_s: float | None = None, era: int = 0
 ) -> BlockNames:
     """Name blocks ``[start, stop)`` of a prompt, for storage that outlives this process."""
     root = tier.root_at_store(keys.root) if isinstance(tier, RemoteTier) else keys.root
     parent = keys.key(start - 1) if start else b""
-    return BlockNames(root, start, parent, list(keys.slice(start, stop)), used_s)
+    return BlockNames(root, start, parent, list(keys.slice(start, stop)), used_s, era)

@@ -271,6 +271,27 @@ class PrefixIndex:
         self._end_with(run, kept, RETIRED)
         return ordinary - kept
 
+    def retire_root(self, root: RootId) -> None:
+        """Make all blocks under a root due before all others. O(its blocks), at C speed, and O(log
+        leaves) per run.
+
+        A later use makes those ordinary again that it uses.
+        """
+        for run in self._runs_of(root):
+            if run.tail[0] == DISCARDED:  # these go first in any case, once they are unpinned
+                run.front = [(run.tail_start, RETIRED, 0)] if run.front else None
+            elif run.front or run.tail[0] != RETIRED:
+                self._end_with(run, 0, RETIRED)
+
+    def starts_of(self, root: RootId) -> list[BlockKey]:
+        """Return the first keys of all prompts under a root."""
+        return [run.keys[0] for run in self._runs_of(root) if run.parent is None]
+
+    def _runs_of(self, root: RootId) -> list[Run]:
+        """Return a root's runs that have blocks which can be found."""
+        codes = self._directories.get(root, {}).values()
+        return [self._runs[number] for number in {code & NUMBER_MASK for code in codes}]
+
     def due(self, match: PrefixMatch) -> float:
         """Return when the last matched block is due for eviction. O(uses of its run)."""
         assert match.run is not None

@@ -8,6 +8,7 @@ has stored.
 from __future__ import annotations
 
 import sys
+import uuid
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ Namespace = str | Sequence[str] | None
 
 MAX_PRIORITY = 1000
 MAX_SESSION_ID_LENGTH = 256
+MAX_VERSION_LENGTH = 256
 LONGEST_RETURN_S = 86_400.0
 _MAX_ROOTS = 65_536
 
@@ -45,6 +47,9 @@ class Prompt(NamedTuple):
     ``retain_s``: stored blocks of a put count as used this much later when room is needed.
     ``tail_at``: a put also stores the tail behind this many blocks, unless it is 0.
     ``session_id``: whose prompt it is (`prompt_sessions`).
+    ``weights``: the generation of the engine's weights that named its keys; tasks are made for the
+    present one only.
+    ``adapter``: digest of the adapter that its KV needs; ranks without it move nothing.
     """
 
     keys: PromptKeys
@@ -54,6 +59,16 @@ class Prompt(NamedTuple):
     retain_s: float = 0.0
     tail_at: int = 0
     session_id: str | None = None
+    weights: int = 0
+    adapter: str = ""
+
+
+class _Names(NamedTuple):
+    """What the weights are called, and the roots that were made with it: swapped as one."""
+
+    generation: int
+    version: str
+    roots: dict[tuple[Namespace, str, str], RootId]
 
 
 class PromptMaker:
@@ -63,16 +78,28 @@ class PromptMaker:
         fingerprint: Identifies model and block size: prompts of another model have other keys.
         tokens_per_block: The block size.
         prompt_detail: Returns how much of a prompt the cache's observers need. It may change.
+        version: What the weights are called from the start.
     """
 
     def __init__(
-        self, fingerprint: str, tokens_per_block: int, prompt_detail: Callable[[], PromptDetail]
-    ) -> None:
+        self, fingerprint: str, tokens_per_block: int, prompt_detail: Callable[[], PromptDetail],
+        version: str = "",
+    ) -> None:  # fmt: skip
         self.tokens_per_block = tokens_per_block
         self._prompt_detail = prompt_detail
         self._fingerprint = fingerprint
-        self._roots: dict[tuple[Namespace, str], RootId] = {}
+        self._names = _Names(0, version, {})
         self._masks = TokenMasks()
+
+    @property
+    def generation(self) -> int:
+        """Which generation of the engine's weights names prompts now."""
+        return self._names.generation
+
+    def rename(self, generation: int, version: str) -> None:
+        """Name prompts by other weights from now on. Earlier generations are ignored."""
+        if generation > self._names.generation:
+            self._names = _Names(generation, version, {})
 
     def make(
         self,
@@ -84,12 +111,18 @@ class PromptMaker:
         info: RequestInfo | None = None,
         retain_s: float = 0.0,
         session_id: str | None = None,
+        weights: int | None = None,
+        adapter: str = "",
     ) -> Prompt:
         """Make a prompt of the whole blocks within the first run of True in ``token_mask``, or
         within a range of positions.
 
         With ``block_keys`` only the number of tokens matters. With a ``parent_key`` they continue
         the chain that ends with it.
+
+        Args:
+            weights: The generation that its KV was computed with; None for the present one.
+            adapter: Digest of the adapter that its KV was computed with.
 
         Raises:
             ValueError: An argument has the wrong shape, type or size.
@@ -98,6 +131,9 @@ class PromptMaker:
             check_session_id(session_id)
         if info is not None:
             check_request_info(info)
+        if weights is not None or adapter:
+            _check_weights(weights, adapter)
+        names = self._names
         try:
             num_tokens = len(token_ids)
         except TypeError:
@@ -109,9 +145,12 @@ class PromptMaker:
         if detail := self._prompt_detail():
             tokens = _own_copy(token_ids) if detail is PromptDetail.TOKENS else ()
             content = PromptContent(tokens, info or NO_INFO)
-        keys = self._keys(token_ids, namespace, block_keys, parent_key, content)
+        keys = self._keys(token_ids, (namespace, adapter), names, block_keys, parent_key, content)
         stop = min(stop, keys.num_blocks)
-        return Prompt(keys, min(start, stop), stop, num_tokens, retain_s, session_id=session_id)
+        generation = names.generation if weights is None else weights
+        return Prompt(
+            keys, min(start, stop), stop, num_tokens, retain_s, 0, session_id, generation, adapter
+        )
 
     def token_mask(self, num_tokens: int, start: int, num_blocks: int) -> Mask:
         """Make a mask over ``num_tokens`` that is True for ``num_blocks`` from block ``start``."""
@@ -121,7 +160,8 @@ class PromptMaker:
     def _keys(
         self,
         token_ids: Tokens,
-        namespace: Namespace,
+        place: tuple[Namespace, str],
+        names: _Names,
         block_keys: Sequence[bytes] | None,
         parent_key: bytes | None,
         content: PromptContent | None,
@@ -130,7 +170,7 @@ class PromptMaker:
             raise ValueError(f"a parent_key must be 1 to {MAX_KEY_BYTES} bytes, beside block_keys")
         if block_keys is not None:
             _check_keys(block_keys)
-            root = self._root(namespace, ENGINE_KEYS)
+            root = self._root(*place, ENGINE_KEYS, names)
             num_blocks = len(token_ids) // self.tokens_per_block
             parent = None if parent_key is None else BlockKey(parent_key)
             return EngineBlockKeys(root, block_keys, num_blocks, content, parent)
@@ -141,27 +181,27 @@ class PromptMaker:
         if isinstance(token_ids, list | tuple) or as_int64 is not tokens:
             as_int64.flags.writeable = False  # it is not the caller's
         return TokenBlockKeys(
-            self._root(namespace, TOKEN_KEYS), as_int64, self.tokens_per_block, content
+            self._root(*place, TOKEN_KEYS, names), as_int64, self.tokens_per_block, content
         )
 
-    def _root(self, namespace: Namespace, kind: str) -> RootId:
+    def _root(self, namespace: Namespace, adapter: str, kind: str, names: _Names) -> RootId:
         if namespace is not None and not isinstance(namespace, str | tuple):
             if not isinstance(namespace, Sequence):
                 raise ValueError(f"namespace must be a string or strings, not {namespace!r}")
             namespace = tuple(namespace)
-        root = self._roots.get((namespace, kind))
+        root = names.roots.get((namespace, adapter, kind))
         if root is None:
             parts = () if namespace is None else namespace
             parts = (parts,) if isinstance(parts, str) else parts
             if not all(isinstance(part, str) for part in parts):
                 raise ValueError(f"namespace must be a string or strings, not {namespace!r}")
-            if len(self._roots) >= _MAX_ROOTS:
-                self._roots.clear()
+            if len(names.roots) >= _MAX_ROOTS:
+                names.roots.clear()
             try:
-                root = make_root(self._fingerprint, parts, kind)
+                root = make_root(self._fingerprint, parts, kind, names.version, adapter)
             except UnicodeEncodeError as error:
                 raise ValueError(f"namespace = {namespace!r}: {error.reason}") from None
-            self._roots[namespace, kind] = root
+            names.roots[namespace, adapter, kind] = root
         return root
 
     def _block_range(self, num_tokens: int, token_mask: Span) -> tuple[int, int]:
@@ -211,6 +251,23 @@ def _is_key(key: object) -> bool:
 def check_session_id(session_id: object) -> None:
     """Raise `ValueError` unless this can name a session."""
     check_name("session_id", session_id, MAX_SESSION_ID_LENGTH)
+
+
+def random_version() -> str:
+    """Return a version of weights that no one else has."""
+    return uuid.uuid4().hex
+
+
+def check_version(version: object) -> None:
+    """Raise `ValueError` unless this can name the weights."""
+    check_name("version", version, MAX_VERSION_LENGTH)
+
+
+def _check_weights(weights: object, adapter: object) -> None:
+    if weights is not None and (isinstance(weights, bool) or not isinstance(weights, int)):
+        raise ValueError(f"weights = {weights!r}: must be a KVManager.weights_generation")
+    if adapter != "":
+        check_name("adapter", adapter, MAX_VERSION_LENGTH)
 
 
 def check_name(what: str, name: object, longest: int) -> None:

@@ -24,6 +24,7 @@ from flexcache.cache.tier import BlockIds, Tier
 from flexcache.ids import BlockKey, RootId, TierName
 
 _MAX_ABSENT = 65_536
+_MAX_PLAIN = 65_536
 
 
 class RemoteTier(Tier):
@@ -45,10 +46,22 @@ class RemoteTier(Tier):
         self._absent_ttl_s = absent_ttl_s
         self._absent: OrderedDict[tuple[RootId, BlockKey], float] = OrderedDict()
         self._salt = b""
+        self._plain: dict[RootId, None] = {}
+        self.num_clears = 0
 
     def root_at_store(self, root: RootId) -> bytes:
         """Return the name of a root at the store."""
-        return xxhash.xxh3_128_digest(root + self._salt) if self._salt else root
+        if not self._salt or root in self._plain:
+            return root
+        return xxhash.xxh3_128_digest(root + self._salt)
+
+    def keep_plain(self, root: RootId) -> None:
+        """Call a root at the store what others call it: it belongs to weights that were named since
+        the last `clear`, so nothing from before it is found."""
+        if self._salt and root not in self._plain:
+            if len(self._plain) >= _MAX_PLAIN:
+                del self._plain[next(iter(self._plain))]
+            self._plain[root] = None
 
     def first_unknown(self, keys: BlockKeys, stop: int, now: float) -> int | None:
         """Return the first unknown block of a prompt; None if there is nothing to ask."""
@@ -110,6 +123,8 @@ class RemoteTier(Tier):
         """
         self._salt = np.random.default_rng().bytes(16)
         self._absent.clear()
+        self._plain.clear()
+        self.num_clears += 1
         return super().clear()
 
     def stats(self) -> dict[str, int]:

@@ -68,8 +68,8 @@ class StorePlanner:
         self._chunk_blocks = chunk_blocks
         self.max_backlog = max_backlog
         self._backlog = StoreBacklog(tiers, max_backlog, budgets)
-        self.is_recording = True
-        """Whether blocks written to SSD must outlive this process."""
+        self.era = 0
+        """How often the SSD tier was reset: what was planned before is not recorded for good."""
         self._admissions = dict(admissions)
         self._write_back = {
             name: WriteBack(self._host, tiers.by_name[name], dirty, tiers.lose)
@@ -272,7 +272,7 @@ class StorePlanner:
                 # the host has them, the tier lacks them: a write failed, for example
                 late.mark(keys.root, keys.slice(begin, plan.start), keys.content, begin)
             if self._tails is not None and plan.tail is not None and is_admitted:
-                self._tails.store(plan, tier, tail_copies, self.is_recording, max_backlog, retain_s)
+                self._tails.store(plan, tier, tail_copies, self.era, max_backlog, retain_s)
 
     def _add_blocks(
         self, plan: Plan, tier: Tier, keys: BlockKeys, cached: PrefixMatch, copies: Sequence[_Copy],
@@ -326,9 +326,7 @@ class StorePlanner:
         self, plan: Plan, tier: Tier, keys: BlockKeys, first: int, source: BlockIds,
         target: BlockIds, depends_on: Sequence[OpId], used_s: float | None = None,
     ) -> None:  # fmt: skip
-        names = None
-        if self.is_recording or isinstance(tier, RemoteTier):
-            names = block_names(tier, keys, first, first + len(target), used_s)
+        names = block_names(tier, keys, first, first + len(target), used_s, self.era)
         plan.graph.add(
             next(self._op_ids), STORE_OP[tier.name], first, source, target, depends_on, names
         )

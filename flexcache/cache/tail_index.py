@@ -98,6 +98,10 @@ class TailIndex:
         """Return all tails that can be found."""
         return [tail for tails in self._tails.values() for tail in tails.values()]
 
+    def tails_of(self, root: RootId) -> list[Tail]:
+        """Return a root's tails that can be found."""
+        return list(self._tails.get(root, {}).values())
+
     def insert(self, tail: Tail, due: float) -> None:
         """Make a tail findable; there must be none behind its block."""
         tails = self._tails.setdefault(tail.root, {})

@@ -91,7 +91,7 @@ class TailStores:
         return True
 
     def store(
-        self, plan: Plan, tier: Tier, copies: dict[OpId, range], is_recording: bool,
+        self, plan: Plan, tier: Tier, copies: dict[OpId, range], era: int,
         max_backlog: int | None, retain_s: float,
     ) -> None:  # fmt: skip
         """Write the plan's tail to a tier that lacks it, if there is room for all of it.
@@ -100,6 +100,7 @@ class TailStores:
 
         Args:
             copies: Ops that copy it off the GPU; empty if the host tier has it.
+            era: See `StorePlanner`.
         """
         assert plan.tail is not None
         if self._is_stored(plan, tier, retain_s):
@@ -118,9 +119,7 @@ class TailStores:
         if isinstance(tier, RemoteTier):
             plan.remote_root = tier.root_at_store(plan.root)
         for depends_on, chunk in self._pieces(tier, copies, count):
-            names = None
-            if is_recording or isinstance(tier, RemoteTier):
-                names = plan.tail.names(tier, plan.root, chunk)
+            names = plan.tail.names(tier, plan.root, chunk, era)
             source = plan.tail.units[chunk.start : chunk.stop]
             target = lease.blocks[chunk.start : chunk.stop]
             first = TAIL_FIRST + chunk.start

@@ -382,6 +382,17 @@ class Tier:
             self.tails.retire(match.run.root, keys, RETIRED)
         return self.index.retire(match, start)
 
+    def retire_root(self, root: RootId, drop: bool = False) -> None:
+        """Evict all that is kept under a root before all else; or ``drop`` it at once."""
+        if drop:
+            for key in self.index.starts_of(root):
+                self._drop(self.index.discard(root, key))
+            for tail in self.tails.tails_of(root):
+                self._drop(self.tails.discard(root, tail.key))
+            return
+        self.index.retire_root(root)
+        self.tails.retire(root, [tail.key for tail in self.tails.tails_of(root)], RETIRED)
+
     def use_tail(self, tail: Tail, retain_s: float = 0.0, is_use: bool = True) -> None:
         """Make a tail as recent as the prefix that it stands on, or as now without one."""
         self.tails.touch(tail, self._tail_due(tail, retain_s))

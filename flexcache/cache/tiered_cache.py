@@ -111,7 +111,7 @@ class TieredCache:
     def successor(self, busy: Mapping[TierName, BlockIds]) -> tuple[TieredCache, Plan]:
         """Return an empty cache in place of this one, which an error has left in doubt.
 
-        As after a reset nothing that it had can be found, and nothing more is recorded on SSD.
+        As after a reset nothing that it had can be found, and another era of the SSD tier begins.
 
         Args:
             busy: Blocks that executors are still reading or writing.
@@ -123,7 +123,7 @@ class TieredCache:
             raise InternalError("a cache that `build_cache` has not made cannot be replaced")
         cache = self.remake()
         cache.tiers.succeed(self.tiers)
-        cache.stores.is_recording = False
+        cache.stores.era = self.stores.era + 1
         plan = cache.plan_nothing(TaskKind.STORE, EngineBlockKeys(NO_ROOT, (), 0), 0, 0, "")
         for name, blocks in busy.items():
             plan.stores[name] = cache.tiers.by_name[name].reserve_exactly(blocks)
@@ -157,6 +157,8 @@ class TieredCache:
         tier = self.tiers.by_name[name]
         if isinstance(tier, RemoteTier) and tier.root_at_store(plan.root) != plan.remote_root:
             num_ok = num_units_ok = 0  # the tier was cleared meanwhile and now uses other names
+        if self.tiers.is_retired(plan.root):
+            num_ok = num_units_ok = 0  # it would count as used now, before what is of use
         if name in plan.stores:
             lease = plan.stores[name]
             tier.publish(lease, num_ok)

@@ -17,9 +17,10 @@ from flexcache.cache.quotas import NO_ROOT
 from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.tier import BlockIds, Lease, Tier
 from flexcache.errors import InternalError
-from flexcache.ids import TierName
+from flexcache.ids import RootId, TierName
 
 _MAX_DEFERRED = 64
+_MAX_RETIRED = 1024
 
 
 class Tiers:
@@ -48,6 +49,8 @@ class Tiers:
         self.journal: Journal | None = None
         self.now = 0.0
         self._withheld: dict[Lease, TierName] = {}
+        self._retired: dict[RootId, None] = {}
+        """The last roots that no engine uses any more."""
 
     def __iter__(self) -> Iterator[Tier]:
         return iter(self._tiers)
@@ -170,7 +173,8 @@ class Tiers:
         self.advance(former.now)
         for tier, before in zip(self._tiers, former, strict=True):
             tier.counters = before.counters
-        if self.remote is not None:
+        if self.remote is not None and former.remote is not None:
+            self.remote.num_clears = former.remote.num_clears
             self.remote.clear()  # other names at the store
         if self.journal is None or former.journal is None:
             return
@@ -202,6 +206,28 @@ class Tiers:
         if self.journal is not None and name is None and is_empty:
             self.journal.cleared_since(mark)
         return dropped
+
+    def retire(self, root: RootId) -> None:
+        """Evict what is kept under a root before all else: the weights it was named by are gone.
+
+        Readers of the journal know blocks by the engine's keys, which are the same under its next
+        root: for them the blocks have to go at once.
+        """
+        self._retired[root] = None
+        if len(self._retired) > _MAX_RETIRED:
+            del self._retired[next(iter(self._retired))]
+        kept, self.lost = self.lost, Counter()  # dirty blocks among them are not lost
+        for tier in self._tiers:
+            tier.retire_root(root, drop=self.journal is not None)
+        self.lost = kept
+
+    def unretire(self, root: RootId) -> None:
+        """A root is used (again)."""
+        if self._retired:
+            self._retired.pop(root, None)
+
+    def is_retired(self, root: RootId) -> bool:
+        return root in self._retired
 
     def expire(self, now: float) -> None:
         """Drop some of what was not used for too long, where it is time to look for that."""

@@ -29,6 +29,7 @@ from flexcache.protocol.messages import (
     Launch,
     Match,
     Matched,
+    NewWeights,
     Rejected,
     Reply,
     Request,
@@ -104,6 +105,11 @@ class Calls:
                 self._socket = None
 
     @property
+    def is_open(self) -> bool:
+        """Whether there is a session that has not been given up."""
+        return self._socket is not None and not self._is_lost.is_set()
+
+    @property
     def lost(self) -> str | None:
         """Why a request gave the server up, if one did."""
         return self._reason if self._is_lost.is_set() else None
@@ -118,7 +124,7 @@ class Calls:
         self, kind: TaskKind, prompt: Prompt, look_up: bool, may_wait: bool, awaits_loads: bool
     ) -> MatchedTask | None:
         """Have a task made; a miss if there is no server. See `Transport.match`."""
-        keys, start, stop, num_tokens, retain_s, tail_at, session_id = prompt
+        keys, start, stop, num_tokens, retain_s, tail_at, session_id, weights, adapter = prompt
         key_bytes, data = keys.packed(stop)
         if len(data) > _MAX_PROMPT_BYTES:  # what is beyond is not looked for, nor stored
             stop = stop * _MAX_PROMPT_BYTES // len(data)
@@ -134,7 +140,7 @@ class Calls:
                 self._request_id, task_id, kind, keys.root, start, stop, num_tokens, key_bytes,
                 0 if payload is not None else len(data), retain_s, self.prefill_blocks_per_s,
                 look_up, may_wait, len(tokens), info, tail_at if tail_at <= stop else 0,
-                keys.parent_key, session_id, awaits_loads,
+                keys.parent_key, session_id, awaits_loads, weights, adapter,
             )  # fmt: skip
             try:
                 reply = self._ask(request, payload)
@@ -143,7 +149,9 @@ class Calls:
         assert isinstance(reply, Matched)
         return None if reply.is_pending else _matched(task_id, reply)
 
-    def request(self, request: Clear | SessionHint | GetStats | CheckInvariants) -> Any:
+    def request(
+        self, request: Clear | SessionHint | NewWeights | GetStats | CheckInvariants
+    ) -> Any:
         """The server's answer.
 
         Raises:

@@ -125,6 +125,17 @@ class EngineClient:
         """The results of those tasks that are over within ``timeout`` s; None: wait for all."""
         return self._tasks.results(task_ids, timeout, completely)
 
+    def on_weights(self, rename: Callable[[int, str], None]) -> None:
+        """Call ``rename`` with each new generation of the engine's weights and their version, on
+        any thread, before the first match that counts for it."""
+        self._tasks.renamed = rename
+
+    def new_weights(self, version: str) -> str:
+        """Name the engine's weights; also before `start`, and while the server is away."""
+        generation, version = self.transport.new_weights(version)
+        self._tasks.renamed(generation, version)
+        return version
+
     # -- the cache as a whole --------------------------------------------------------------------
 
     def report_prefill(self, blocks_per_s: float) -> None:

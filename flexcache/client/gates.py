@@ -32,6 +32,11 @@ class GatedTasks:
         """A task is over on every rank; its first ``num_ok`` blocks have arrived."""
         _remember(self._ended, task_id, num_ok)
 
+    def lose(self) -> None:
+        """Nothing of what has ended, and was not taken, is of use any more."""
+        for task_id in self._ended:
+            self._ended[task_id] = 0
+
     def end_session(self, session: int) -> None:
         """What has not been reported of a session's tasks never began, and will not."""
         _remember(self._sessions_over, session, None)

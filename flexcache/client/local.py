@@ -48,7 +48,11 @@ class LocalTransport(LocalSession):
         return self.server.take_changes()
 
     def clear(self, tier: str | None) -> int:
-        return self.server.clear(tier)
+        return self.server.clear(tier, self._engine)
+
+    def new_weights(self, version: str) -> tuple[int, str]:
+        weights = self.server.new_weights(self._engine, version)
+        return weights.generation, weights.version
 
     def stats(self) -> dict[str, Any]:
         return to_plain(self.server.stats(self.ids.session))

@@ -17,13 +17,14 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from functools import partial
 
 import msgspec
 import torch
 
+from flexcache.cache.prompt import check_version
 from flexcache.client import arguments
 from flexcache.client.attachment import Attachment
 from flexcache.client.lent_tensors import LentTensors
@@ -38,6 +39,7 @@ from flexcache.errors import (
 )
 from flexcache.logs import log_event
 from flexcache.protocol.messages import (
+    UNKNOWN_WEIGHTS,
     Ended,
     Goodbye,
     HelloRank,
@@ -48,6 +50,8 @@ from flexcache.protocol.messages import (
     Rejected,
     SessionOver,
     ToRank,
+    Weights,
+    WeightsChanged,
     WelcomeRank,
 )
 from flexcache.service_thread import ServiceThread
@@ -59,6 +63,7 @@ logger = logging.getLogger(__name__)
 
 _HELLO_INTERVAL_S = 0.2
 _CLOSE_PATIENCE_S = 5.0
+_TELL_PATIENCE_S = 1.0
 
 
 class ClientState(Enum):
@@ -88,6 +93,9 @@ class KVTPClient:
             that cannot compute what a load has lost. See `client.held_loads`.
         engine_polls: The engine's thread calls `take_ended` after each step, or waits. With a
             server in this process it then does what it would wait for, if this rank's thread did.
+        holds_adapter: Whether this rank has loaded the adapter of this digest (``adapter`` of a
+            match). Asked when an op of such a task begins and once it has ended, on any thread: it
+            must not wait. None: it holds none.
     """
 
     def __init__(
@@ -102,6 +110,7 @@ class KVTPClient:
         server_timeout_s: float = 3.0,
         keeps_loads: bool = False,
         engine_polls: bool = False,
+        holds_adapter: Callable[[str], bool] | None = None,
     ) -> None:
         endpoint, name = arguments.server_and_engine(endpoint, engine_id, dp_rank)
         place = arguments.place_of(rank, tp_rank)
@@ -114,7 +123,12 @@ class KVTPClient:
         self._error: str | None = None
         self._attachment: Attachment | None = None  # closed before the engine may reuse its slots
         self._tasks = RankTasks(keeps_loads, lambda: self._ops.wake())
-        self._ops = RankOps(self._link, self._tasks, engine_polls)
+        self._ops = RankOps(self._link, self._tasks, engine_polls, holds_adapter)
+        self._updating = threading.Lock()
+        self._weights = WeightsChanged(0)
+        self._told = self._weights
+        self._heard: tuple[str, int] | None = None
+        """What the server has last said that it knows of this rank's weights."""
         self._thread: ServiceThread | None = None
         self._ends = threading.RLock()
         self._closing = False
@@ -228,6 +242,51 @@ class KVTPClient:
         self._ops.drive()
         return self._tasks.take_ended(task_ids)
 
+    def weights_changed(self, version: str | None = None) -> None:
+        """Say that this rank's weights are others from now on: call it right before they change,
+        on any thread, on every rank of the engine for each update.
+
+        When it returns, no op that was planned before moves a byte of this rank any more: what is
+        under way has ended as failed, what arrives is refused until the engine's `KVManager` names
+        prompts by the new weights, which it learns of itself.
+
+        Args:
+            version: Names the new weights, as in `KVManager.new_weights`. It is enough that one
+                rank knows it. None: a random one.
+
+        Raises:
+            ValueError: The version is no string of 1 to 256 characters.
+        """
+        if version is not None:
+            check_version(version)
+        with self._updating:
+            if self._weights.number != UNKNOWN_WEIGHTS:
+                self._set_weights(WeightsChanged(self._weights.number + 1, version or ""))
+
+    def weights_unknown(self, reason: str) -> None:
+        """Say that this rank can no longer tell what its weights are: its engine neither stores nor
+        finds anything until it restarts. Logged once."""
+        with self._updating:
+            if self._weights.number == UNKNOWN_WEIGHTS:
+                return
+            effect = "nothing is stored or found until the engine restarts"
+            self._log(logging.WARNING, "weights_unknown", reason=reason, effect=effect)
+            self._set_weights(WeightsChanged(UNKNOWN_WEIGHTS))
+
+    def _set_weights(self, weights: WeightsChanged) -> None:
+        """Refuse what was planned for others, and tell the server, for which it waits a moment: so
+        the engine's next request begins under the new name."""
+        self._weights = weights
+        self._ops.set_weights(weights.number)
+        if self._state is ClientState.SERVING and not self._ops.tell(weights):
+            known = self._hello.client, weights.number
+            self._ops.wake()
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._heard == known or self._state is not ClientState.SERVING,
+                    _TELL_PATIENCE_S,
+                )
+
     def close(self) -> None:
         """Stop serving. Idempotent, from any thread, and after it was interrupted. The state is not
         CLOSED while a copy hangs."""
@@ -319,6 +378,9 @@ class KVTPClient:
             for data in received:
                 if not self._take(_decoder.decode(data)):
                     return
+            if self._state is ClientState.SERVING and self._told is not self._weights:
+                self._told = self._weights
+                self._link.send(self._told)
             self._ops.advance()
         self._let_go()  # before the server learns that nothing is moving
         self._link.offer(Goodbye())
@@ -330,6 +392,10 @@ class KVTPClient:
                 self._ops.take(message)
             case WelcomeRank() if self._state is ClientState.HELLO:
                 self._register(message)
+            case Weights():
+                with self._changed:
+                    self._heard = message.ranks.get(self.rank)
+                    self._changed.notify_all()
             case Registered():
                 self._log(logging.INFO, "rank_registered")
                 self._set_state(ClientState.SERVING)
@@ -358,7 +424,10 @@ class KVTPClient:
             self._attachment = attachment
             self._ops.begin(attachment, welcome.server_pid, welcome.epoch)
             self._hello = msgspec.structs.replace(self._hello, layout=attachment.layout)
-            answer = attachment.registration
+            self._told = weights = self._weights
+            answer = msgspec.structs.replace(
+                attachment.registration, weights=weights.number, version=weights.version
+            )
         except Exception as error:  # the driver and its wrapper raise various classes
             self._let_go()
             answer = Register("", 0, f"{_text_of(error)} (the server has {welcome.fingerprint})")

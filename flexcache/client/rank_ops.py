@@ -14,18 +14,20 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 
 from flexcache.client.attachment import Attachment
 from flexcache.client.link import ServerLink
 from flexcache.client.rank_tasks import EVENT_POLL_S, RankTasks
 from flexcache.errors import DeviceLostError, ServerLostError
-from flexcache.protocol.messages import Ended, SessionOver
+from flexcache.protocol.messages import UNKNOWN_WEIGHTS, Ended, SessionOver, WeightsChanged
 from flexcache.server.local_lines import LocalLine, open_line
 from flexcache.server.outbox import make_execute
 from flexcache.tasks.instructions import RunOp
 from flexcache.transfer.messages import Done, Drop, Execute
 from flexcache.transfer.workers.device import DeviceWorker
 
+_LAND_PATIENCE_S = 5.0  # for copies that were queued before the weights changed
 _NEXT_DRIVE_S = 0.2  # within this time the engine's thread is expected to drive again
 
 
@@ -35,9 +37,25 @@ class RankOps:
     Args:
         tasks: What of them concerns the engine's thread.
         engine_polls: Whether the engine's thread will drive again and again.
+        holds_adapter: Whether the rank has loaded the adapter of a digest.
+
+    Attributes:
+        weights: Number of the rank's weights; ops of another one are refused.
     """
 
-    def __init__(self, link: ServerLink, tasks: RankTasks, engine_polls: bool = False) -> None:
+    def __init__(
+        self, link: ServerLink, tasks: RankTasks, engine_polls: bool = False,
+        holds_adapter: Callable[[str], bool] | None = None,
+    ) -> None:  # fmt: skip
+        self.weights = 0
+        self._holds_adapter = holds_adapter or (lambda adapter: False)
+        self._adapters: dict[int, str] = {}
+        """Adapters of the ops that need one and have not ended."""
+        self._num_reporting = 0
+        """How many threads have ops in hand that have ended, and are to be reported."""
+        self._ended_early: list[Done] = []
+        """Ops that have ended since their weights have changed, to be reported."""
+        tasks.advance = self._advance
         self._link = link
         self._tasks = tasks
         self._may_be_driven = engine_polls and not tasks.keeps_loads  # else `finish` may drive it
@@ -72,6 +90,35 @@ class RankOps:
         self._rests_until_s = 0.0
         self._link.wake()
 
+    def set_weights(self, number: int) -> None:
+        """The rank has other weights: refuse and end what was planned before. When it returns,
+        nothing of that moves any more, or a copy hangs."""
+        reason = "the weights have changed meanwhile"
+        with self._turn:
+            self.weights = number
+            self._tasks.weights_changed()
+            worker = self._worker
+            ended = [] if worker is None else worker.fail_all(reason)
+            self._ended_early += ended
+            self._adapters.clear()
+        self.wake()
+        give_up_s = time.monotonic() + _LAND_PATIENCE_S
+        while worker is not None and worker is self._worker:
+            with self._turn:
+                if not worker.is_failing and not self._num_reporting:
+                    break
+            if time.monotonic() > give_up_s:
+                break  # its op is lost all the same, and its slots stay taken until it ends
+            time.sleep(EVENT_POLL_S)
+
+    def tell(self, message: WeightsChanged) -> bool:
+        """Tell a server in this process, which has heard it then; return whether it is there."""
+        line = self._line
+        if line is None or line.is_closed:
+            return False
+        line.tell(message)
+        return True
+
     def look(self) -> None:
         """Do what there is to do on this thread, or have the rank's do it."""
         if not self.drive():
@@ -97,8 +144,13 @@ class RankOps:
                 if line.is_closed or self._is_advancing or worker.failure is not None:
                     return False
                 refused = self._take_all(line)
-                done = worker.advance(may_copy=False)
-            self._pass_on(line, [*refused, *done])
+                done = self._advance(worker, may_copy=False)
+                self._num_reporting += 1
+            try:
+                self._pass_on(line, [*refused, *done])
+            finally:
+                with self._turn:
+                    self._num_reporting -= 1
             with self._turn:
                 may_rest = worker.only_lands and worker.failure is None
                 self._rests_until_s = time.monotonic() + _NEXT_DRIVE_S if may_rest else 0.0
@@ -122,8 +174,9 @@ class RankOps:
         if run.gated or not may_queue or self._is_advancing:
             return
         with self._turn:
-            if self._worker is not None:
-                self._worker.queue(make_execute(run))
+            if self._worker is not None and self._why_refused(run) is None:
+                if self._worker.queue(make_execute(run)) and run.adapter:
+                    self._adapters[run.op.op_id] = run.adapter
                 self._rests_until_s = 0.0  # who launches it may not drive
 
     def has_started(self, run: RunOp) -> bool:
@@ -143,6 +196,7 @@ class RankOps:
         """The registration is over, and with it every task. Idempotent."""
         self.hang_up()
         self._worker = self._line = None
+        self._adapters, self._ended_early = {}, []
         self._tasks.attach(None, 0)
 
     def take_given(self) -> None:
@@ -167,7 +221,13 @@ class RankOps:
         match message:
             case Execute(op_id) if self._tasks.is_shut(message):
                 return [Done(op_id, 0, error="its gate was never opened")]
+            case Execute(op_id) if (why := self._why_refused(message)) is not None:
+                if self._worker is not None:
+                    self._worker.gates.lose_layer_load(message.task_id)
+                return [Done(op_id, 0, error=why)]
             case Execute() if self._worker is not None:
+                if message.adapter:
+                    self._adapters[message.op_id] = message.adapter
                 self._worker.execute(message)
                 self._tasks.given(message)
             case Drop(op_id) if self._worker is not None:
@@ -223,14 +283,46 @@ class RankOps:
         try:
             with self._turn:
                 self._rests_until_s = 0.0
-                done = worker.advance()
+                done = self._advance(worker)
+                self._num_reporting += 1
         finally:
             self._is_advancing = False
-        for each in done:
-            self._tasks.moved(each)
-        self._report(done)
+        try:
+            for each in done:
+                self._tasks.moved(each)
+            self._report(done)
+        finally:
+            with self._turn:
+                self._num_reporting -= 1
         if worker.failure is not None:
             raise DeviceLostError(worker.failure)
+
+    def _why_refused(self, op: Execute | RunOp) -> str | None:
+        """Return why the rank must not move the blocks of an op, if so."""
+        if op.weights != self.weights or self.weights == UNKNOWN_WEIGHTS:
+            return "the weights have changed since it was planned"
+        if op.adapter and not self._holds_adapter(op.adapter):
+            return "its adapter is not loaded"
+        return None
+
+    def _advance(self, worker: DeviceWorker, may_copy: bool = True) -> list[Done]:
+        """Start what may start; return what has ended."""
+        with self._turn:
+            ended, self._ended_early = self._ended_early, []
+            moved = worker.advance() if may_copy else worker.advance(may_copy=False)
+            return ended + self._judged(moved)
+
+    def _judged(self, done: list[Done]) -> list[Done]:
+        """Return how ops have ended: what moved under an adapter that is gone is of no use."""
+        if not self._adapters:
+            return done
+        judged = []
+        for each in done:
+            adapter = self._adapters.pop(each.op_id, None)
+            if adapter is not None and each.num_ok and not self._holds_adapter(adapter):
+                each = Done(each.op_id, 0, error="its adapter was unloaded meanwhile")
+            judged.append(each)
+        return judged
 
     def _report(self, done: list[Done]) -> None:
         if (line := self._line) is not None:

@@ -30,13 +30,31 @@ class RankTasks:
 
     def __init__(self, keeps_loads: bool, wake: Callable[[], None]) -> None:
         self.keeps_loads = keeps_loads
+        self.advance: Callable[[DeviceWorker], list[Done]] = DeviceWorker.advance
+        """Advances the worker while there is no server."""
         self._wake = wake
         self._changed = threading.Condition()
         self._gates = GatedTasks()
         self._held = HeldLoads()
         self._worker: DeviceWorker | None = None
+        self._open: dict[int, None] = {}
+        """Gated tasks of which ops were given, and no end reported."""
+        self._stale: dict[int, None] = {}
+        """Those of them that were planned for weights which have changed since."""
         self._is_cut_off = False
         """Whether the server was lost, so that nothing more will be given."""
+
+    # -- any thread ------------------------------------------------------------------------------
+
+    def weights_changed(self) -> None:
+        """Nothing that was planned so far is of use any more, also what has arrived already."""
+        with self._changed:
+            self._gates.lose()
+            self._stale |= self._open
+            for task_id in self._held.task_ids if self._is_cut_off else ():
+                self._end(task_id, 0)
+            self._held = HeldLoads()
+            self._changed.notify_all()
 
     # -- the engine's thread ---------------------------------------------------------------------
 
@@ -120,6 +138,7 @@ class RankTasks:
         with self._changed:
             self._worker, self._gates.epoch = worker, epoch
             self._held, self._is_cut_off = HeldLoads(), False
+            self._open, self._stale = {}, {}
             self._changed.notify_all()
 
     def detach(self) -> None:
@@ -141,6 +160,9 @@ class RankTasks:
 
     def given(self, message: Execute) -> None:
         """The worker was given an op."""
+        if message.gated:
+            with self._changed:
+                self._open[message.task_id] = None
         if self.keeps_loads and message.gated and message.kind is OpKind.H2D:
             with self._changed:
                 self._held.given(message)
@@ -156,7 +178,10 @@ class RankTasks:
         """A task has ended on every rank, with its first ``num_ok`` blocks."""
         with self._changed:
             self._held.forget([task_id])
-            self._end(task_id, num_ok)
+            self._open.pop(task_id, None)
+            is_stale = task_id in self._stale
+            self._stale.pop(task_id, None)
+            self._end(task_id, 0 if is_stale else num_ok)
 
     def session_over(self, session: int) -> None:
         """The tasks of a session that have not ended never began, and will not."""
@@ -164,6 +189,9 @@ class RankTasks:
             self._gates.end_session(session)
             of_session = [task for task in self._held.task_ids if session_of(task) == session]
             self._held.forget(of_session)
+            for task_id in [task for task in self._open if session_of(task) == session]:
+                del self._open[task_id]
+                self._stale.pop(task_id, None)
             if (worker := self._worker) is not None:
                 for task_id in worker.gates.layer_loads:
                     if session_of(task_id) == session:
@@ -186,7 +214,7 @@ class RankTasks:
             self._changed.notify_all()
         give_up_s = time.monotonic() + _GATE_PATIENCE_S
         while True:
-            for done in worker.advance():
+            for done in self.advance(worker):
                 self.moved(done)
             if self._are_ended(worker, time.monotonic() > give_up_s):
                 return

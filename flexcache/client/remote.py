@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -42,12 +42,14 @@ from flexcache.protocol.messages import (
     HelloEngine,
     Launch,
     ModelSpec,
+    NewWeights,
     Readiness,
     Refused,
     Rejected,
     SessionHint,
     TaskAnswer,
     ToScheduler,
+    Weights,
     WelcomeEngine,
 )
 from flexcache.request_info import PromptDetail
@@ -99,6 +101,12 @@ class RemoteTransport:
         self._orphans_session = SessionId(0)
         self._calls_identity = b""
         self._decoder = msgspec.msgpack.Decoder(ToScheduler)
+        self._naming = threading.Lock()
+        """Held wherever the next three change."""
+        self._weights = Weights(0, config.model_version or "")
+        self._renamed_alone = False
+        """Whether the weights were renamed while there was no server."""
+        self._renamed: Callable[[int, str], None] = lambda generation, version: None
         self._tasks: ClientTasks
         self._thread: threading.Thread | None = None
 
@@ -113,6 +121,9 @@ class RemoteTransport:
         if self._thread is not None:
             raise ValueError("the client was started before")
         self._tasks = tasks
+        with self._naming:
+            self._renamed = tasks.renamed
+            tasks.renamed(self._weights.generation, self._weights.version)
         name = f"flexcache-{self._engine}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -185,6 +196,33 @@ class RemoteTransport:
     def session_hint(self, session_id: str, over: bool, returns_in_s: float | None) -> bool:
         return bool(self._calls.request(SessionHint(0, session_id, over, returns_in_s)))
 
+    def new_weights(self, version: str) -> tuple[int, str]:
+        while True:
+            try:
+                answer = self._calls.request(NewWeights(0, version))
+            except ServerLostError:
+                with self._naming:
+                    if self._calls.is_open:
+                        continue  # a session began meanwhile, with the former name
+                    generation = self._weights.generation + 1
+                    self._rename(
+                        msgspec.structs.replace(
+                            self._weights, generation=generation, version=version
+                        )
+                    )
+                    self._renamed_alone = True
+                    return generation, version
+            weights = msgspec.convert(answer, Weights)
+            with self._naming:
+                self._rename(weights)
+            return weights.generation, weights.version
+
+    def _rename(self, weights: Weights) -> None:
+        """Name prompts by these from now on, unless later ones came first; with `_naming` held."""
+        if weights.generation > self._weights.generation:
+            self._weights = weights
+            self._renamed(weights.generation, weights.version)
+
     def take_changes(self) -> list[Change]:
         """Nothing: what a shared cache stores and loses is published by its server."""
         return []
@@ -231,10 +269,6 @@ class RemoteTransport:
     def _converse(self) -> None:
         """One session, from Hello until either side leaves."""
         self._calls_identity = uuid.uuid4().hex.encode()
-        hello = HelloEngine(
-            self._engine, self._client, os.getpid(), self._spec, self._calls_identity,
-            self._calls.scratch.fd,
-        )  # fmt: skip
         hello_due_s = 0.0
         while (state := self._life.state) is not SessionState.CLOSED:
             now = time.monotonic()
@@ -242,7 +276,7 @@ class RemoteTransport:
                 hello_due_s = now + _HELLO_INTERVAL_S
                 if self._launcher is not None:
                     self._launcher.ensure(now)
-                self._link.greet(hello)
+                self._link.greet(self._hello())
             for data in self._link.receive(self._patience_s(state)):
                 if not self._take(self._decoder.decode(data)):
                     return
@@ -250,6 +284,13 @@ class RemoteTransport:
             if self._life.state is SessionState.SERVING and self._calls.lost is not None:
                 raise ServerLostError(self._calls.lost)
         self._link.offer(Goodbye())
+
+    def _hello(self) -> HelloEngine:
+        with self._naming:
+            return HelloEngine(
+                self._engine, self._client, os.getpid(), self._spec, self._calls_identity,
+                self._calls.scratch.fd, weights=self._weights, renamed_alone=self._renamed_alone,
+            )  # fmt: skip
 
     def _patience_s(self, state: SessionState) -> float | None:
         if self._orphans_fence is not None:
@@ -264,6 +305,9 @@ class RemoteTransport:
             case TaskAnswer(task_id, status, start, num_ok, num_tokens, error, is_final):
                 result = TaskResult(status, start, num_ok, num_tokens, error, is_final)
                 self._tasks.answer(task_id, result)
+            case Weights():
+                with self._naming:
+                    self._rename(message)
             case Readiness(missing, problems):
                 with self._changed:
                     self._life.informed(missing, problems)
@@ -293,8 +337,16 @@ class RemoteTransport:
             socket.close()
             raise ServerLostError(str(error)) from None
         session = SessionId(welcome.session)
-        self._tasks.begin(session)
-        self._calls.begin(socket, session, welcome.uses_scratch, welcome.prompt_detail)
+        with self._naming:
+            self._rename(welcome.weights)
+            if self._weights != welcome.weights:
+                socket.close()
+                self._fence.close()
+                self._fence = None
+                raise ServerLostError("the weights got another name while it was greeted")
+            self._renamed_alone = False
+            self._tasks.begin(session)
+            self._calls.begin(socket, session, welcome.uses_scratch, welcome.prompt_detail)
         if self._launcher is not None:
             self._launcher.succeeded()
         with self._changed:

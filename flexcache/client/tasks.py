@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -69,6 +69,8 @@ class ClientTasks:
         """Since the first loss, a match of another session than this one has come too late."""
         self._is_closed = False
         self._num_waiting = 0
+        self.renamed: Callable[[int, str], None] = lambda generation, version: None
+        """Called with each new generation of the engine's weights, and their version."""
 
     # -- calls of the engine ---------------------------------------------------------------------
 

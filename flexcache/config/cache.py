@@ -52,6 +52,11 @@ class CacheConfig(TierConfig):
     client_timeout_s: Seconds = setting(
         30.0, "An engine silent for this long is considered dead; its tasks are cancelled.", "s"
     )
+    model_version: str | None = setting(
+        None,
+        "Names the model's weights, beside what is known of them: engines share KV only with "
+        "others of the same version. `new_weights` and `POST /cache/weights` replace it.",
+    )
     max_open_tasks: Count = setting(
         4096,
         "Open tasks of one engine at a server. Beyond it gets are misses and puts are dropped.",
@@ -141,6 +146,8 @@ class CacheConfig(TierConfig):
 
     def __post_init__(self) -> None:
         read_fields(self, _hints())
+        if self.model_version is not None:
+            _check_version(self.model_version)
         if self.endpoint is not None:  # possibly the address that an engine's manager hands out
             object.__setattr__(self, "endpoint", server_of(self.endpoint))
         _check_sizes(self)
@@ -209,6 +216,11 @@ class CacheConfig(TierConfig):
             for layer in layers:
                 sources.require_known(layer, known)
             return cls(**sources.merge(*layers))
+
+
+def _check_version(version: str) -> None:
+    if not 0 < len(version) <= 256 or not version.isprintable():
+        raise reject("model_version", version, "must be 1 to 256 printable characters")
 
 
 @cache

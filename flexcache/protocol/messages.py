@@ -9,7 +9,8 @@ understand increments PROTOCOL_VERSION.
       HelloRank -> WelcomeRank | Refused        HelloEngine -> WelcomeEngine | Refused
       Register -> Registered | Refused          Match, Clear, SessionHint, ... -> a reply
       Execute, Drop -> Done                     Launch, Cancel -> TaskAnswer, once it is ready
-      Ended, SessionOver <-                     Readiness, TaskAnswer <-
+      Ended, SessionOver <-                     Readiness, Weights, TaskAnswer <-
+      WeightsChanged -> Weights
       Ping -> Pong,  Stop <-,  Goodbye ->       the same
 
 A Hello may be repeated while the server is still considering it.
@@ -30,7 +31,7 @@ from flexcache.storage.direct_files import DirectFilesRef
 from flexcache.storage.host_pool import SegmentRef
 from flexcache.transfer.messages import Done, Drop, Execute, Stop
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Server and clients must have the same version; docs/formats.md describes what others receive."""
 _MAX_RANKS = 1024
 _MAX_MODEL_ID_LENGTH = 4096
@@ -83,6 +84,10 @@ class ModelSpec(msgspec.Struct, frozen=True):
 # -- ranks ---------------------------------------------------------------------------------------
 
 
+UNKNOWN_WEIGHTS = -1
+"""Number of the weights of a rank that can no longer tell what they are. It takes no op."""
+
+
 class HelloRank(msgspec.Struct, tag=True, frozen=True):
     """A rank of an engine asks for its share of the host pool."""
 
@@ -129,10 +134,33 @@ class Register(msgspec.Struct, tag=True, frozen=True):
     num_blocks: int
     problem: str | None = None
     is_direct: bool = False
+    weights: int = 0
+    version: str = ""
+    """As in `WeightsChanged`."""
 
 
 class Registered(msgspec.Struct, tag=True, frozen=True):
     """The rank is registered and will receive ops."""
+
+
+class WeightsChanged(msgspec.Struct, tag=True, frozen=True):
+    """The rank's weights were updated for the ``number``-th time since its client began, or are
+    `UNKNOWN_WEIGHTS`. ``version`` names them, if the rank knows that. Answered with `Weights`."""
+
+    number: int
+    version: str = ""
+
+
+class Weights(msgspec.Struct, tag=True, frozen=True):
+    """What an engine's weights are called now, in its ``generation``.
+
+    ``ranks``: those whose weights are not what they started with: the client that told, and its
+    number. A scheduler repeats it to the next server, which tells news by that.
+    """
+
+    generation: int = 0
+    version: str = ""
+    ranks: dict[int, tuple[str, int]] = {}
 
 
 class Ended(msgspec.Struct, tag=True, frozen=True):
@@ -163,6 +191,9 @@ class HelloEngine(msgspec.Struct, tag=True, frozen=True):
     calls: bytes
     scratch_fd: int = -1
     version: int = PROTOCOL_VERSION
+    weights: Weights = Weights()
+    renamed_alone: bool = False
+    """Whether it has renamed its weights while there was no server."""
 
 
 class WelcomeEngine(msgspec.Struct, tag=True, frozen=True):
@@ -175,6 +206,8 @@ class WelcomeEngine(msgspec.Struct, tag=True, frozen=True):
     uses_scratch: bool
     prompt_detail: PromptDetail = msgspec.field(default=PromptDetail.NOTHING, name="wanted")
     """How much detail about prompts the server passes on."""
+    weights: Weights = Weights()
+    """What the engine has to name its prompts by from now on."""
 
 
 class Readiness(msgspec.Struct, tag=True, frozen=True):
@@ -201,6 +234,8 @@ class Match(msgspec.Struct, tag=True, frozen=True):
     ``parent_key``: the keys continue the chain that ends with this one.
     ``session_id``: whose prompt it is.
     ``awaits_loads``: a get that may not wait is to ask again while its blocks are loaded early.
+    ``weights``: the generation of the engine's weights that ``root`` is named by.
+    ``adapter``: as in `Execute`.
     """
 
     request_id: int
@@ -222,6 +257,8 @@ class Match(msgspec.Struct, tag=True, frozen=True):
     parent_key: bytes | None = None
     session_id: str | None = None
     awaits_loads: bool = False
+    weights: int = 0
+    adapter: str = ""
 
 
 class Matched(msgspec.Struct, tag=True, frozen=True):
@@ -269,7 +306,10 @@ class TaskAnswer(msgspec.Struct, tag=True, frozen=True):
 
 
 class Clear(msgspec.Struct, tag=True, frozen=True):
-    """Drop blocks that are not held, from one tier or all. Answered with `Answer` (a number)."""
+    """Drop blocks that are not held, from one tier or all. Answered with `Answer` (a number).
+
+    With all of them, `Weights` with another version is on its way to the engine before that.
+    """
 
     request_id: int
     tier: str | None
@@ -282,6 +322,13 @@ class SessionHint(msgspec.Struct, tag=True, frozen=True):
     session_id: str
     over: bool
     returns_in_s: float | None = None
+
+
+class NewWeights(msgspec.Struct, tag=True, frozen=True):
+    """Rename the engine's weights. Answered with `Answer` (its `Weights`)."""
+
+    request_id: int
+    version: str
 
 
 class GetStats(msgspec.Struct, tag=True, frozen=True):
@@ -344,9 +391,20 @@ class Greeting(msgspec.Struct, frozen=True):
     version: int
 
 
-Request = Match | Clear | SessionHint | GetStats | CheckInvariants
+Request = Match | Clear | SessionHint | NewWeights | GetStats | CheckInvariants
 Reply = Matched | Answer | Failed
-ToServer = HelloRank | HelloEngine | Register | Done | Launch | Cancel | Ping | Goodbye | Request
+ToServer = (
+    HelloRank
+    | HelloEngine
+    | Register
+    | WeightsChanged
+    | Done
+    | Launch
+    | Cancel
+    | Ping
+    | Goodbye
+    | Request
+)
 ToRank = (
     WelcomeRank
     | Registered
@@ -356,8 +414,9 @@ ToRank = (
     | Drop
     | Ended
     | SessionOver
+    | Weights
     | Pong
     | Stop
 )
-ToScheduler = WelcomeEngine | Refused | Rejected | Readiness | TaskAnswer | Pong | Stop
+ToScheduler = WelcomeEngine | Refused | Rejected | Readiness | Weights | TaskAnswer | Pong | Stop
 ToClient = ToRank | ToScheduler | Reply

@@ -59,6 +59,8 @@ class CacheSlot:
         self._expected: _Expected | None = None
         self._sessions: list[tuple[SessionId, str]] = []
         """Opened before the cache."""
+        self._weights: dict[str, int] = {}
+        """Generations of engines whose weights had another name before the cache opened."""
         self.cache: ServedCache | None = None
         self.awaited = ["a model"]
         self.failure: Exception | None = None
@@ -106,6 +108,8 @@ class CacheSlot:
             self.cache = self._open_cache(model, tokens_per_block, shards)
             for session, name in self._sessions:
                 self.tasks.add_session(session, name)
+            for name, generation in self._weights.items():
+                self.tasks.set_weights(name, generation, False, now)
         return self.cache
 
     def _shards(
@@ -126,6 +130,13 @@ class CacheSlot:
             self._sessions.append((session, engine))
         else:
             self.tasks.add_session(session, engine)
+
+    def set_weights(self, engine: str, generation: int, is_other: bool, now: float) -> None:
+        """See `KVTaskEngine.set_weights`."""
+        if self.cache is None:
+            self._weights[engine] = generation
+        else:
+            self.tasks.set_weights(engine, generation, is_other, now)
 
     def adopt_layout(self, rank: Rank, layout: str, is_first: bool, now: float) -> str | None:
         """Have the cache keep blocks of a rank's layout; returns why it cannot.

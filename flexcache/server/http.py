@@ -7,6 +7,7 @@
     POST /cache/prefetch   {"token_ids": [..]} or {"block_keys": [hex, ..]}, and a "namespace": [..]
                            or {"block_hash": 123}, the prompt's last block in KV events
     POST /cache/session    {"session_id": ".."} with "over": true or "returns_in_s": 20
+    POST /cache/weights    {"version": "step-17"} or null, and a "client" where several are attached
 
 The API has its own event loop, on a daemon thread; it calls the server on further threads, so that
 neither waits for the other. On loopback it answers only requests that name a loopback host (so a
@@ -30,7 +31,12 @@ from urllib.parse import urlsplit
 import msgspec
 
 from flexcache.config.address import check_http_endpoint, is_loopback
-from flexcache.errors import ConfigError, FlexCacheError, MissingDependencyError
+from flexcache.errors import (
+    AmbiguousEngineError,
+    ConfigError,
+    FlexCacheError,
+    MissingDependencyError,
+)
 from flexcache.logs import log_event
 from flexcache.metrics.catalog import CATALOG
 from flexcache.metrics.collector import Exposition
@@ -98,6 +104,13 @@ class Served(Protocol):
         Raises `ValueError` if it makes no sense.
         """
 
+    def new_weights(self, version: str | None, client: str | None) -> str:
+        """Name the weights of one engine; return the version.
+
+        Raises `ValueError` if there is no such engine, or for a version that cannot be one;
+        `AmbiguousEngineError` if none is named and several are attached.
+        """
+
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
@@ -124,6 +137,18 @@ class SessionRequest(msgspec.Struct, forbid_unknown_fields=True):
     session_id: str
     over: bool = False
     returns_in_s: float | None = None
+
+
+class WeightsRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Request for a name of weights.
+
+    Attributes:
+        version: None for one that no one else has.
+        client: Name of the engine, as in `/status`; None if only one is attached.
+    """
+
+    version: str | None
+    client: str | None = None
 
 
 class HttpService:
@@ -277,6 +302,11 @@ def _make_app(server: Served, gate: _Gate, patience_s: float) -> Starlette:
         )
         return _json({"known": is_known})
 
+    async def weights(request: Request) -> Response:
+        wanted = await _read(request, WeightsRequest, patience_s)
+        version = await run_in_threadpool(server.new_weights, wanted.version, wanted.client)
+        return _json({"version": version})
+
     return Starlette(
         routes=[
             Route("/metrics", metrics),
@@ -285,12 +315,14 @@ def _make_app(server: Served, gate: _Gate, patience_s: float) -> Starlette:
             Route("/cache/clear", clear, methods=["POST"]),
             Route("/cache/prefetch", prefetch, methods=["POST"]),
             Route("/cache/session", session, methods=["POST"]),
+            Route("/cache/weights", weights, methods=["POST"]),
         ],
         middleware=[Middleware(BaseHTTPMiddleware, dispatch=gate)],
         exception_handlers={
             HTTPException: lambda _, error: _problem(error.status_code, error.detail),
             msgspec.MsgspecError: partial(_refused, status=400),
             ValueError: partial(_refused, status=400),
+            AmbiguousEngineError: partial(_refused, status=409),
             FlexCacheError: partial(_refused, status=503),
         },
     )

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from flexcache.cache.eviction import Forecaster, Study
@@ -34,6 +35,7 @@ from flexcache.protocol.messages import (
     HelloRank,
     Launch,
     Match,
+    NewWeights,
     Ping,
     Pong,
     Register,
@@ -41,6 +43,7 @@ from flexcache.protocol.messages import (
     Request,
     SessionHint,
     ToServer,
+    WeightsChanged,
 )
 from flexcache.server import op_reports
 from flexcache.server.background import BackgroundJob
@@ -57,6 +60,7 @@ from flexcache.server.registry import Host, Rank, Registry, Scheduler
 from flexcache.server.requests import Requests
 from flexcache.server.served_cache import ServedCache
 from flexcache.server.sessions import ServerSessions
+from flexcache.server.weights import EngineWeights
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.ids import session_of
 from flexcache.tasks.instructions import (
@@ -103,15 +107,16 @@ class Hub:
         self._registry = Registry(host)
         self._notices = Notices(self._registry, self.outbox)
         self.sessions = ServerSessions(config, self._registry, self._slot)
+        self.weights = EngineWeights(self._weights_changed)
         claims = Claims()
         self.readiness = EngineReadiness(self._registry, self._slot, claims, self.outbox)
         self._peers = Peers(
             config, host, self._registry, self._slot, self.sessions, claims, self.readiness,
-            self._notices, self.outbox, self.counters,
+            self._notices, self.outbox, self.counters, self.weights,
         )  # fmt: skip
         self._requests = Requests(
             config.prompt_detail, self._registry, self._slot, self._notices, self.outbox,
-            self.counters,
+            self.counters, self.weights,
         )  # fmt: skip
         self._guard = SocketGuard[ToServer](
             ToServer, self.counters, handle=self._dispatch, refuse=self._reject,
@@ -216,7 +221,18 @@ class Hub:
     def _send_to_rank(self, executor: str, message: RunOp | Drop) -> None:
         rank = self._registry.rank(executor)
         if rank is not None:
+            if rank.weights and isinstance(message, RunOp):
+                message = replace(message, weights=rank.weights)
             self.outbox.give(rank.identity, message)
+
+    def _weights_changed(self, engine: str, generation: int, is_other: bool, now: float) -> None:
+        """Go on with an engine's new names; its scheduler hears of it first."""
+        weights = self.weights.of(engine)
+        self.sessions.rename_local(engine, weights.generation, weights.version)
+        scheduler = self._registry.scheduler_of(engine)
+        if scheduler is not None:
+            self.outbox.send(scheduler.identity, weights)
+        self._slot.set_weights(engine, generation, is_other, now)
 
     # -- messages --------------------------------------------------------------------------------
 
@@ -226,9 +242,11 @@ class Hub:
         if peer is not None:
             peer.heard_s = now
         match message:
-            case Match() | Clear() | SessionHint() | CheckInvariants() if caller is not None:
+            case Match() | Clear() | SessionHint() | NewWeights() | CheckInvariants() if (
+                caller is not None
+            ):
                 self._requests.answer(caller, message, data, now)
-            case Match() | Clear() | SessionHint() | CheckInvariants():
+            case Match() | Clear() | SessionHint() | NewWeights() | CheckInvariants():
                 self.counters["rejected_without_session"] += 1
                 self.outbox.send(identity, Failed(message.request_id, "session", "no such session"))
             case Launch() if caller is not None:
@@ -246,6 +264,9 @@ class Hub:
                     self._reject(identity, "malformed", problem)
                 else:
                     op_reports.pass_on(self._slot.tasks, peer.executor, message, now)
+            case WeightsChanged() if isinstance(peer, Rank) and peer.serving:
+                self._peers.weights_changed(peer, message, now)
+                self.outbox.send(identity, self.weights.of(peer.engine))
             case Ping() if peer is not None:
                 self.outbox.send(identity, Pong())
             case HelloRank() | HelloEngine():

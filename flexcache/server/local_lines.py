@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from flexcache.protocol.messages import Ended, SessionOver
+from flexcache.protocol.messages import Ended, SessionOver, WeightsChanged
 from flexcache.server.hub import Hub
 from flexcache.server.outbox import RankMessage, make_execute
 from flexcache.server.reactor import Reactor
@@ -106,6 +106,10 @@ class LocalLine:
             taken.append(make_execute(message) if isinstance(message, RunOp) else message)
         return taken
 
+    def tell(self, message: WeightsChanged) -> None:
+        """Pass a message to the server, which has taken it in when this returns."""
+        self._lines.take_reports(self.identity, [message])
+
     def report(self, reports: Sequence[Done]) -> None:
         """Report ops that have ended. What follows from it can be taken afterwards."""
         self._is_reporting = True
@@ -137,8 +141,9 @@ class LocalLines:
             if line.identity in self._hub.peers:
                 self._hub.outbox.connect(line.identity, line)
 
-    def take_reports(self, identity: bytes, reports: Sequence[Done]) -> None:
-        """Take in that ops of a rank have ended. Ignored from a rank that the hub has lost."""
+    def take_reports(self, identity: bytes, reports: Sequence[Done | WeightsChanged]) -> None:
+        """Take in that ops of a rank have ended, or that its weights are others. Ignored from a
+        rank that the hub has lost."""
         with self._changed:
             if identity not in self._hub.outbox.lines:
                 return

@@ -36,7 +36,7 @@ class LocalSession:
     ) -> MatchedTask | None:  # fmt: skip
         """None if the caller may not wait, and the remote store has yet to answer, or what a get
         needs is being loaded early."""
-        keys, start, stop, num_tokens, retain_s, tail_at, session_id = prompt
+        keys, start, stop, num_tokens, retain_s, tail_at, session_id, weights, adapter = prompt
         if not self.server.is_open:
             return MatchedTask(self.server.next_id(self.ids), start, 0, {}, 0)
         if look_up and self._has_store and not self._look_up(kind, keys, stop, may_wait):
@@ -48,7 +48,7 @@ class LocalSession:
             task_id = self.ids.next()
             plan = tasks.match(
                 task_id, kind, keys, start, stop, num_tokens, now, retain_s, tail_at,
-                session_id,
+                session_id, weights, adapter,
             )  # fmt: skip
         return MatchedTask(
             task_id, plan.offset, plan.num_blocks, plan.sources, plan.num_gpu_blocks, plan.tail_at
@@ -62,7 +62,7 @@ class LocalSession:
     def _look_up(self, kind: TaskKind, keys: PromptKeys, stop: int, may_wait: bool) -> bool:
         """Ask the remote store; whether the match can be made now."""
         with self.server.lock, self.server.session() as tasks:
-            lookup = tasks.look_up(kind, keys, stop, time.monotonic())
+            lookup = tasks.look_up(kind, keys, stop, time.monotonic(), self.ids.session)
         if lookup is None or not may_wait:
             return lookup is None
         with self.server.lock, self.server.session() as tasks:

@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flexcache.cache.continuation import IndexedKeys, find_prefix
-from flexcache.cache.prompt import Prompt, PromptMaker, check_hint
-from flexcache.errors import RegistrationError
+from flexcache.cache.prompt import (
+    Prompt,
+    PromptMaker,
+    check_hint,
+    check_version,
+    random_version,
+)
+from flexcache.errors import AmbiguousEngineError, RegistrationError
 from flexcache.events.wire import low_64_bits
 from flexcache.ids import MAX_KEY_BYTES, TaskKind, TierName
 from flexcache.request_info import PromptDetail
@@ -64,7 +70,8 @@ class Operator:
                 ``block_hash``, by which KV events named its last block below DRAM.
 
         Returns:
-            How many of its blocks are being loaded: those that DRAM has already do not count.
+            How many of its blocks are being loaded: those that DRAM has already do not count. If
+            engines have different weights, those of each.
 
         Raises:
             ValueError: Not exactly one of the three is given, or it makes no sense.
@@ -74,19 +81,24 @@ class Operator:
         if sum(each is not None for each in (token_ids, block_keys, block_hash)) != 1:
             raise ValueError("give one of token_ids, block_keys and block_hash")
         if block_hash is None:
-            prompt = _prompt(cache, token_ids, block_keys, namespace)
+            versions = self._server.versions()
+            prompts = [
+                _prompt(cache, token_ids, block_keys, namespace, version) for version in versions
+            ]
         else:
             keys = self._find_published(cache, block_hash)
             if keys is None:
                 return 0
             num_tokens = keys.num_blocks * cache.config.tokens_per_block
-            prompt = Prompt(keys, 0, keys.num_blocks, num_tokens)
-        session = self._open_session()
-        task = session.match(TaskKind.PREFETCH, prompt)
-        assert task is not None  # it may wait
-        if task.num_blocks:
-            session.launch([task.task_id], [np.empty(0, np.int64)], gated=False)
-        return task.num_blocks - task.sources.get(TierName.CPU, 0)
+            prompts = [Prompt(keys, 0, keys.num_blocks, num_tokens)]
+        session, num_loading = self._open_session(), 0
+        for prompt in prompts:
+            task = session.match(TaskKind.PREFETCH, prompt)
+            assert task is not None  # it may wait
+            if task.num_blocks:
+                session.launch([task.task_id], [np.empty(0, np.int64)], gated=False)
+            num_loading += task.num_blocks - task.sources.get(TierName.CPU, 0)
+        return num_loading
 
     def session_hint(
         self, session_id: str, over: bool = False, returns_in_s: float | None = None
@@ -100,6 +112,26 @@ class Operator:
         check_hint(session_id, over, returns_in_s)
         self._require_cache()
         return self._open_session().session_hint(session_id, over, returns_in_s)
+
+    def new_weights(self, version: str | None = None, client: str | None = None) -> str:
+        """Name the weights of an engine; return the version.
+
+        Raises:
+            ValueError: There is no such engine, or it cannot be a version.
+            AmbiguousEngineError: Several engines are attached, and none is named.
+            RegistrationError: No engine is attached.
+        """
+        if version is not None:
+            check_version(version)
+        engines = self._server.engines()
+        if not engines:
+            raise RegistrationError("no engine is attached")
+        there = ", ".join(map(repr, engines))
+        if client is None and len(engines) > 1:
+            raise AmbiguousEngineError(f"say which engine by client, one of {there}")
+        if client is not None and client not in engines:
+            raise ValueError(f"client = {client!r}: no such engine here; there are {there}")
+        return self._server.new_weights(client or engines[0], version or random_version()).version
 
     def _find_published(self, cache: ServedCache, block_hash: int) -> IndexedKeys | None:
         """Return the prefix that ends with a block below DRAM, by its hash in KV events."""
@@ -128,11 +160,12 @@ def _prompt(
     token_ids: Sequence[int] | None,
     block_keys: Sequence[bytes] | None,
     namespace: str | Sequence[str] | None,
+    version: str,
 ) -> Prompt:
     """A prompt as it comes by HTTP: lists of anything."""
     size = cache.config.tokens_per_block
     detail = PromptDetail.NOTHING if token_ids is None else PromptDetail.TOKENS
-    maker = PromptMaker(cache.fingerprint, size, lambda: detail)
+    maker = PromptMaker(cache.fingerprint, size, lambda: detail, version)
     if block_keys is not None:
         if any(not 0 < len(key) <= MAX_KEY_BYTES for key in block_keys):
             raise ValueError(f"block_keys must have 1 to {MAX_KEY_BYTES} bytes each")

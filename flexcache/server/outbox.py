@@ -101,5 +101,6 @@ def make_execute(run: RunOp) -> Execute:
     assert op.src is not None and op.dst is not None
     return Execute(
         op.op_id, op.kind, pack_ids(op.src), pack_ids(op.dst), run.task_id, run.gated,
-        b"" if run.checksums is None else pack_checksums(run.checksums), op.names,
+        b"" if run.checksums is None else pack_checksums(run.checksums), op.names, run.weights,
+        run.adapter,
     )  # fmt: skip

@@ -22,6 +22,7 @@ from flexcache.protocol.messages import (
     Refused,
     Register,
     Registered,
+    WeightsChanged,
     WelcomeEngine,
     WelcomeRank,
 )
@@ -34,6 +35,7 @@ from flexcache.server.outbox import Outbox
 from flexcache.server.readiness import EngineReadiness
 from flexcache.server.registry import Host, Peer, Rank, Registry, Scheduler
 from flexcache.server.sessions import ServerSessions
+from flexcache.server.weights import EngineWeights
 from flexcache.storage.pool_directory import DirectoryInUseError
 from flexcache.tasks.instructions import device
 
@@ -57,7 +59,9 @@ class Peers:
         notices: Notices,
         outbox: Outbox,
         counters: Counter[str],
+        weights: EngineWeights,
     ) -> None:
+        self._weights = weights
         self._config = config
         self._host = host
         self._registry = registry
@@ -121,6 +125,7 @@ class Peers:
         else:
             rank.serving, rank.layout = True, layout
             self._outbox.send(rank.identity, Registered())
+            self.weights_changed(rank, WeightsChanged(message.weights, message.version), now)
             self._notices.replay(rank)
             self._slot.tasks.executor_up(rank.executor, message.is_direct)
             log_event(
@@ -129,6 +134,13 @@ class Peers:
                 is_direct=message.is_direct,
             )  # fmt: skip
         self._readiness.changed()
+
+    def weights_changed(self, rank: Rank, message: WeightsChanged, now: float) -> None:
+        """A rank tells which weights it has: ops that it is given from now on are for those."""
+        rank.weights = message.number
+        self._weights.told(
+            rank.engine, rank.rank, rank.client, message.number, message.version, now
+        )
 
     def _refuse_rank(self, rank: Rank, problem: str, final: bool) -> None:
         self._readiness.refuse(rank, problem)
@@ -202,6 +214,10 @@ class Peers:
         fence.begin_session()
         session = self._sessions.open(hello.engine)
         scratch = self._host.map_scratch(hello.pid, hello.scratch_fd)
+        # While the registry does not know it: it learns by the Welcome.
+        weights = self._weights.greeted(
+            hello.engine, hello.client, hello.weights, hello.renamed_alone, now
+        )
         scheduler = Scheduler(
             identity, hello.calls, hello.engine, hello.client, hello.pid, session, scratch, now
         )
@@ -213,6 +229,7 @@ class Peers:
         welcome = WelcomeEngine(
             session, self._config.server_pid, fence.path, missing, scratch is not None,
             self._config.prompt_detail,
+            weights,
         )  # fmt: skip
         self._outbox.send(identity, welcome)
         self._outbox.send(identity, Readiness(missing, problems))
@@ -311,6 +328,7 @@ class Peers:
         self.last_left_orderly = reason == "closed"
         level = logging.INFO if self.last_left_orderly else logging.WARNING
         if isinstance(peer, Rank):
+            self._weights.rank_gone(peer.engine, peer.rank)
             if peer.serving:
                 log_event(
                     logger, level, "rank_ended", engine=peer.engine, rank=peer.rank, reason=reason
@@ -326,6 +344,8 @@ class Peers:
     def _forget(self, peer: Peer) -> None:
         self._registry.remove(peer)
         self._outbox.disconnect(peer.identity)
+        if not self._registry.has_engine(peer.engine) and peer.engine != self._config.owner:
+            self._weights.forget(peer.engine)
         if not self._registry.has_engine(peer.engine):
             self._notices.forget(peer.engine)
 

@@ -46,6 +46,8 @@ class Rank:
     serving: bool = False
     layout: str = ""
     """Its KV layout, once it serves."""
+    weights: int = 0
+    """Number of its last update, as far as is known."""
 
     @property
     def executor(self) -> str:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from flexcache.cache.block_keys import PromptKeys
 from flexcache.cache.packed_keys import unpack_keys
-from flexcache.cache.prompt import check_hint, check_session_id
+from flexcache.cache.prompt import check_hint, check_session_id, check_version, random_version
 from flexcache.cache.prompt_content import PromptContent
 from flexcache.errors import FlexCacheError, InternalError
 from flexcache.ids import MAX_KEY_BYTES, ROOT_BYTES, KVStatus, TaskId
@@ -30,6 +30,7 @@ from flexcache.protocol.messages import (
     Launch,
     Match,
     Matched,
+    NewWeights,
     Reply,
     SessionHint,
     TaskAnswer,
@@ -41,6 +42,7 @@ from flexcache.server.guard import Buffer
 from flexcache.server.notices import Notices
 from flexcache.server.outbox import Outbox
 from flexcache.server.registry import Registry, Scheduler
+from flexcache.server.weights import EngineWeights
 from flexcache.tasks.ids import session_of
 from flexcache.tasks.instructions import TaskResult
 from flexcache.transfer.messages import unpack_ids
@@ -49,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_PARKED = 1024
 
-SessionRequest = Match | Clear | SessionHint | CheckInvariants
+SessionRequest = Match | Clear | SessionHint | NewWeights | CheckInvariants
 
 
 class Requests:
@@ -63,7 +65,9 @@ class Requests:
         notices: Notices,
         outbox: Outbox,
         counters: Counter[str],
+        weights: EngineWeights,
     ) -> None:
+        self._weights = weights
         self._prompt_detail = prompt_detail
         self._registry = registry
         self._slot = slot
@@ -110,18 +114,23 @@ class Requests:
             case Match():
                 return self._match(caller, request, memoryview(data), now)
             case Clear():
-                return self._clear(caller, request)
+                return self._clear(caller, request, now)
             case SessionHint(request_id, session_id, over, returns_in_s):
                 check_hint(session_id, over, returns_in_s)
                 is_known = self._slot.tasks.session_hint(session_id, over, returns_in_s, now)
                 return Answer(request_id, is_known)
+            case NewWeights(request_id, version):
+                check_version(version)
+                return Answer(request_id, self._weights.rename(caller.engine, version, now))
             case CheckInvariants(request_id):
                 self._slot.tasks.check_counts()  # no more than that: the other engines wait
                 return Answer(request_id, None)
 
-    def _clear(self, caller: Scheduler, request: Clear) -> Answer | None:
+    def _clear(self, caller: Scheduler, request: Clear, now: float) -> Answer | None:
         assert self._slot.cache is not None
         clearing = self._slot.cache.clear(request.tier)
+        if request.tier is None:
+            self._weights.rename(caller.engine, random_version(), now)
         if not clearing.needs_work:
             return Answer(request.request_id, clearing.end(None))
 
@@ -146,7 +155,7 @@ class Requests:
             raise ValueError(f"a tail behind {request.tail_at} of {request.stop} blocks")
         lookup, tasks = None, self._slot.tasks
         if request.look_up:
-            lookup = tasks.look_up(request.kind, keys, request.stop, now)
+            lookup = tasks.look_up(request.kind, keys, request.stop, now, caller.session)
         is_pending = lookup is not None
         if request.awaits_loads and not is_pending:
             is_pending = tasks.awaits_load(caller.session, keys, request.stop, now)
@@ -204,6 +213,7 @@ class Requests:
         plan = tasks.match(
             TaskId(request.task_id), request.kind, keys, request.start, request.stop,
             request.num_tokens, now, request.retain_s, request.tail_at, request.session_id,
+            request.weights, request.adapter,
         )  # fmt: skip
         sources = {tier.value: count for tier, count in plan.sources.items()}
         return Matched(

@@ -45,7 +45,8 @@ class Clearing:
     _tasks: KVTaskEngine | None = None
     _withheld: Lease | None = None
     _pool: DiskPool | None = None
-    _is_reset: bool = False
+    _era: int | None = None
+    """The one that begins with a reset."""
 
     @property
     def needs_work(self) -> bool:
@@ -54,7 +55,7 @@ class Clearing:
     def work(self) -> None:
         """Erase the records for good: may take seconds, and needs no lock.
 
-        After a reset those of slots in use are void too, whatever is still written there.
+        After a reset those of slots in use are void too, and what is still written there of before.
 
         Raises:
             OSError: A restart may bring back what was cleared.
@@ -62,8 +63,8 @@ class Clearing:
         if self._pool is None or self._withheld is None:
             return
         try:
-            if self._is_reset:
-                self._pool.invalidate()
+            if self._era is not None:
+                self._pool.invalidate(self._era)
         finally:
             self._pool.erase(self._withheld.blocks)
 
@@ -164,6 +165,8 @@ class ServedCache:
         self.store.open()
         try:
             pool, started = self.store.disk_pool, time.monotonic()
+            if pool is not None:
+                self.tasks.cache.stores.era = pool.era
             records = None if pool is None else self.store.load_slots()
             store_opened()
             if pool is not None and records is not None:
@@ -245,8 +248,7 @@ class ServedCache:
         """Drop the blocks of one tier that are not in use, or all of all tiers (a reset).
 
         After a reset nothing that was stored before can be found, also where it is in use or being
-        stored, and what is stored is not recorded any more: the model's weights may have changed
-        under their name, and a restart may change them back.
+        stored, and neither after a restart.
 
         Raises:
             ValueError: There is no such tier.
@@ -261,4 +263,5 @@ class ServedCache:
         if pool is None or tier not in (None, TierName.SSD.value):
             return Clearing(num_dropped)
         withheld = self.tasks.withhold_free(TierName.SSD)
-        return Clearing(num_dropped, self.tasks, withheld, pool, _is_reset=tier is None)
+        era = self.tasks.cache.stores.era if tier is None else None
+        return Clearing(num_dropped, self.tasks, withheld, pool, era)

@@ -26,10 +26,12 @@ from functools import partial
 from typing import Any
 
 from flexcache.cache.journal import Change
+from flexcache.cache.prompt import random_version
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ClosedError
 from flexcache.ids import SessionId, TaskId
 from flexcache.logs import log_event
+from flexcache.protocol.messages import Weights
 from flexcache.protocol.runtime import (
     check_endpoint,
     private_endpoint,
@@ -112,6 +114,8 @@ class KVServer:
         )
         host = LocalHost(self._reactor, lambda identity, now: self.hub.peer_died(identity, now))
         self.hub = Hub(hub_config, host, self._open_cache, self._own_stats)
+        if engine is not None:
+            self.hub.weights.begin(engine, config.model_version or "")
         self._lines = LocalLines(self.hub, self._changed, self._route, self._reactor)
         self._observers = Observers(config)
         self._pool = WorkerPool(self._reactor, HubWorkers(self.hub))
@@ -288,14 +292,39 @@ class KVServer:
                 raise ClosedError("the cache was shut down")
             readiness.require(engine, timeout)
 
-    def clear(self, tier: str | None) -> int:
-        """Drop the blocks of one tier, or of all, that are not in use; how many."""
+    def new_weights(self, engine: str, version: str) -> Weights:
+        """Rename an engine's weights; return the name with its generation. At any time."""
+        with self.lock:
+            weights = self.hub.weights.rename(engine, version, time.monotonic())
+            if self._thread is not None:
+                self._lines.pass_on()
+        return weights
+
+    def engines(self) -> list[str]:
+        """Names of the engines in session."""
+        with self.lock:
+            return [name for name, _, _ in self.hub.sessions.engines()]
+
+    def versions(self) -> list[str]:
+        """What the weights of engines in session are called; the configured name without any."""
+        with self.lock:
+            engines = [name for name, _, _ in self.hub.sessions.engines()]
+            versions = dict.fromkeys(self.hub.weights.of(name).version for name in engines)
+        return list(versions) or [self.config.model_version or ""]
+
+    def clear(self, tier: str | None, engine: str | None = None) -> int:
+        """Drop the blocks of one tier, or of all, that are not in use; how many.
+
+        With all, the ``engine`` that asks for it has its weights renamed.
+        """
         if not self.is_open:
             return 0
         with self._clearing:
             with self.lock, self.session():
                 assert self._cache is not None
                 clearing = self._cache.clear(tier)
+                if tier is None and engine is not None:
+                    self.hub.weights.rename(engine, random_version(), time.monotonic())
             error = error_of(clearing.work)
             with self.lock:  # also while the cache is shut down: dirty blocks wait for it
                 return clearing.end(error)

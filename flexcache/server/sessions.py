@@ -23,6 +23,9 @@ class Answers(Protocol):
     def answer(self, task_id: int, result: TaskResult) -> None:
         """A task has ended: its GPU side, or all of it."""
 
+    def renamed(self, generation: int, version: str) -> None:
+        """The engine's weights have another name from now on."""
+
     def close(self) -> None:
         """The server has failed: no answer will come any more."""
 
@@ -63,6 +66,12 @@ class ServerSessions:
         _, answers = self._local[session]
         if answers is not None:
             answers.answer(task_id, result)
+
+    def rename_local(self, engine: str, generation: int, version: str) -> None:
+        """Pass on to an engine in this process what its weights are called."""
+        for name, answers in self._local.values():
+            if name == engine and answers is not None:
+                answers.renamed(generation, version)
 
     def close_local(self) -> None:
         """The server has failed: let calls from this process wait no longer."""

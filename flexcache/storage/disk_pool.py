@@ -57,11 +57,10 @@ class DiskPool:
     ) -> None:
         self.slot_bytes = slot_bytes
         self.num_slots = num_slots
-        self.record_id = b""
-        """What the checks of the records that this process reads and writes depend on."""
         self._pool_id = b""
-        self._era = 0
-        self._is_void = False
+        self.era = 0
+        """How often the pool was reset. Records of earlier eras are void."""
+        self._has_void = False
         self._headers = threading.Lock()
         self.identity: KVIdentity | None = None
         """Identity of the KV in the slots, if all directories agree on it."""
@@ -91,6 +90,15 @@ class DiskPool:
         return -(-self.num_slots // len(self._directories))
 
     @property
+    def record_id(self) -> bytes:
+        """What the checks of the records of this era depend on."""
+        return self._header(0).record_id
+
+    @property
+    def pool_id(self) -> bytes:
+        return self._pool_id
+
+    @property
     def data_fds(self) -> list[int]:
         return [directory.data_fd for directory in self._directories]
 
@@ -113,7 +121,7 @@ class DiskPool:
             log_event(
                 logger, logging.WARNING, "ssd_records_torn", dropped_records=len(contents.torn)
             )
-            if self._era:  # those of before a reset, after which there was no time to erase them
+            if self.era:  # those of before a reset, after which there was no time to erase them
                 with contextlib.suppress(OSError):
                     self.erase(contents.torn)
         is_whole = self._is_whole(contents.records)
@@ -146,8 +154,8 @@ class DiskPool:
             for position, directory in enumerate(self._directories):
                 directory.adopt(self._header(position))
 
-    def invalidate(self) -> None:
-        """Make all records void, durably: those that are there, and those that are yet written.
+    def invalidate(self, era: int) -> None:
+        """Begin an era: make all records void, durably, that are there or yet written of before.
 
         A restart finds none of them.
 
@@ -155,7 +163,7 @@ class DiskPool:
             OSError: It may find some.
         """
         with self._headers:
-            self._era, self._is_void = self._era + 1, True
+            self.era, self._has_void = max(self.era, era), True
             for position, directory in enumerate(self._directories):
                 directory.update(self._header(position))
 
@@ -172,9 +180,10 @@ class DiskPool:
 
     def close(self) -> None:
         """Release the directories. Idempotent."""
-        if self._is_void and self._directories:
+        if self._has_void and self._directories:
             with contextlib.suppress(OSError):  # a restart drops them as torn
-                self.erase(np.arange(self.num_slots))
+                index = SlotIndex(self.index_fds, self.record_id)
+                self.erase(index.load(self.num_slots).torn)
         for directory in self._directories:
             directory.close()
         self._directories = []
@@ -208,16 +217,15 @@ class DiskPool:
         self._clear_or_refuse(mismatches)
         self._pool_id = next(iter(found), None) or os.urandom(16)
         # They differ if a kill came between two headers.
-        self._era = max((header.era for header in headers if header is not None), default=0)
+        self.era = max((header.era for header in headers if header is not None), default=0)
         identities = {None if header is None else header.identity for header in headers}
         self.identity = identities.pop() if len(identities) == 1 else None
-        self.record_id = self._header(0).record_id
         for position, header in enumerate(headers):
             directory = self._directories[position]
             if header is None:
                 directory.create(self._header(position))
             else:
-                directory.update(replace(header, era=self._era))
+                directory.update(replace(header, era=self.era))
 
     def _recognise(self, position: int) -> PoolHeader | None:
         """Return the directory's header; None if the directory is empty.
@@ -237,7 +245,7 @@ class DiskPool:
     def _header(self, position: int) -> PoolHeader:
         return PoolHeader(
             self._pool_id, self.slot_bytes, len(self._directories), position, self.identity,
-            self._era,
+            self.era,
         )  # fmt: skip
 
     def _difference(self, found: PoolHeader, position: int) -> str:

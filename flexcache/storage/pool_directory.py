@@ -103,9 +103,12 @@ class PoolHeader:
     @property
     def record_id(self) -> bytes:
         """What the checks of sound records depend on."""
-        if not self.era:
-            return self.pool_id
-        return xxhash.xxh3_128_digest(self.pool_id + self.era.to_bytes(4, "little"))
+        return record_id(self.pool_id, self.era)
+
+
+def record_id(pool_id: bytes, era: int) -> bytes:
+    """Return what the checks of a pool's records of one era depend on."""
+    return xxhash.xxh3_128_digest(pool_id + era.to_bytes(4, "little")) if era else pool_id
 
 
 class PoolMismatchError(ConfigError):

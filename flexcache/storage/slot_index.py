@@ -141,12 +141,13 @@ class SlotIndex:
     Args:
         fds: The index files, in the order of the pool's directories; -1 for an unavailable one,
             whose slots are left out.
-        pool_id: 16 bytes that no other pool has.
+        pool_id: 16 bytes that no other pool has, nor the same in an earlier era. May be set to
+            another era's while nothing is written.
     """
 
     def __init__(self, fds: Sequence[int], pool_id: bytes, files: FileCalls = os) -> None:
         self._fds = tuple(fds)
-        self._pool_id = pool_id
+        self.pool_id = pool_id
         self._files = files
 
     def write(self, slots: SlotIds, records: Records) -> None:
@@ -156,7 +157,7 @@ class SlotIndex:
             OSError: Some may have been written and others not.
         """
         records = records.copy()
-        records["check"] = _checks(records, slots, self._pool_id)
+        records["check"] = _checks(records, slots, self.pool_id)
         self._put(slots, records)
 
     def in_use(self, num_slots: int) -> SlotIds:
@@ -249,7 +250,7 @@ class SlotIndex:
 
     def _sift(self, records: Records, slots: SlotIds) -> IndexContents:
         key_bytes, parent_bytes = records["key_bytes"], records["parent_bytes"]
-        sound = records["check"] == _checks(records, slots, self._pool_id)
+        sound = records["check"] == _checks(records, slots, self.pool_id)
         sound &= (key_bytes > 0) & (key_bytes <= MAX_KEY_BYTES) & (parent_bytes <= MAX_KEY_BYTES)
         sound &= (records["position"] == 0) == (parent_bytes == 0)
         sound &= (records["codec"] == 0) == (records["filled"] == 0)

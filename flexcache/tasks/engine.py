@@ -270,6 +270,26 @@ class KVTaskEngine:
         if is_disputed:
             self._cancel_unanswered(self._sessions.of_engine(engine), now)
 
+    def set_weights(self, engine: str, generation: int, is_other: bool, now: float) -> None:
+        """The weights of an engine are of this generation: what it has open is cancelled, and
+        nothing is matched for another one.
+
+        Args:
+            is_other: They have another name too: what it has stored so far is due first, unless
+                others use it.
+        """
+        self._take_in(self._set_weights, engine, generation, is_other, now)
+
+    def _set_weights(self, engine: str, generation: int, is_other: bool, now: float) -> None:
+        self._sessions.set_weights(engine, generation)
+        if is_other and (remote := self.cache.tiers.remote) is not None:
+            for session in self._sessions.of_engine(engine):
+                session.named_at = remote.num_clears
+        self._cancel_unanswered(self._sessions.of_engine(engine), now)
+        if is_other:
+            for root in self._sessions.take_unused_roots(engine):
+                self.cache.tiers.retire(root)
+
     def _cancel_unanswered(self, sessions: Iterable[Session], now: float) -> None:
         """Cancel what callers wait for, but not writes below the GPU."""
         for session in sessions:
@@ -284,14 +304,18 @@ class KVTaskEngine:
 
     # -- calls of the engine's adapter -----------------------------------------------------------
 
-    def look_up(self, kind: TaskKind, keys: PromptKeys, stop: int, now: float) -> int | None:
+    def look_up(
+        self, kind: TaskKind, keys: PromptKeys, stop: int, now: float,
+        session: SessionId | None = None,
+    ) -> int | None:  # fmt: skip
         """Ask the remote store what it has of a prompt, where that may matter to a `match`.
 
         Returns:
             The question to wait for (`is_looking_up`, or `LookUpEnded`); None if nothing is asked.
         """
         with self._change:
-            return self._matcher.look_up(kind, keys, stop, now)
+            owner = None if session is None else self._sessions.get(session)
+            return self._matcher.look_up(kind, keys, stop, now, owner)
 
     def awaits_load(self, session: SessionId, keys: PromptKeys, stop: int, now: float) -> bool:
         """Whether a get that can wait should ask again a little later (`EarlyTasks`)."""
@@ -301,7 +325,7 @@ class KVTaskEngine:
     def match(
         self, task_id: TaskId, kind: TaskKind, keys: PromptKeys, start: int, stop: int,
         num_tokens: int, now: float, retain_s: float = 0.0, tail_at: int = 0,
-        session_id: str | None = None,
+        session_id: str | None = None, weights: int = 0, adapter: str = "",
     ) -> Plan:  # fmt: skip
         """Make a task for blocks ``[start, stop)`` of a prompt. An empty one has ended already.
 
@@ -316,9 +340,9 @@ class KVTaskEngine:
         owner.take_id(task_id)
         with self._change:
             plan, keys, start, stop = self._matcher.plan(
-                owner, task_id, kind, keys, start, stop, retain_s, now, tail_at
+                owner, task_id, kind, keys, start, stop, retain_s, now, tail_at, weights
             )
-            task = Task(task_id, owner, plan, num_tokens, session_id=session_id)
+            task = Task(task_id, owner, plan, num_tokens, session_id=session_id, adapter=adapter)
             if start < stop or kind is TaskKind.PUT:  # else it only looks the prompt up
                 self.cache.sessions.used(session_id, keys, plan)
             if kind is TaskKind.GET:
@@ -396,8 +420,8 @@ class KVTaskEngine:
         self._runner.follow(now)
 
     def clear(self, tier: str | None) -> int:
-        """Drop the blocks of one tier that are not in use, or all of all tiers, after which nothing
-        is recorded on SSD any more; return how many.
+        """Drop the blocks of one tier that are not in use, or all of all tiers, after which another
+        era of the SSD tier begins; return how many.
 
         Raises:
             ValueError: There is no such tier.
@@ -406,7 +430,7 @@ class KVTaskEngine:
         with self._change:
             num_dropped = self.cache.clear(tier)
             if tier is None:
-                self.cache.stores.is_recording = False
+                self.cache.stores.era += 1
             if self.recorder is not None:
                 self.recorder.cleared(tier, num_dropped)
             return num_dropped

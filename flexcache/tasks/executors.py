@@ -290,7 +290,9 @@ class Executors:
         # First, since it is the ops that run that tell `under_way` who has been given one: an
         # instruction that was left has not been taken before this call has ended.
         for executor in executors:
-            self._instructions.append(RunOp(executor, task.task_id, op, checksums, gated))
+            self._instructions.append(
+                RunOp(executor, task.task_id, op, checksums, gated, task.adapter)
+            )
         self._running[op.op_id] = run
         task.add_running(run)
         self._accounts.op_started(task, op, now)

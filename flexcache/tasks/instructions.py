@@ -56,6 +56,8 @@ class RunOp:
 
     ``checksums`` has one per block where the bytes read must be verified. A ``gated`` op must wait
     until the engine's worker has opened the gate of its task.
+
+    ``weights`` and ``adapter``: as in `Execute`, for ranks.
     """
 
     executor: str
@@ -63,6 +65,8 @@ class RunOp:
     op: TransferOp
     checksums: npt.NDArray[np.uint64] | None
     gated: bool
+    adapter: str = ""
+    weights: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,16 @@ class Matcher:
         self._roots = LayoutRoots(layout)
         return True
 
-    def look_up(self, kind: TaskKind, keys: PromptKeys, stop: int, now: float) -> int | None:
+    def _place(self, keys: PromptKeys, owner: Session | None) -> None:
+        """Set the root that tiers keep a prompt under."""
+        self._roots.place(keys)
+        remote = self._cache.tiers.remote
+        if remote is not None and owner is not None and owner.named_at == remote.num_clears:
+            remote.keep_plain(keys.root)
+
+    def look_up(
+        self, kind: TaskKind, keys: PromptKeys, stop: int, now: float, owner: Session | None = None
+    ) -> int | None:
         """Ask the remote store what it has of a prompt, where that may matter to a match.
 
         Returns:
@@ -70,7 +79,7 @@ class Matcher:
         lookups = self._lookups
         if kind is TaskKind.PUT or lookups is None or not self._executors.is_up(REMOTE):
             return None
-        self._roots.place(keys)
+        self._place(keys, owner)
         if keys.parent_key is not None:
             chain = find_chain(keys, self._cache.tiers)
             if chain is None:
@@ -99,15 +108,18 @@ class Matcher:
 
     def plan(
         self, owner: Session, task_id: TaskId, kind: TaskKind, keys: PromptKeys, start: int,
-        stop: int, retain_s: float, now: float, tail_at: int,
+        stop: int, retain_s: float, now: float, tail_at: int, weights: int = 0,
     ) -> tuple[Plan, PromptKeys, int, int]:  # fmt: skip
         """Plan a task for blocks ``[start, stop)`` of a prompt.
+
+        Args:
+            weights: The generation of the engine's weights that its root is named by.
 
         Returns:
             The plan, and what it is for: the keys and the blocks, those of the whole chain where
             the prompt continues one.
         """
-        self._roots.place(keys)
+        self._place(keys, owner)
         self._cache.tiers.advance(now)
         num_before = 0
         if keys.parent_key is not None and (chain := self._chain(kind, keys, owner)) is not None:
@@ -116,7 +128,12 @@ class Matcher:
             if kind is TaskKind.PREFETCH:
                 start = 0  # DRAM keeps no block without those before it
             tail_at += num_before if tail_at else 0
-        plan = self._plan(owner, kind, keys, start, stop, retain_s, tail_at)
+        if self._sessions.has_weights(owner.engine, weights):
+            owner.uses(keys.root)
+            self._cache.tiers.unretire(keys.root)
+            plan = self._plan(owner, kind, keys, start, stop, retain_s, tail_at)
+        else:
+            plan = self._cache.plan_nothing(kind, keys, start, stop, "weights_changed")
         plan.num_before = num_before
         if kind is TaskKind.GET and start < stop and self._cache.reuse is not None:
             self._cache.reuse.looked_up(keys, plan, stop)
@@ -152,8 +169,7 @@ class Matcher:
             rate = owner.prefill_blocks_per_s
             return self._cache.loads.plan_prefetch(keys, start, stop, rate, self._terms())
         if (direct := self._direct_stores(owner)) is not None:
-            is_recording = self._cache.stores.is_recording
-            return direct.plan_put(keys, start, stop, retain_s, is_recording)
+            return direct.plan_put(keys, start, stop, retain_s, self._cache.stores.era)
         return self._cache.stores.plan_put(
             keys, start, stop, self._share_of_backlog(owner), retain_s, tail_at
         )

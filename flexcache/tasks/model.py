@@ -11,7 +11,17 @@ from dataclasses import dataclass, field
 from flexcache.cache.early_loads import EarlyLoad
 from flexcache.cache.plan import Plan, PlannedTail
 from flexcache.cache.tail_index import TAIL_FIRST
-from flexcache.ids import KVStatus, OpId, OpKind, SessionId, TaskId, TaskKind, TaskState, TierName
+from flexcache.ids import (
+    KVStatus,
+    OpId,
+    OpKind,
+    RootId,
+    SessionId,
+    TaskId,
+    TaskKind,
+    TaskState,
+    TierName,
+)
 from flexcache.tasks.ids import id_before
 from flexcache.tasks.instructions import TaskResult
 from flexcache.tasks.routes import GPU_OPS, STAGED_LOAD_TIER
@@ -25,6 +35,7 @@ _FINAL_STATE = {
     KVStatus.FAILED: TaskState.FAILED,
 }
 _NONE_OPEN = dict.fromkeys(OpKind, 0)
+MAX_ROOTS = 65_536
 _MAX_ERRORS = 8  # that a response names
 
 
@@ -41,6 +52,8 @@ class Task:
     """Whether its launch asked for ops of the GPU to wait until the engine opens their gate."""
     session_id: str | None = None
     """Whose prompt it is, if its caller has said."""
+    adapter: str = ""
+    """Digest of the adapter whose KV it moves, if there is one."""
     early: list[EarlyLoad] = field(default_factory=list)
     """What a get finds that was loaded early."""
     launched_s: float | None = None
@@ -216,10 +229,21 @@ class Session:
     last_id: TaskId
     tasks: dict[TaskId, Task] = field(default_factory=dict)
     store_backlog: int = 0
+    roots: dict[RootId, None] = field(default_factory=dict)
+    """Under which it has matched since its weights had another name; not more than `MAX_ROOTS`."""
+    named_at: int = 0
+    """How often the remote tier had been cleared when its weights were named last."""
     prefill_blocks_per_s: float = 0.0
     """What the engine computes: whatever would take longer to load is not loaded for it."""
     is_gone: bool = False
     totals: Totals = field(default_factory=Totals)
+
+    def uses(self, root: RootId) -> None:
+        """The engine has matched a prompt under this root."""
+        if root not in self.roots:
+            if len(self.roots) >= MAX_ROOTS:
+                del self.roots[next(iter(self.roots))]
+            self.roots[root] = None
 
     def take_id(self, task_id: TaskId) -> None:
         """Raises `ValueError` for an id that is not above all earlier ones."""

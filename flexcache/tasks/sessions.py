@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from flexcache.cache.plan import Plan
 from flexcache.errors import InternalError
-from flexcache.ids import OpKind, SessionId, TaskId, TaskState
+from flexcache.ids import OpKind, RootId, SessionId, TaskId, TaskState
 from flexcache.tasks.ids import TaskIds, id_before, make_session, session_of
 from flexcache.tasks.instructions import device
 from flexcache.tasks.launch_checks import check_launchable, check_slot_mappings
@@ -36,6 +36,7 @@ class TaskSessions:
         self._sessions: dict[SessionId, Session] = {}
         self._disputed: set[str] = set()
         """Engines whose tasks might move another engine's bytes."""
+        self._weights: dict[str, int] = {}
         self.tasks: dict[TaskId, Task] = {}
         """All open tasks."""
         self.internal = self.add(_INTERNAL, "")
@@ -56,8 +57,9 @@ class TaskSessions:
             kept = self.add(before.session, before.engine)
             kept.last_id, kept.is_gone, kept.totals = before.last_id, before.is_gone, before.totals
             kept.prefill_blocks_per_s = before.prefill_blocks_per_s
+            kept.named_at = before.named_at
         self.internal, self._internal_ids = self._sessions[_INTERNAL], former._internal_ids
-        self._disputed = former._disputed
+        self._disputed, self._weights = former._disputed, former._weights
 
     def get(self, session: SessionId) -> Session | None:
         return self._sessions.get(session)
@@ -90,6 +92,8 @@ class TaskSessions:
         """A session that has ended is kept until the last of its tasks has."""
         if session.is_gone and not session.tasks:
             self._sessions.pop(session.session, None)
+            if not self.of_engine(session.engine):
+                self._weights.pop(session.engine, None)
 
     # -- tasks -----------------------------------------------------------------------------------
 
@@ -147,6 +151,23 @@ class TaskSessions:
 
     def set_disputed(self, engine: str, is_disputed: bool) -> None:
         (self._disputed.add if is_disputed else self._disputed.discard)(engine)
+
+    def set_weights(self, engine: str, generation: int) -> None:
+        """The weights of an engine are of this generation from now on."""
+        self._weights[engine] = generation
+
+    def has_weights(self, engine: str, generation: int) -> bool:
+        """Whether they are now."""
+        return self._weights.get(engine, 0) == generation
+
+    def take_unused_roots(self, engine: str) -> list[RootId]:
+        """Return the roots that an engine has used so far, and none of the others uses."""
+        own = self.of_engine(engine)
+        unused = dict.fromkeys(root for session in own for root in session.roots)
+        for session in own:
+            session.roots = {}
+        others = [session.roots for session in self.of_engines()]
+        return [root for root in unused if not any(root in roots for roots in others)]
 
     def is_disputed(self, engine: str) -> bool:
         return engine in self._disputed

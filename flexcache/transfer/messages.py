@@ -20,7 +20,8 @@ class BlockNames(msgspec.Struct, frozen=True):
 
     ``keys`` are those of consecutive blocks of one prompt, the first at position ``first``;
     ``parent`` is the key of the block before it, empty if there is none. ``used_s`` is when all of
-    them had last been used, in seconds of the machine's monotonic clock; None for now.
+    them had last been used, in seconds of the machine's monotonic clock; None for now. ``era``:
+    how often the SSD tier had been reset when they were named.
     """
 
     root: bytes
@@ -28,14 +29,18 @@ class BlockNames(msgspec.Struct, frozen=True):
     parent: bytes
     keys: list[bytes]
     used_s: float | None = None
+    era: int = 0
 
 
-class Execute(msgspec.Struct, tag=True, frozen=True):
+class Execute(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     """Move ``src`` blocks to ``dst`` blocks, and answer with `Done`.
 
     Blocks on the GPU are named with their group (`transfer.group_ids`). A ``gated`` op waits until
     the engine's worker opens the gate of ``task_id``. H2DISK, H2REMOTE and REMOTE2H have ``names``;
     block ids on the remote side have no meaning.
+
+    ``weights``: the number of the rank's weights that the op is for; a rank that has others refuses
+    it. ``adapter``: the digest of an adapter, without which it refuses it too.
     """
 
     op_id: int
@@ -46,6 +51,8 @@ class Execute(msgspec.Struct, tag=True, frozen=True):
     gated: bool = False
     checksums: bytes = b""
     names: BlockNames | None = None
+    weights: int = 0
+    adapter: str = ""
 
 
 class Drop(msgspec.Struct, tag=True, frozen=True):

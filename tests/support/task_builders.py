@@ -49,7 +49,6 @@ GATE_PATIENCE_S = 600.0
 ENGINE, OTHER = "an engine", "another"
 SESSION = make_session(0, 0)
 NAMED = (OpKind.H2DISK, OpKind.H2REMOTE, OpKind.REMOTE2H, OpKind.COMMIT)
-RECORDED = (OpKind.H2DISK, OpKind.COMMIT)
 SSD_READS = (OpKind.DISK2H, OpKind.DISK2D)
 SSD_WRITES = (OpKind.H2DISK, OpKind.D2DISK)
 
@@ -575,7 +574,7 @@ class World:
         assert op.src is not None
         assert op.dst is not None
         assert len(op.src) == len(op.dst) > 0
-        if op.kind in NAMED and (op.kind not in RECORDED or self.cache.stores.is_recording):
+        if op.kind in NAMED:
             self._check_names(op)
         if info is None:  # the cache's own
             assert not op.kind.touches_gpu

@@ -354,6 +354,7 @@ SCENARIOS = [
     Scenario("short deadlines", lambda d: {"match_ttl_s": 0.5, "op_timeout_s": 20.0},
              forgets_matches_that_are_not_launched),
     Scenario("layers on", lambda d: {"layerwise_load": "on", "log_level": "DEBUG"}),
+    Scenario("named weights", lambda d: {"model_version": "v1"}),
     Scenario("tails", lambda d: {"tail_interval_tokens": 128}),
     Scenario("layers off", lambda d: {"layerwise_load": "off", "log_level": "ERROR"}),
     Scenario("reserved huge pages", lambda d: {"hugepages": "reserved"},

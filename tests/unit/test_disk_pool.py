@@ -24,6 +24,7 @@ from flexcache.storage.pool_directory import (
     FORMAT_VERSION,
     INDEX_FILE,
     PoolHeader,
+    record_id,
     reserve_space,
 )
 from flexcache.storage.slot_index import HEADER_BYTES, RECORD_BYTES, SlotIndex, make_records
@@ -40,13 +41,14 @@ def pool(*paths: Path, slots: int = 10, size: int = SLOT_BYTES, on_mismatch: str
         opened.close()
 
 
-def fill(opened: DiskPool) -> None:
+def fill(opened: DiskPool, era: int | None = None) -> None:
     """Record a prompt of as many blocks as there are slots, in files of their full size."""
     for fd in opened.data_fds:
         os.ftruncate(fd, HEADER_BYTES + opened.num_rows * opened.slot_bytes)
     keys = [b"block %d" % i for i in range(opened.num_slots)]
     records = make_records(b"r" * 16, 0, b"", keys, np.zeros(len(keys), np.uint64))
-    SlotIndex(opened.index_fds, opened.record_id).write(np.arange(len(keys)), records)
+    own = record_id(opened.pool_id, opened.era if era is None else era)
+    SlotIndex(opened.index_fds, own).write(np.arange(len(keys)), records)
 
 
 def slots(opened: DiskPool) -> list[int]:
@@ -85,8 +87,8 @@ def test_what_was_made_void_does_not_return_though_it_is_written_later(
     paths = [tmp_path / str(number) for number in range(num_dirs)]
     with pool(*paths) as opened:
         fill(opened)
-        opened.invalidate()
-        fill(opened)  # by a worker that was at it
+        opened.invalidate(opened.era + 1)
+        fill(opened, opened.era - 1)  # by a worker that was at it
         opened.adopt(KVIdentity.of("model", "layout"))
         if is_killed:  # nothing of what an orderly end does reaches these files
             copies = [tmp_path / f"{path.name}-killed" for path in paths]
@@ -102,9 +104,19 @@ def test_what_was_made_void_does_not_return_though_it_is_written_later(
 
 def test_after_an_orderly_end_no_void_record_is_left(filled: Path) -> None:
     with pool(filled) as opened:
-        opened.invalidate()
+        opened.invalidate(opened.era + 1)
     with pool(filled) as again:
         assert len(SlotIndex(again.index_fds, again.record_id).in_use(again.num_slots)) == 0
+
+
+def test_what_is_recorded_after_it_was_made_void_returns(tmp_path: Path) -> None:
+    with pool(tmp_path) as opened:
+        fill(opened)
+        opened.invalidate(opened.era + 1)
+        fill(opened)
+    for _ in range(2):
+        with pool(tmp_path) as again:
+            assert slots(again) == list(range(10))
 
 
 def test_void_records_that_a_kill_left_are_dropped_once(
@@ -112,7 +124,7 @@ def test_void_records_that_a_kill_left_are_dropped_once(
 ) -> None:
     left = (filled / INDEX_FILE).read_bytes()[HEADER_BYTES:]
     with pool(filled) as opened:
-        opened.invalidate()
+        opened.invalidate(opened.era + 1)
     with (filled / INDEX_FILE).open("r+b") as index:
         index.seek(HEADER_BYTES)
         index.write(left)
@@ -130,7 +142,7 @@ def test_a_kill_between_two_headers_leaves_a_pool_of_which_nothing_is_found(
         fill(opened)
     before = (paths[1] / INDEX_FILE).read_bytes()
     with pool(*paths) as opened:
-        opened.invalidate()
+        opened.invalidate(opened.era + 1)
     (paths[1] / INDEX_FILE).write_bytes(before)
     with pool(*paths) as again:
         assert slots(again) == []

@@ -160,6 +160,31 @@ class DeviceWorker:
         """Drop an op: if it has not started, it ends with nothing moved."""
         self._dropped[op_id] = None
 
+    def fail_all(self, reason: str) -> list[Done]:
+        """Fail all ops that it was given. Returns those that have ended; `advance` does the others,
+        of which something is in flight (`is_failing`)."""
+        queues = (*self._queues.values(), *self._parked.values())
+        ended = [self._failed(message, reason) for queue in queues for message in queue]
+        for queue in self._queues.values():
+            queue.clear()
+        self._parked.clear()
+        begun = [*self._in_parts, *self._in_pieces.values()]
+        self._in_parts.clear()
+        self._in_pieces.clear()
+        self.gates.lose_layer_loads()
+        self._in_flight.fail_all(reason)
+        for op in begun:
+            ended += self._in_flight.end(op, reason)
+        if self._direct is not None:
+            self._direct.fail_all(reason)
+        return ended
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether copies of failed ops are still in flight."""
+        of_direct = self._direct is not None and self._direct.is_failing
+        return self._in_flight.is_failing or of_direct
+
     def advance(self, may_copy: bool = True) -> list[Done]:
         """Start ops that may start and return those that ended. Blocks only to copy on the CPU.
 

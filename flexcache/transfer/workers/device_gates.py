@@ -103,6 +103,18 @@ class DeviceGates:
         with self._lock:
             return list(self._layer_loads)
 
+    def lose_layer_loads(self) -> None:
+        """Let the engine wait for no more layers of loads that have begun."""
+        for task_id in self.layer_loads:
+            self.lose_layer_load(task_id)
+
+    def lose_layer_load(self, task_id: int) -> None:
+        """Likewise of one load, if it is one."""
+        with self._lock:
+            load = self._layer_loads.get(task_id)
+        if load is not None:
+            load.end()
+
     def end_layer_load(self, task_id: int) -> bool:
         """End a load by layer: layers not loaded yet are lost. Returns whether it was one."""
         with self._lock:

@@ -88,6 +88,16 @@ class DirectOps:
             if op_id in self._ops:
                 self._ops[op_id].dropped = True
 
+    def fail_all(self, reason: str) -> None:
+        """Fail the ops that have not ended, once what is in flight has."""
+        for op in self._ops.values():
+            op.fail(reason)
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether some are still in flight after that."""
+        return any(op.is_void for op in self._ops.values())
+
     def advance(self) -> list[Done]:
         """Process what has ended and start more; return the ops that ended. Never blocks."""
         try:

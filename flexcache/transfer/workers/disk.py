@@ -30,7 +30,12 @@ from flexcache.storage.checksum import checksum
 from flexcache.storage.compression import Codec
 from flexcache.storage.disk_pool import locate_slot
 from flexcache.storage.host_pool import HostSegment
-from flexcache.storage.pool_directory import data_file_bytes, index_file_bytes, reserve_space
+from flexcache.storage.pool_directory import (
+    data_file_bytes,
+    index_file_bytes,
+    record_id,
+    reserve_space,
+)
 from flexcache.storage.slot_index import FORM, Records, SlotIndex, make_records
 from flexcache.storage.slot_io import SlotIO, SlotRequest
 from flexcache.storage.write_times import next_generation, older
@@ -62,6 +67,8 @@ class DiskWorker:
         index: Records the blocks.
         commit: Makes blocks and records durable.
         last_generation: The highest generation in the index.
+        pool_id: Identifies the pool.
+        era: The pool's, as far as is known; ops may be of a later one.
     """
 
     def __init__(
@@ -71,7 +78,11 @@ class DiskWorker:
         index: SlotIndex,
         commit: GroupCommit,
         last_generation: int = 0,
+        pool_id: bytes = b"",
+        era: int = 0,
     ) -> None:
+        self._pool_id = pool_id
+        self._era = era
         self._slots = slots
         self._segments = segments
         self._index = index
@@ -130,12 +141,18 @@ class DiskWorker:
         return refused + [op.done() for op in over]
 
     def _commit_written(self) -> list[BlockOp]:
-        """Commit the next group unless one is in progress; return ops that cannot be recorded."""
+        """Commit the next group unless one is in progress; return ops that are not recorded."""
         refused: list[BlockOp] = []
         if self._group or not self._written:
             return refused
         slots, records = [], []
+        era = max(op.names.era for op in self._written if op.names is not None)
+        if era > self._era:  # the pool was reset; no group is being written
+            self._era, self._index.pool_id = era, record_id(self._pool_id, era)
         for op in self._written:
+            if op.names is not None and op.names.era < self._era:
+                refused.append(op)  # what it wrote is void: it ends without a record
+                continue
             try:
                 records.append(self._records_of(op))
             except ValueError as error:
@@ -264,7 +281,8 @@ class DiskWorkerConfig(WorkerConfig, frozen=True):
 
     data_fds: list[int]
     index_fds: list[int]
-    record_id: bytes
+    pool_id: bytes
+    era: int
     slot_bytes: int
     num_slots: int
     io_engine: str
@@ -279,7 +297,7 @@ def main() -> None:
     _reserve_files(config)
     io = open_block_io(config.io_engine, config.queue_depth)
     segments = map_segments(config)
-    index = SlotIndex(config.index_fds, config.record_id)
+    index = SlotIndex(config.index_fds, record_id(config.pool_id, config.era))
     commit = GroupCommit(config.data_fds, config.index_fds, index, config.sync)
 
     def locate(slot: int) -> tuple[int, int]:
@@ -288,7 +306,9 @@ def main() -> None:
     survey = index.survey(config.num_slots)
     codec = Codec.of(config.compression)
     slots = SlotIO(io, locate, config.slot_bytes, survey.forms, codec)
-    worker = DiskWorker(slots, segments, index, commit, survey.last_generation)
+    worker = DiskWorker(
+        slots, segments, index, commit, survey.last_generation, config.pool_id, config.era
+    )
     serve(
         config,
         f"{io.name}, depth {slots.depth}, compression {config.compression}",

@@ -71,6 +71,16 @@ class InFlight:
         op.is_over, op.failure = True, op.failure or failure
         return [] if op.num_in_flight else [_done(op)]
 
+    def fail_all(self, reason: str) -> None:
+        """Fail the ops of which something is in flight, once that has landed."""
+        for op in self.ops:
+            op.failure = op.failure or reason
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether something of a failed op is still in flight."""
+        return any(op.failure is not None for op in self.ops)
+
     def forget(self, op_id: int) -> None:
         """Forget an op whose pieces have landed, as if none had been queued."""
         for lane, pieces in self._pieces.items():

@@ -1,0 +1,149 @@
+"""Names of the weights that each engine has now, as its ranks and its scheduler tell them.
+
+    rank       weights changed, its update number 3 --+
+    scheduler  new_weights("step-17"), reset        --+--> generation 8, "step-17" --> scheduler
+
+A rank numbers its own updates, and every op that it is given carries the number that the server
+knows of: one that was planned before an update is refused by the rank itself, whenever the news of
+that update arrive here. Numbers of different ranks are compared only to tell whether two of them
+speak of one update: a wrong guess costs hits, never wrong bytes, and nothing is refused for ever.
+
+The scheduler names prompts by the version, and says with each match which generation that was.
+Nothing is matched for another one than the engine's present one.
+
+No I/O. Used under the server's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from flexcache.cache.prompt import random_version
+from flexcache.protocol.messages import UNKNOWN_WEIGHTS, Weights
+
+NO_GENERATION = -1
+"""The generation of an engine whose weights are unknown: no match is of it."""
+
+
+@dataclass(slots=True)
+class _Rank:
+    """What a rank has told: the number of its last update, and the version, if it knows that."""
+
+    client: str
+    number: int
+    version: str = ""
+    is_gone: bool = False
+
+
+@dataclass(slots=True)
+class _Engine:
+    generation: int = 0
+    version: str = ""
+    scheduler: str = ""
+    """Client of the scheduler that was greeted last."""
+    ranks: dict[int, _Rank] = field(default_factory=dict)
+
+    @property
+    def is_unknown(self) -> bool:
+        return any(r.number == UNKNOWN_WEIGHTS and not r.is_gone for r in self.ranks.values())
+
+    def updated(self) -> dict[int, tuple[str, int]]:
+        """Return the ranks whose weights are not those that they started with."""
+        return {p: (r.client, r.number) for p, r in self.ranks.items() if r.number}
+
+
+class EngineWeights:
+    """The weights of all engines of a server.
+
+    Args:
+        changed: Called with an engine, its new generation, whether its earlier names are no
+            longer its own, and the time.
+    """
+
+    def __init__(self, changed: Callable[[str, int, bool, float], None]) -> None:
+        self._changed = changed
+        self._engines: dict[str, _Engine] = {}
+
+    def of(self, engine: str) -> Weights:
+        """Return what an engine's weights are called."""
+        state = self._engines.get(engine, _Engine())
+        return Weights(state.generation, state.version, state.updated())
+
+    def begin(self, engine: str, version: str) -> None:
+        """Name the weights that the engine in this process starts with."""
+        self._engines[engine] = _Engine(version=version)
+
+    def rename(self, engine: str, version: str, now: float) -> Weights:
+        """Give an engine's weights another name. Returns it with its generation."""
+        state = self._engines.setdefault(engine, _Engine())
+        is_other, state.version = state.version != version, version
+        self._advance(engine, state, state.generation + 1, is_other, now)
+        return self.of(engine)
+
+    def told(
+        self, engine: str, place: int, client: str, number: int, version: str, now: float
+    ) -> None:
+        """A rank registers, or its weights have changed: this is its update of that number."""
+        state = self._engines.setdefault(engine, _Engine())
+        known = state.ranks.get(place, _Rank("", 0))
+        if (known.client, known.number) == (client, number):
+            known.is_gone = False
+            return
+        state.ranks[place] = _Rank(client, number, version)
+        if not number and not known.number:
+            return  # it has the weights that it started with, as the one before it had
+        if not version and number > 0:
+            version = next(
+                (
+                    other.version
+                    for p, other in state.ranks.items()
+                    if p != place and other.number == number and other.version
+                ),
+                "",
+            )  # the same update, whose name another rank knows
+        self.rename(engine, version or random_version(), now)
+
+    def rank_gone(self, engine: str, place: int) -> None:
+        """A rank has left. The same client may come back, with the weights that it had."""
+        state = self._engines.get(engine)
+        if state is not None and place in state.ranks:
+            state.ranks[place].is_gone = True
+
+    def greeted(
+        self, engine: str, client: str, told: Weights, is_alone: bool, now: float
+    ) -> Weights:
+        """A scheduler begins a session, and tells what it names prompts by.
+
+        Args:
+            is_alone: It has renamed its weights since it last heard of a server.
+
+        Returns:
+            What it has to name them by from now on.
+        """
+        state = self._engines.setdefault(engine, _Engine())
+        if client != state.scheduler and state.scheduler:  # of an engine that was started again
+            state.ranks = {place: r for place, r in state.ranks.items() if not r.is_gone}
+        state.scheduler = client
+        knows_all = all(told.ranks.get(p) == each for p, each in state.updated().items())
+        for place, (rank_client, number) in told.ranks.items():
+            state.ranks.setdefault(place, _Rank(rank_client, number))
+        version, generation = told.version, told.generation
+        if not knows_all:  # which of the two came later is not known
+            version = random_version() if is_alone else state.version
+        is_same = knows_all and (generation, version) == (state.generation, state.version)
+        if not is_same and not (knows_all and not state.generation):
+            generation = max(generation, state.generation) + 1
+        is_other, state.version = version != state.version, version
+        self._advance(engine, state, generation, is_other, now)
+        return self.of(engine)
+
+    def forget(self, engine: str) -> None:
+        """No peer of the engine is left."""
+        self._engines.pop(engine, None)
+
+    def _advance(
+        self, engine: str, state: _Engine, generation: int, is_other: bool, now: float
+    ) -> None:
+        state.generation = generation
+        self._changed(engine, NO_GENERATION if state.is_unknown else generation, is_other, now)
