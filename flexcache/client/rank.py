@@ -278,12 +278,15 @@ class KVTPClient:
         the engine's next request begins under the new name."""
         self._weights = weights
         self._ops.set_weights(weights.number)
-        if self._state is ClientState.SERVING and not self._ops.tell(weights):
+        if self._state is ClientState.SERVING and self._ops.tell(weights):
+            return
+        connected = (ClientState.REGISTERING, ClientState.SERVING)
+        if self._state in connected:
             known = self._hello.client, weights.number
             self._ops.wake()
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._heard == known or self._state is not ClientState.SERVING,
+                    lambda: self._heard == known or self._state not in connected,
                     _TELL_PATIENCE_S,
                 )
 

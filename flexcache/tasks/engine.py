@@ -263,12 +263,13 @@ class KVTaskEngine:
 
     def set_disputed(self, engine: str, is_disputed: bool, now: float) -> None:
         """Cancel what sessions of this name have open, and match nothing for them meanwhile."""
-        self._take_in(self._set_disputed, engine, is_disputed, now)
 
-    def _set_disputed(self, engine: str, is_disputed: bool, now: float) -> None:
-        self._sessions.set_disputed(engine, is_disputed)
-        if is_disputed:
-            self._cancel_unanswered(self._sessions.of_engine(engine), now)
+        def change() -> None:
+            self._sessions.set_disputed(engine, is_disputed)
+            if is_disputed:
+                self._cancel_unanswered(self._sessions.of_engine(engine), now)
+
+        self._take_in(change)
 
     def set_weights(self, engine: str, generation: int, is_other: bool, now: float) -> None:
         """The weights of an engine are of this generation: what it has open is cancelled, and
@@ -278,17 +279,18 @@ class KVTaskEngine:
             is_other: They have another name too: what it has stored so far is due first, unless
                 others use it.
         """
-        self._take_in(self._set_weights, engine, generation, is_other, now)
 
-    def _set_weights(self, engine: str, generation: int, is_other: bool, now: float) -> None:
-        self._sessions.set_weights(engine, generation)
-        if is_other and (remote := self.cache.tiers.remote) is not None:
-            for session in self._sessions.of_engine(engine):
-                session.named_at = remote.num_clears
-        self._cancel_unanswered(self._sessions.of_engine(engine), now)
-        if is_other:
-            for root in self._sessions.take_unused_roots(engine):
-                self.cache.tiers.retire(root)
+        def change() -> None:
+            self._sessions.set_weights(engine, generation)
+            if is_other and (remote := self.cache.tiers.remote) is not None:
+                for session in self._sessions.of_engine(engine):
+                    session.named_at = remote.num_clears
+            self._cancel_unanswered(self._sessions.of_engine(engine), now)
+            if is_other:
+                for root in self._sessions.take_unused_roots(engine):
+                    self.cache.tiers.retire(root)
+
+        self._take_in(change)
 
     def _cancel_unanswered(self, sessions: Iterable[Session], now: float) -> None:
         """Cancel what callers wait for, but not writes below the GPU."""
@@ -420,8 +422,7 @@ class KVTaskEngine:
         self._runner.follow(now)
 
     def clear(self, tier: str | None) -> int:
-        """Drop the blocks of one tier that are not in use, or all of all tiers, after which another
-        era of the SSD tier begins; return how many.
+        """Drop the blocks of one tier that are not in use, or all of all tiers; return how many.
 
         Raises:
             ValueError: There is no such tier.
