@@ -219,7 +219,7 @@ def test_an_op_that_arrives_before_the_news_is_refused(is_gated: bool) -> None:
     assert not engine.manager.wait([task_id], PATIENCE_S)[task_id].mask.any()
     assert engine.snapshot() == before
     engine.weights = "tuned"
-    assert engine.put("abcd")[1].status is KVStatus.SUCCESS
+    until(lambda: engine.put("abcd")[1].status is KVStatus.SUCCESS)
     assert engine.get("abcd") == 4
     engine.close()
 
