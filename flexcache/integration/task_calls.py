@@ -22,20 +22,31 @@ _ANSWER_PATIENCE_S = 0.1
 
 
 class TaskCalls:
-    """Calls to one engine's `KVManager`.
+    """Calls to one engine's `KVManager`, once it is open: until then nothing is found or stored.
 
     Args:
+        manager: None if `open` follows.
         block_size: Tokens between the positions where prefixes can end.
 
     Attributes:
+        manager: Unset until it is open.
+        is_open: Whether there is a manager.
         effect_of_lost_load: What the engine does about it, for the log.
     """
 
+    manager: KVManager
     effect_of_lost_load = ""
 
-    def __init__(self, manager: KVManager, block_size: int) -> None:
-        self._manager = manager
+    def __init__(self, manager: KVManager | None, block_size: int) -> None:
+        self.is_open = False
         self._block_size = block_size
+        if manager is not None:
+            self.open(manager)
+
+    def open(self, manager: KVManager) -> None:
+        """Call this one from now on."""
+        self.manager = manager
+        self.is_open = True
 
     def launch(self, task_id: int, blocks: GroupBlocks, gated: bool = True) -> bool:
         """Launch a matched task; return whether it was launched. Else it has ended, or is
@@ -52,9 +63,9 @@ class TaskCalls:
         others have ended, or are cancelled."""
         task_ids = list(blocks)
         try:
-            self._manager.launch(task_ids, group_blocks=list(blocks.values()), gated=gated)
+            self.manager.launch(task_ids, group_blocks=list(blocks.values()), gated=gated)
             # A task that had already ended (because the server was lost, say) was not launched.
-            ended = self._manager.try_wait(task_ids)
+            ended = self.manager.try_wait(task_ids)
         except (FlexCacheError, ValueError, KeyError) as error:
             if len(task_ids) > 1 and not isinstance(error, FlexCacheError):
                 # They were refused as a whole because of one of them.
@@ -75,7 +86,7 @@ class TaskCalls:
         The workers have seen the task's end; the server's answer may still be on its way.
         """
         try:
-            response = self._manager.wait([task_id], _ANSWER_PATIENCE_S)[task_id]
+            response = self.manager.wait([task_id], _ANSWER_PATIENCE_S)[task_id]
         except (FlexCacheError, KeyError):
             return False
         if response.status is KVStatus.TIMEOUT:
@@ -92,20 +103,21 @@ class TaskCalls:
         """Return those of the tasks whose copies to and from the GPU have ended on every rank."""
         asked = list(task_ids)
         try:
-            return self._manager.try_wait(asked).keys()
+            return self.manager.try_wait(asked).keys()
         except (FlexCacheError, KeyError):  # the cache was shut down: it has let go of the GPU
             return asked
 
     def wait_ended(self, task_ids: Iterable[int], timeout_s: float) -> None:
         """Wait until copies to and from the GPU have ended on every rank, or for ``timeout_s``."""
-        safely(self._manager.wait, list(task_ids), timeout_s)
+        safely(self.manager.wait, list(task_ids), timeout_s)
 
     def cancel(self, task_id: int) -> None:
-        safely(self._manager.cancel, [task_id])
+        safely(self.manager.cancel, [task_id])
 
     def report_prefill(self, tokens_per_s: float) -> None:
-        safely(self._manager.report_prefill, tokens_per_s)
+        if self.is_open:
+            safely(self.manager.report_prefill, tokens_per_s)
 
     def reset(self) -> bool:
         """Drop everything cached and unused. Return whether that succeeded."""
-        return safely(self._manager.reset, if_failed=False) is not False
+        return not self.is_open or safely(self.manager.reset, if_failed=False) is not False

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from flexcache.integration.checkpoint import digest, identify_checkpoint
+from flexcache.integration.identity.checkpoint import identify_checkpoint
+from flexcache.integration.identity.files import FileDigests
+from flexcache.integration.identity.settings import digest
 
 _SETTINGS = (
     "dtype", "quantization", "quantization_param_path", "modelopt_quant", "kv_cache_dtype",
@@ -19,20 +21,24 @@ _SETTINGS = (
 """Those of SGLang's settings that change the numbers in KV, or which layers have KV."""
 
 
-def read_model_id(server_args: Any, part: str) -> str:
+def read_model_id(server_args: Any, part: str, digests: FileDigests) -> str:
     """Name everything that decides the numbers in a rank's KV, the model's name first.
 
     Args:
         part: Which part of the model's KV the rank holds; empty for all of it.
     """
-    name, *parts = _parts(server_args)
+    name, *parts = _parts(server_args, digests)
     if part:
         parts.append(("part", part))
     return "|".join([name[1], *(f"{key}={value}" for key, value in parts)])
 
 
-def _parts(args: Any) -> Iterator[tuple[str, str]]:
-    yield from identify_checkpoint(args.model_path, args.revision)
+def _parts(args: Any, digests: FileDigests) -> Iterator[tuple[str, str]]:
+    yield from identify_checkpoint(
+        args.model_path, args.revision, digests,
+        trusts_code=bool(getattr(args, "trust_remote_code", False)),
+        download_dir=getattr(args, "download_dir", None),
+    )  # fmt: skip
     settings = {name: getattr(args, name, None) for name in _SETTINGS}
     yield "sglang", digest({k: v for k, v in settings.items() if v not in ("", "auto", "{}")})
     if args.load_format == "dummy":
@@ -40,4 +46,4 @@ def _parts(args: Any) -> Iterator[tuple[str, str]]:
     draft = getattr(args, "speculative_draft_model_path", None)
     if draft is not None:
         revision = getattr(args, "speculative_draft_model_revision", None)
-        yield "draft", digest(dict(identify_checkpoint(draft, revision)))
+        yield "draft", digest(dict(identify_checkpoint(draft, revision, digests)))

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from flexcache.config import ModelConfig
 from flexcache.config.values import reject
+from flexcache.integration.identity.late import identify_now
 from flexcache.integration.prefill_rate import PrefillRate
 from flexcache.integration.sglang.device_pages import DevicePages
 from flexcache.integration.sglang.identity import read_model_id
@@ -99,8 +101,9 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         config = read_cache_config(
             dict(extra_config), params.page_size, rank, publishes_events(server_args)
         )
+        model_id, config = identify_now(partial(read_model_id, server_args, rank.part), config)
         model = ModelConfig(
-            read_model_id(server_args, rank.part),
+            model_id,
             num_layers=pages.num_layers,
             num_kv_heads=1,
             head_size=pages.bytes_per_token,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -27,6 +28,7 @@ from sglang.srt.runtime_context import get_parallel, get_server_args
 
 from flexcache.config import ModelConfig
 from flexcache.errors import ConfigError
+from flexcache.integration.identity.late import identify_now
 from flexcache.integration.safe_calls import safely
 from flexcache.integration.sglang.host_pages import describe_pool, page_tensors
 from flexcache.integration.sglang.identity import read_model_id
@@ -74,8 +76,10 @@ class FlexCacheHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         pool = mem_pool_host if anchor is None else anchor.host_pool
         config = read_cache_config(self._settings, pool.page_size, self._rank)
         tensors = page_tensors(pool)
+        read = partial(read_model_id, self._server_args, self._rank.part)
+        model_id, config = identify_now(read, config)
         model = ModelConfig(
-            read_model_id(self._server_args, self._rank.part),
+            model_id,
             num_layers=pool.layer_num,
             num_kv_heads=getattr(pool, "head_num", 1),
             head_size=getattr(pool, "head_dim", None) or tensors["piece 0"].shape[1],

@@ -68,7 +68,7 @@ class RequestCalls(TaskCalls):
         """
         tokens = request.get_tokens(0)[: num_blocks * self._block_size]
         try:
-            task_id, wanted = self._manager.put_match(
+            task_id, wanted = self.manager.put_match(
                 tokens, namespace=scope, request_info=self._info(request)
             )
         except (FlexCacheError, ValueError) as error:
@@ -87,7 +87,7 @@ class RequestCalls(TaskCalls):
         mask = np.ones(len(tokens), dtype=np.bool_)
         mask[: first * self._block_size] = False
         try:
-            matched = self._manager.get_match_by_tier(
+            matched = self.manager.get_match_by_tier(
                 tokens, mask, namespace=scope, request_info=self._info(request), look_up=False
             )
         except (FlexCacheError, ValueError) as error:
@@ -104,13 +104,13 @@ class RequestCalls(TaskCalls):
             return
         try:
             self._prefetches.add(
-                self._manager.prefetch_async(request.get_tokens(0), namespace=scope)
+                self.manager.prefetch_async(request.get_tokens(0), namespace=scope)
             )
         except (FlexCacheError, ValueError) as error:
             self._log("prefetch_failed", request, error)
 
     def _info(self, request: Any) -> RequestInfo | None:
-        return describe(request) if self._manager.wants_request_info else None
+        return describe(request) if self.manager.wants_request_info else None
 
     def _log(self, event: str, request: Any, error: Exception) -> None:
         log_event(logger, logging.WARNING, event, request=request.request_id, error=error)

@@ -18,7 +18,9 @@ from flexcache.config import CacheConfig, ModelConfig
 from flexcache.config.model import read_dtype
 from flexcache.config.sources import read_environment, require_block_size
 from flexcache.errors import ConfigError
-from flexcache.integration.checkpoint import digest, dtype_name, identify_checkpoint
+from flexcache.integration.identity.checkpoint import identify_checkpoint
+from flexcache.integration.identity.files import FileDigests
+from flexcache.integration.identity.settings import digest, dtype_name
 
 _KV_DTYPES = {"fp8": torch.float8_e4m3fn}
 _STATE_LAYERS = ("mamba", "linear_attention", "recurrent")
@@ -63,7 +65,7 @@ def read_cache_config(llm_args: Any) -> CacheConfig:
     return CacheConfig.from_env(None, {}, tokens_per_block=block_size)
 
 
-def read_model_config(llm_args: Any) -> ModelConfig:
+def read_model_config(llm_args: Any, model_id: str) -> ModelConfig:
     """Return the model, and how the ranks divide its KV. The sizes of blocks are theirs to tell."""
     config = _text_config(read_model_file(llm_args))
     heads = config["num_attention_heads"]
@@ -73,7 +75,7 @@ def read_model_config(llm_args: Any) -> ModelConfig:
     if latent:
         kv_heads, head_size = 1, latent + config["qk_rope_head_dim"]
     return ModelConfig(
-        model_id=_read_model_id(llm_args),
+        model_id=model_id,
         num_layers=config["num_hidden_layers"],
         num_kv_heads=kv_heads,
         head_size=head_size,
@@ -129,11 +131,12 @@ def _read_kv_dtype(llm_args: Any, config: Mapping[str, Any]) -> torch.dtype:
     return _KV_DTYPES[name] if name in _KV_DTYPES else read_dtype(name)
 
 
-def _read_model_id(llm_args: Any) -> str:
+def read_model_id(llm_args: Any, digests: FileDigests) -> str:
     """Name what decides the numbers in the engine's KV, the model's name first."""
     (_, name), *parts = identify_checkpoint(
-        str(llm_args.model), getattr(llm_args, "revision", None)
-    )
+        str(llm_args.model), getattr(llm_args, "revision", None), digests,
+        trusts_code=bool(getattr(llm_args, "trust_remote_code", False)),
+    )  # fmt: skip
     parts += _settings(llm_args)
     return "|".join([name, *(f"{key}={value}" for key, value in parts)])
 

@@ -8,9 +8,11 @@ keeps the blocks until they are copied.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from flexcache.errors import InternalError
+from flexcache.integration.identity.late import identify_now
 from flexcache.integration.layerwise_rule import LayerwiseRule
 from flexcache.integration.safe_calls import safely
 from flexcache.integration.tensorrt_llm.addresses import announce, withdraw
@@ -19,6 +21,7 @@ from flexcache.integration.tensorrt_llm.engine import (
     check_supported,
     read_cache_config,
     read_model_config,
+    read_model_id,
 )
 from flexcache.integration.tensorrt_llm.interface import KvCacheConnectorScheduler
 from flexcache.integration.tensorrt_llm.metadata import Load, StepMetadata, When
@@ -43,7 +46,9 @@ class FlexCacheConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[mi
         self._block_size = config.tokens_per_block
         self._is_one_rank = llm_args.tensor_parallel_size == 1
         self._layerwise = LayerwiseRule(config.layerwise_load, None)
-        self.manager = KVManager(read_model_config(llm_args), config, endpoint=config.endpoint)
+        model_id, config = identify_now(partial(read_model_id, llm_args), config)
+        model = read_model_config(llm_args, model_id)
+        self.manager = KVManager(model, config, endpoint=config.endpoint)
         self.manager.start()
         announce(llm_args, self.manager.endpoint)
         self._cache = RequestCalls(self.manager, self._block_size)

@@ -22,6 +22,7 @@ from flexcache.ids import TierName
 from flexcache.integration.vllm.engine import read_layerwise_setting, why_uncached
 from flexcache.integration.vllm.groups import GroupHooks, cached_group_ids
 from flexcache.integration.vllm.kv_layout import preferred_layout
+from flexcache.integration.vllm.metadata import LoadedAdapters
 from flexcache.integration.vllm.scheduler import FlexCacheScheduler
 from flexcache.integration.vllm.stats import FlexCachePromMetrics, FlexCacheStats
 from flexcache.integration.vllm.worker import FlexCacheWorker
@@ -89,8 +90,7 @@ class FlexCacheConnectorV1(WorkerHooks, GroupHooks):  # type: ignore[misc]
         self._scheduler.gets.arrived(request)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self._scheduler.puts.bind(gpu_block_pool)
-        self._scheduler.gets.early_loads.block_pool = gpu_block_pool
+        self._scheduler.bind(gpu_block_pool)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -106,6 +106,9 @@ class FlexCacheConnectorV1(WorkerHooks, GroupHooks):  # type: ignore[misc]
         return self._scheduler.take_step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        adapters = connector_output.kv_connector_worker_meta
+        if isinstance(adapters, LoadedAdapters):
+            self._scheduler.adapters_loaded(adapters.digests)
         self._scheduler.transfers_ended(
             connector_output.finished_recving or (), connector_output.invalid_block_ids
         )

@@ -18,10 +18,11 @@ from flexcache.config import CacheConfig, ModelConfig
 from flexcache.config.sources import Layer, read_environment, require_block_size
 from flexcache.errors import ConfigError
 from flexcache.integration.vllm.groups import layer_specs, read_groups
-from flexcache.integration.vllm.identity import read_model_id
 from flexcache.protocol.runtime import private_endpoint
 
 _EXTRA = "kv_connector_extra_config"
+UNREAD = "unread"
+"""Id of a model whose files may take a while to hash."""
 
 
 def read_cache_config(vllm_config: Any, block_size: int) -> CacheConfig:
@@ -99,7 +100,7 @@ def why_uncached(vllm_config: Any, num_groups: int) -> str | None:
 
 
 def read_model_config(vllm_config: Any, kv_cache_config: Any) -> ModelConfig:
-    """Return the model, and how the engine's ranks divide its KV.
+    """Return the model, whose id is yet to be read, and how the engine's ranks divide its KV.
 
     The sizes of blocks are the ranks' to tell: each knows its own layers' tensors, the scheduler
     only the names of rank 0's.
@@ -107,7 +108,7 @@ def read_model_config(vllm_config: Any, kv_cache_config: Any) -> ModelConfig:
     _refuse_sleep_mode(vllm_config)
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     return ModelConfig(
-        model_id=read_model_id(vllm_config),
+        model_id=UNREAD,
         num_layers=model.get_total_num_hidden_layers(),
         num_kv_heads=max(1, model.get_total_num_kv_heads()),
         head_size=model.get_head_size(),

@@ -84,6 +84,10 @@ class Gets:
         self._step = _Step()
         self._computing: dict[str, None] = {}
         """Requests with a load within the step that is being computed."""
+        self._arrived: set[str] = set()
+        """Requests whose load between steps has ended, and that no step has computed since."""
+        self._gone: set[str] = set()
+        """Those that ended before."""
         self.forget_blocks: Callable[[set[int]], None] | None = None
         self.has_matched = False
 
@@ -119,6 +123,7 @@ class Gets:
         vLLM asks repeatedly for a waiting request: the answer is kept until vLLM acts on it, the
         engine's own prefix changes, or the match has become too old.
         """
+        name = self._cache.names.begins(request, num_computed)
         if self._shares_a_load(request, num_computed):
             return None, False
         if not self._may_load(request):
@@ -126,7 +131,7 @@ class Gets:
         self.early.asked(request.request_id)
         self.early_loads.asked(request.request_id)
         record = self._requests.setdefault(request.request_id, RequestRecord())
-        get = self._open_get(request, record, num_computed)
+        get = self._open_get(request, record, num_computed, (name.weights, name.adapter))
         if get is None:
             return (0 if record.asked_s is None else None), False
         if get.launched or get.num_tokens == 0:
@@ -151,12 +156,15 @@ class Gets:
         is_open = self.layerwise.depends_on_times
         return is_open and self.budget.has_room(num_loaded, num_left, time.monotonic())
 
-    def _open_get(self, request: Any, record: RequestRecord, num_computed: int) -> Get | None:
+    def _open_get(
+        self, request: Any, record: RequestRecord, num_computed: int, name: tuple[int, str | None]
+    ) -> Get | None:
         """Return the request's get for the tokens after ``num_computed``, if it has one."""
         get = record.get
         if get is not None:
             is_fresh = time.monotonic() - get.matched_s < self._match_ttl_s / 2
-            if get.launched or (get.num_computed == num_computed and is_fresh):
+            is_same = (get.num_computed, get.name) == (num_computed, name)
+            if get.launched or (is_same and is_fresh):
                 return get
             self._cancel(record)
         if record.has_lost_load:
@@ -194,7 +202,9 @@ class Gets:
         self.has_matched = True
         task_id, num_found, sources = found
         self.early_loads.is_on |= self._may_load_early and not sources.keys() <= {TierName.CPU}
-        return Get(task_id, num_computed, num_found, sources, time.monotonic())
+        name = self._cache.names.of(request)
+        named = name.weights, name.adapter
+        return Get(task_id, num_computed, num_found, sources, time.monotonic(), named)
 
     def _withdraw(self, request_id: str) -> None:
         """Cancel a request's get, if vLLM has not acted on it."""
@@ -233,9 +243,7 @@ class Gets:
             self.early_loads.loaded(request_id)
         start = 0 if get is None else get.num_computed
         task_id = get.task_id if get is not None and launched else None
-        self._step.loads.append(
-            self._load(request_id, task_id, tables, start, num_external, by_layer)
-        )
+        self._step.loads.append(self._load(request, task_id, tables, start, num_external, by_layer))
         if by_layer:
             first = start // self._block_size
             key = request.block_hashes[first]
@@ -253,13 +261,23 @@ class Gets:
         return blocks is not None and self._cache.launch(get.task_id, blocks)
 
     def _load(
-        self, request_id: str, task_id: int | None, tables: Tables, start: int, num_tokens: int,
+        self, request: Any, task_id: int | None, tables: Tables, start: int, num_tokens: int,
         by_layer: bool,
     ) -> Load:  # fmt: skip
+        request_id, adapter = request.request_id, self._cache.names.use_of(request)
         num_blocks, first = num_tokens // self._block_size, start // self._block_size
         if self._tables.has_groups:
-            return Load(request_id, task_id, [], num_needed=num_blocks)
-        return Load(request_id, task_id, list(tables[0][first : first + num_blocks]), by_layer)
+            return Load(request_id, task_id, [], num_needed=num_blocks, adapter=adapter)
+        block_ids = list(tables[0][first : first + num_blocks])
+        return Load(request_id, task_id, block_ids, by_layer, adapter=adapter)
+
+    def take_started(self, scheduled: Collection[str]) -> dict[str, bool]:
+        """Return for the metadata which loads are put to use by the step that vLLM has scheduled
+        (True), or will not be (False)."""
+        started = {each: True for each in self._arrived if each in scheduled}
+        self._arrived.difference_update(started)
+        gone, self._gone = self._gone, set()
+        return started | dict.fromkeys(gone, False)
 
     def take_step(self) -> list[Load]:
         """Return the loads for the metadata of the step that vLLM has scheduled."""
@@ -275,6 +293,7 @@ class Gets:
         self._end_step_loads(bad_blocks)
         for request_id in received:
             record = self._requests.get(request_id)
+            (self._gone if record is None else self._arrived).add(request_id)
             if record is None or record.get is None:
                 continue
             get, record.get = record.get, None
@@ -312,6 +331,9 @@ class Gets:
         self.early.ended(request_id)
         self.early_loads.ended(request_id)
         record.has_ended = True
+        if request_id in self._arrived:
+            self._arrived.remove(request_id)
+            self._gone.add(request_id)
         was_loading = record.get is not None and record.get.launched
         self._cancel(record)
         if record.step_load is None:
@@ -342,5 +364,5 @@ class Gets:
 
     def check_idle(self) -> None:
         """Raise `InternalError` if a request is still remembered; all must have ended."""
-        if self._requests or self._computing:
+        if self._requests or self._computing or self._arrived:
             raise InternalError(f"ended requests are still remembered: {list(self._requests)}")

@@ -13,40 +13,60 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flexcache.errors import ConfigError
-from flexcache.integration.checkpoint import (
-    NOT_NUMBERS,
-    digest,
-    dtype_name,
-    identify_checkpoint,
-)
+from flexcache.integration.identity.checkpoint import identify_checkpoint
+from flexcache.integration.identity.files import FileDigests
+from flexcache.integration.identity.settings import NOT_NUMBERS, digest, dtype_name
 
 _NO_DRAFT_KV = {"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"}
 _LLAMA4_TUNED_BEYOND = 32768  # tokens
 
 
-def read_model_id(vllm_config: Any) -> str:
-    """Name everything that decides the numbers in the engine's KV, the model's name first."""
+_FROM_FILES = {
+    "auto", "hf", "safetensors", "pt", "npcache", "mistral", "dummy", "fastsafetensors",
+    "instanttensor", "runai_streamer", "sharded_state", "bitsandbytes", "gguf",
+}  # fmt: skip
+"""Formats whose weights are among the model's files. Others may be anywhere."""
+
+
+def read_model_id(vllm_config: Any, digests: FileDigests) -> str:
+    """Name everything that decides the numbers in the engine's KV, the model's name first.
+
+    Raises:
+        NotKeptError: Files would have to be read.
+    """
     model = vllm_config.model_config
-    name, *parts = [*_model_parts(model), *_kv_parts(vllm_config), *_media_parts(model)]
+    settings = [*_kv_parts(vllm_config), *_media_parts(model)]  # refuses some of them
+    parts = [*_model_parts(model, vllm_config.load_config, digests), *settings]
+    _, name = parts.pop(0)
     if model.hf_overrides:
         parts.append(("overrides", _digest_overrides(model)))
-    load_format = vllm_config.load_config.load_format
-    if str(getattr(load_format, "value", load_format)) == "dummy":
+    if _load_format(vllm_config.load_config) == "dummy":
         parts.append(("random_weights", model.seed))
-    draft = _read_draft(vllm_config.speculative_config)
+    draft = _read_draft(vllm_config.speculative_config, vllm_config.load_config, digests)
     if draft is not None:
         parts.append(("draft", draft))
-    return "|".join([str(name[1]), *(f"{key}={value}" for key, value in parts)])
+    return "|".join([str(name), *(f"{key}={value}" for key, value in parts)])
 
 
-def _model_parts(model: Any) -> Iterator[tuple[str, Any]]:
+def _load_format(load: Any) -> str:
+    return str(getattr(load.load_format, "value", load.load_format))
+
+
+def _model_parts(model: Any, load: Any, digests: FileDigests) -> Iterator[tuple[str, Any]]:
     """Yield what determines the numbers of a model, target or draft."""
     name = getattr(model, "model_weights", "") or model.model  # model_weights if it was fetched
-    yield from identify_checkpoint(name, model.revision)
+    if _load_format(load) not in _FROM_FILES:
+        digests.note_unknown(f"load_format = {_load_format(load)!r}: weights may be anywhere")
+    yield from identify_checkpoint(
+        name, model.revision, digests, trusts_code=bool(model.trust_remote_code),
+        download_dir=getattr(load, "download_dir", None),
+    )  # fmt: skip
     if model.trust_remote_code and model.code_revision is not None:
         yield "code", model.code_revision
-    if getattr(model, "hf_config_path", None) is not None:
-        yield "config", model.hf_config_path
+    config_path = getattr(model, "hf_config_path", None)
+    if config_path is not None:
+        yield "config", config_path
+        yield "config_files", digest(dict(identify_checkpoint(config_path, None, digests)))
     if getattr(model, "model_class_overrides", None):
         yield "classes", digest(model.model_class_overrides)
     yield "dtype", dtype_name(model.dtype)
@@ -84,7 +104,7 @@ def _media_parts(model: Any) -> Iterator[tuple[str, Any]]:
         yield "media", digest(chosen)
 
 
-def _read_draft(speculative: Any) -> str | None:
+def _read_draft(speculative: Any, load: Any, digests: FileDigests) -> str | None:
     """Identify the model whose KV is cached along with the target's; None if there is none."""
     if speculative is None or str(speculative.method) in _NO_DRAFT_KV:
         return None
@@ -92,7 +112,7 @@ def _read_draft(speculative: Any) -> str | None:
     if draft is None:
         return str(speculative.method)
     kv_dtype = getattr(speculative, "kv_cache_dtype", None)
-    return f"{speculative.method}:{digest([dict(_model_parts(draft)), kv_dtype])}"
+    return f"{speculative.method}:{digest([dict(_model_parts(draft, load, digests)), kv_dtype])}"
 
 
 def _read_quantization(model: Any) -> list[Any]:

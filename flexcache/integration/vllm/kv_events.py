@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from vllm.distributed.kv_events import (
@@ -16,6 +17,7 @@ from flexcache.cache.journal import Change, Removed, Stored
 from flexcache.request_info import RequestInfo
 
 _hash = kv_cache_utils.maybe_convert_block_hash
+_MAX_HASHES = 1 << 20
 _untagged = getattr(kv_cache_utils, "to_event_extra_keys", lambda keys: keys)
 """vLLM 0.32 hashes tagged extra keys and publishes them without their tags."""
 
@@ -51,13 +53,32 @@ def _extra_keys(request: Any, block_size: int) -> list[Any] | None:
     return list(_untagged(extra_keys))
 
 
-def to_vllm_events(changes: Iterable[Change]) -> Iterator[KVCacheEvent]:
+class EventHashes:
+    """vLLM's hashes of blocks that are cached under others: those of requests with adapters, as
+    vLLM hashes the adapter's name and path, and the cache its content.
+    """
+
+    def __init__(self) -> None:
+        self._hashes: OrderedDict[bytes, bytes] = OrderedDict()
+
+    def learn(self, keys: Sequence[bytes], hashes: Sequence[bytes], stop: int) -> None:
+        """Note the hashes of the first ``stop`` blocks."""
+        self._hashes.update(zip(keys[:stop], hashes[:stop], strict=False))
+        while len(self._hashes) > _MAX_HASHES:
+            self._hashes.popitem(last=False)
+
+    def of(self, key: bytes) -> Any:
+        """Return a block's hash as vLLM publishes it."""
+        return _hash(self._hashes.get(key, key))
+
+
+def to_vllm_events(changes: Iterable[Change], hashes: EventHashes) -> Iterator[KVCacheEvent]:
     """Convert changes for vLLM's own publisher, whose stream also has its GPU's blocks."""
     for change in changes:
         if isinstance(change, Stored):
             yield BlockStored(
-                block_hashes=[_hash(key) for key in change.keys],
-                parent_block_hash=None if change.parent is None else _hash(change.parent),
+                block_hashes=[hashes.of(key) for key in change.keys],
+                parent_block_hash=None if change.parent is None else hashes.of(change.parent),
                 token_ids=list(change.token_ids),
                 block_size=change.block_size,
                 lora_id=change.info.lora_id,
@@ -67,7 +88,7 @@ def to_vllm_events(changes: Iterable[Change]) -> Iterator[KVCacheEvent]:
             )
         elif isinstance(change, Removed):
             yield BlockRemoved(
-                block_hashes=[_hash(key) for key in change.keys], medium=change.medium.value
+                block_hashes=[hashes.of(key) for key in change.keys], medium=change.medium.value
             )
         else:  # readers would apply "all cleared" to the GPU's blocks too
-            yield from to_vllm_events(change.removed)
+            yield from to_vllm_events(change.removed, hashes)

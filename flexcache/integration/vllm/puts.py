@@ -243,8 +243,8 @@ class Puts:
             states: Blocks with the states there, by the group's number.
         """
         tail = self._tables.tail(tables, stop, states or {})
-        if self.pool is None or tail is None:
-            return
+        if self.pool is None or tail is None or not self._cache.may_store(request):
+            return  # the ranks may yet confirm its adapter: then it is stored when it ends
         num_offered = self._num_offered.get(request.request_id, 0)
         self._num_offered[request.request_id] = max(stop, num_offered)
         first = num_offered if num_offered < stop else 0  # a preempted request comes here again

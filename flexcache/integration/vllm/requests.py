@@ -16,6 +16,7 @@ class Get:
         num_tokens: Tokens found; 0 if none.
         sources: Tokens that each tier supplies.
         by_layer: Last answer to vLLM: whether the load runs within the request's first step.
+        name: The weights and the adapter that it was matched for.
     """
 
     task_id: int
@@ -23,6 +24,7 @@ class Get:
     num_tokens: int
     sources: dict[TierName, int]
     matched_s: float
+    name: tuple[int, str | None]
     launched: bool = False
     by_layer: bool = False
 

@@ -5,20 +5,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import RegistrationError
 from flexcache.ids import TierName
+from flexcache.integration.identity.late import when_identified
 from flexcache.integration.layerwise_rule import LayerwiseRule
 from flexcache.integration.prefill_rate import PrefillRate
 from flexcache.integration.vllm.block_tables import BlockTables, Tables
 from flexcache.integration.vllm.calls import CacheCalls
 from flexcache.integration.vllm.engine import (
+    UNREAD,
     Place,
     read_cache_config,
     read_key_namespace,
@@ -31,6 +36,7 @@ from flexcache.integration.vllm.groups import (
     read_keys_per_position,
     read_position,
 )
+from flexcache.integration.vllm.identity import read_model_id
 from flexcache.integration.vllm.kv_events import to_vllm_events
 from flexcache.integration.vllm.layerwise import find_obstacle
 from flexcache.integration.vllm.metadata import FlexCacheMetadata
@@ -67,14 +73,11 @@ class FlexCacheScheduler:
         obstacle = find_obstacle(vllm_config, failure_policy, bool(model.groups))
         layerwise = LayerwiseRule(config.layerwise_load, obstacle)
         place = read_place(vllm_config, config)
-        self.manager = KVManager(
-            model, config, endpoint=place.endpoint, dp_rank=place.dp_rank, engine_id=place.engine_id
-        )
-        _start(self.manager)
         _warn_of_surprises(failure_policy, config, place)
         _tell_about_states(vllm_config, model)
         namespace = read_key_namespace(vllm_config)
-        self._cache = CacheCalls(self.manager, block_size, namespace, keys_per_position)
+        can_lose_loads = not model.groups
+        self._cache = CacheCalls(None, block_size, namespace, keys_per_position, can_lose_loads)
         self._tables = BlockTables(model.groups, cached_group_ids(kv_cache_config), block_size)
         self._has_siblings = transfer is not vllm_config.kv_transfer_config
         self._is_shared = place.endpoint is not None
@@ -94,6 +97,45 @@ class FlexCacheScheduler:
         self._stats_due_s = 0.0
         self._admitted: set[str] = set()
         """Requests that have GPU blocks."""
+        self._life = threading.Lock()  # held while the manager is made
+        self._is_over = False
+        self._opened: KVManager | None = None
+        make = partial(_make, model, place)
+        is_identified = when_identified(
+            partial(read_model_id, vllm_config), config, partial(self._open, make)
+        )
+        if not is_identified:
+            make(UNREAD, config)  # what is wrong with the settings is said at once
+
+    @property
+    def manager(self) -> KVManager:
+        """The engine's cache, once it is open."""
+        return self._cache.manager
+
+    def _open(
+        self, make: Callable[[str, CacheConfig], KVManager], model_id: str, config: CacheConfig
+    ) -> None:
+        """Open the cache: the model is known by now."""
+        with self._life:
+            if self._is_over:
+                return
+            self._opened = make(model_id, config)
+        _start(self._opened)
+        self._cache.open(self._opened)
+
+    def bind(self, pool: Any) -> None:
+        """Use vLLM's pool of GPU blocks from now on."""
+        reset = pool.reset_prefix_cache
+
+        def note_reset() -> bool:
+            is_reset: bool = reset()
+            if is_reset:
+                self._cache.names.gpu_reset()
+            return is_reset
+
+        pool.reset_prefix_cache = note_reset
+        self.puts.bind(pool)
+        self.gets.early_loads.block_pool = pool
 
     def allocated(self, request: Any, tables: Tables, num_external: int) -> None:
         """Launch the load of ``num_external`` tokens into the blocks that vLLM allocated.
@@ -111,6 +153,7 @@ class FlexCacheScheduler:
         has_unknown_blocks = self.gets.finished(request)
         self.puts.finished(request, () if has_unknown_blocks else self._tables.select(tables))
         self._cache.session_ended(request)
+        self._cache.names.ended(request)
 
     def take_step(self, scheduled: Any) -> FlexCacheMetadata:
         """Return the metadata for the step that vLLM has scheduled."""
@@ -126,15 +169,20 @@ class FlexCacheScheduler:
             time.sleep(_IDLE_WAIT_S)  # spinning would delay the store's answer
         loads = self.gets.take_step()
         self._launched.append((0 if loads else num_tokens, now))
+        started = self.gets.take_started(num_scheduled_tokens)
         self._has_news |= self.puts.release()
         stores = self.puts.launch()
         self.puts.scheduled(scheduled)
-        return FlexCacheMetadata(loads, stores, idle, self._begins_late(scheduled))
+        return FlexCacheMetadata(loads, stores, idle, self._begins_late(scheduled), started)
 
     def _begins_late(self, scheduled: Any) -> bool:
         """Return whether copies have to wait until vLLM has prepared the inputs of the step: it
         clears blocks then, and other connectors save what is in blocks before they are reused."""
         return self._has_siblings or bool(getattr(scheduled, "new_block_ids_to_zero", None))
+
+    def adapters_loaded(self, digests: Mapping[int, str]) -> None:
+        """Take what adapters the last step was computed with."""
+        self._cache.names.adapters_loaded(digests)
 
     def transfers_ended(self, received: Collection[str], bad_blocks: Collection[int]) -> None:
         """End a step. On all ranks, the gets between steps of the requests ``received`` have ended;
@@ -186,15 +234,28 @@ class FlexCacheScheduler:
             rate = self._prefill.batch_ended(*self._launched.popleft(), time.monotonic())
             if rate is not None:
                 self._cache.report_prefill(rate)
-        return to_vllm_events(self.manager.take_changes()) if self._publishes else ()
+        if not self._publishes or not self._cache.is_open:
+            return ()
+        return to_vllm_events(self.manager.take_changes(), self._cache.hashes)
 
     def check_idle(self) -> None:
         """Raise `InternalError` if a request is still remembered; all must have ended."""
         self.gets.check_idle()
         self.puts.check_idle()
+        self._cache.names.check_idle()
 
     def shutdown(self) -> None:
-        self.manager.shutdown()
+        with self._life:
+            self._is_over = True
+        if self._opened is not None:
+            self._opened.shutdown()
+
+
+def _make(model: ModelConfig, place: Place, model_id: str, config: CacheConfig) -> KVManager:
+    return KVManager(
+        dataclasses.replace(model, model_id=model_id), config, endpoint=place.endpoint,
+        dp_rank=place.dp_rank, engine_id=place.engine_id,
+    )  # fmt: skip
 
 
 def _start(manager: KVManager) -> None:

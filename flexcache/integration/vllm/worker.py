@@ -18,7 +18,8 @@ from flexcache.client.rank import ClientState, KVTPClient
 from flexcache.integration.vllm.engine import read_cache_config, read_place
 from flexcache.integration.vllm.groups import read_groups, read_layers, read_position
 from flexcache.integration.vllm.kv_layout import describe_layout
-from flexcache.integration.vllm.metadata import FlexCacheMetadata, Load
+from flexcache.integration.vllm.metadata import FlexCacheMetadata, Load, LoadedAdapters
+from flexcache.integration.vllm.rank_weights import RankWeights
 from flexcache.integration.vllm.step_loads import StepLoads
 
 _IDLE_WAIT_S = 0.002  # an engine with nothing to compute spins; waiting leaves the CPU to the copy
@@ -50,6 +51,15 @@ class FlexCacheWorker:
         self.step_loads = StepLoads((), self._config.server_timeout_s)
         self._idle = False
         self._begun: FlexCacheMetadata | None = None
+        self._arrived: dict[str, tuple[int, list[int]]] = {}
+        """Loads between steps whose requests have not begun: their blocks, and how often the
+        weights had changed by then."""
+        self._is_renamed = False
+        """The weights have changed while there was no client to tell."""
+        self._weights = RankWeights(self._weights_changed)
+        self._weights.attach()
+        self._adapters: Mapping[int, str] = {}
+        """What was sent last."""
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         self._kv_caches = kv_caches
@@ -61,7 +71,10 @@ class FlexCacheWorker:
             curve_keys=self._config.curve_keys,
             server_timeout_s=self._config.server_timeout_s,
             engine_polls=True,
+            holds_adapter=self._weights.holds,
         )
+        if self._is_renamed:
+            self._weights_changed(None)
         self.client.register_kv_caches(
             kv_caches,
             layout_description=describe_layout(self._vllm_config, self._kv_cache_config),
@@ -95,15 +108,29 @@ class FlexCacheWorker:
         if self.client is None and self._kv_caches:
             self.register(self._kv_caches)
 
+    def _weights_changed(self, unwatched: str | None) -> None:
+        """Have the cache use other names. Before the weights change, on the worker's thread."""
+        self._is_renamed = self.client is None
+        if self.client is None:
+            return
+        self.client.weights_changed()
+        if unwatched is not None:
+            self.client.weights_unknown(unwatched)
+
     def begin_step(self, metadata: FlexCacheMetadata) -> None:
         """Take the step's new tasks and open their gates to the GPU. Idempotent."""
         if metadata is self._begun:
             return
         self._begun = metadata
         self._idle = metadata.idle
+        for request_id, is_computed in metadata.started.items():
+            num_updates, block_ids = self._arrived.pop(request_id, (0, []))
+            if is_computed and block_ids and num_updates != self._weights.num_updates:
+                self._bad_blocks.update(block_ids)  # without a cache vLLM would compute them itself
         new: list[int] = []
         for load in metadata.loads:
-            if load.task_id is None or self.client is None:  # nothing will be loaded
+            may_load = self._weights.may_load(load.adapter, load.block_ids)
+            if load.task_id is None or self.client is None or not may_load:  # nothing is loaded
                 self._lose(load, 0)
                 if not load.by_layer:
                     self._received.add(load.request_id)
@@ -122,6 +149,7 @@ class FlexCacheWorker:
         """Return the requests whose get between steps has ended on every rank since the last call.
         Called at the end of each step."""
         self._bad_blocks |= self.step_loads.finish()
+        self._bad_blocks |= self._weights.take_broken()
         if self.client is not None and (self._loads or self._stores):
             if self._idle:
                 self.client.wait_ended(_IDLE_WAIT_S)
@@ -136,6 +164,7 @@ class FlexCacheWorker:
             load = self._loads.pop(task_id, None)
             if load is not None:
                 self._received.add(load.request_id)
+                self._arrived[load.request_id] = self._weights.num_updates, load.block_ids
                 self._lose(load, num_ok)
 
     def _lose(self, load: Load, num_ok: int) -> None:
@@ -154,6 +183,14 @@ class FlexCacheWorker:
         """Return the GPU blocks that a get should have filled but did not."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
+
+    def take_adapters(self) -> LoadedAdapters | None:
+        """Return which adapters are loaded, if they are others than last time."""
+        adapters = self._weights.adapters
+        if adapters == self._adapters:
+            return None
+        self._adapters = adapters
+        return LoadedAdapters(dict(adapters))
 
     def shutdown(self) -> None:
         if self.client is not None:

@@ -8,6 +8,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
 )
 
 from flexcache.integration.vllm.kv_layout import prefers_one_tensor, split_layers
@@ -82,3 +83,6 @@ class WorkerHooks(KVConnectorBase_V1):  # type: ignore[misc]
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_bad_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._worker.take_adapters()

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import inspect
 import traceback
+from functools import partial
 from typing import Any
 
 from vllm.config import VllmConfig
 
+from flexcache.config import CacheConfig
 from flexcache.errors import ConfigError
+from flexcache.integration.identity.late import identify_now
 from flexcache.integration.vllm.engine import read_key_namespace, why_uncached
 from flexcache.integration.vllm.identity import read_model_id
 from flexcache.storage.kv_identity import KVIdentity
 
 
-def read_chunk_identity(spec: Any, chunk_bytes: int) -> KVIdentity:
+def read_chunk_identity(spec: Any, chunk_bytes: int, settings: CacheConfig) -> KVIdentity:
     """Return the identity of an engine's chunks. Must be called while its connector is constructed.
 
     vLLM's offloading config names the model but not its revision, quantization and the like.
@@ -29,8 +32,12 @@ def read_chunk_identity(spec: Any, chunk_bytes: int) -> KVIdentity:
             f"OffloadingConnector cannot serve {vllm_config.model_config.model}: {reason}; run "
             "without the connector"
         )
+    model_id, settings = identify_now(partial(read_model_id, vllm_config), settings)
+    parts = [model_id, *read_key_namespace(vllm_config)]
+    if settings.model_version is not None:
+        parts.append(settings.model_version)
+    model = "|".join(parts)
     config, parallel = spec.config, spec.config.parallel
-    model = "|".join([read_model_id(vllm_config), *read_key_namespace(vllm_config)])
     groups = [
         (group.group_id, group.tokens_per_block, group.layer_names) for group in config.groups
     ]

@@ -7,13 +7,17 @@ the way. For vLLM 0.32 and later.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import time
+import traceback
 from collections import Counter
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from typing import Any
 
+import xxhash
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
 )
@@ -31,6 +35,9 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from flexcache.config import CacheConfig
 from flexcache.ids import BlockKey
+from flexcache.integration.identity.checkpoint import identify_adapter
+from flexcache.integration.identity.files import FileDigests, UnknownContentError
+from flexcache.integration.vllm.rank_weights import find_adapter
 from flexcache.integration.vllm.secondary_tier.host import TierHost
 from flexcache.integration.vllm.secondary_tier.identity import read_chunk_identity
 from flexcache.logs import log_event
@@ -72,14 +79,18 @@ class FlexCacheSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
             None, {}, "secondary_tiers", **settings, num_cpu_blocks=num_chunks
         )
         memory = HostSegment(os.dup(offloading_spec._scheduler_mmap.fd), chunk_bytes, num_chunks)
-        identity = read_chunk_identity(offloading_spec, chunk_bytes)
+        identity = read_chunk_identity(offloading_spec, chunk_bytes, config)
         self._host = TierHost(config, memory, identity, offloading_spec.config.engine_id)
         self._host.start()
         if not self._host.wait_ready(_READY_TIMEOUT_S):
             log_event(logger, logging.WARNING, "workers_late", waited_s=_READY_TIMEOUT_S)
         self._reported = {_LOADED: Counter[str](), _DROPPED: Counter[str]()}
-        self._loads: dict[int, int] = {}
-        """Number of chunks of each open promotion."""
+        self._loads: dict[int, dict[BlockKey, bytes]] = {}
+        """Chunks of each open promotion, and vLLM's keys of them."""
+        self._refused: list[JobResult] = []
+        self._digests = FileDigests()
+        self._epoch = b""
+        """Keeps apart what was stored since vLLM was reset: its weights may be others."""
 
     @property
     def host(self) -> TierHost:
@@ -87,33 +98,47 @@ class FlexCacheSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
         return self._host
 
     def lookup(self, key: bytes, req_context: ReqContext) -> LookupResult:
+        suffix = _suffix(req_context)
+        if suffix is None:
+            return LookupResult.MISS
         # Windows are looked up from their end, so each group asks by itself.
         asker = f"{req_context.req_id}/{get_offload_group_idx(key)}"
         with self._host.use() as tiers:
-            return _RESULTS[tiers.look_up(asker, BlockKey(key), time.monotonic())]
+            return _RESULTS[tiers.look_up(asker, self._name(key, suffix), time.monotonic())]
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        job = job_metadata
+        job, suffix = job_metadata, _suffix(job_metadata.req_context)
+        if suffix is None:
+            self._refused.append(JobResult(job_id=job.job_id, success=False))
+            return
+        keys = [self._name(key, suffix) for key in job.keys]
         with self._host.use() as tiers:
-            tiers.store(job.job_id, _keys(job), job.chunk_ids.tolist(), time.monotonic())
+            tiers.store(job.job_id, keys, job.chunk_ids.tolist(), time.monotonic())
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        job = job_metadata
-        self._loads[job.job_id] = len(job.keys)
+        job, suffix = job_metadata, _suffix(job_metadata.req_context) or b""
+        named = {self._name(key, suffix): key for key in job.keys}
+        self._loads[job.job_id] = named
         with self._host.use() as tiers:
-            tiers.load(job.job_id, _keys(job), job.chunk_ids.tolist(), time.monotonic())
+            tiers.load(job.job_id, list(named), job.chunk_ids.tolist(), time.monotonic())
+
+    def _name(self, key: bytes, suffix: bytes) -> BlockKey:
+        suffix += self._epoch
+        return BlockKey(xxhash.xxh3_128_digest(bytes(key) + suffix) if suffix else bytes(key))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         with self._host.use() as tiers:
             ended = tiers.take_ended()
-        results = []
+        results, self._refused = self._refused, []
         for end in ended:
-            is_load = self._loads.pop(end.job_id, None) is not None
+            named = self._loads.pop(end.job_id, None)
+            is_load = named is not None
+            moved = [named[key] for key in end.moved] if named is not None else []
             results.append(
                 JobResult(
                     job_id=end.job_id,
                     success=end.is_whole,
-                    successful_keys=end.moved if is_load and not end.is_whole else None,
+                    successful_keys=moved if is_load and not end.is_whole else None,
                     transfer_time=end.seconds,
                     transfer_bytes=len(end.moved) * self.block_size_bytes if is_load else None,
                 )
@@ -124,7 +149,29 @@ class FlexCacheSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
         """Do nothing: a look-up has counted as a use."""
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Note the request's adapter, whose name and path alone are in vLLM's keys."""
+        req_context.set_state(_Adapter(self._find_adapter(req_context.req_id)))
         return RequestOffloadingContext()
+
+    def _find_adapter(self, req_id: str) -> bytes | None:
+        """Return what tells a request's adapter apart: nothing without one, None if unknown.
+
+        This side cannot see which adapters the ranks have loaded. So one that changed since the
+        engine's process began is unknown.
+        """
+        for frame, _ in traceback.walk_stack(inspect.currentframe()):
+            request = frame.f_locals.get("request")
+            if getattr(request, "request_id", None) == req_id:
+                break
+        else:
+            return None
+        adapter = getattr(request, "lora_request", None)
+        if adapter is None:
+            return b""
+        try:
+            return identify_adapter(find_adapter(adapter.lora_path), self._digests).encode()
+        except (UnknownContentError, OSError):
+            return None
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         with self._host.use() as tiers:
@@ -146,11 +193,21 @@ class FlexCacheSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
         return stats
 
     def drain_jobs(self) -> None:
+        """Wait for open jobs: vLLM's own tier is reset. The weights may have changed."""
         self._host.wait_idle()
+        self._epoch = os.urandom(16)
 
     def shutdown(self) -> None:
         self._host.close()
 
 
-def _keys(job: TransferJob) -> list[BlockKey]:
-    return [BlockKey(bytes(key)) for key in job.keys]
+@dataclass(frozen=True)
+class _Adapter:
+    """The state of a request here: what tells its adapter apart, None if nothing does."""
+
+    suffix: bytes | None
+
+
+def _suffix(req_context: ReqContext) -> bytes | None:
+    state = req_context.get_state(_Adapter)
+    return None if state is None else state.suffix

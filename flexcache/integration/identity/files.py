@@ -1,0 +1,254 @@
+"""Digests of files, kept in the user's cache directory and shared by all processes.
+
+A digest is kept by the file's device, inode, size and times of change: if those are the same, no
+byte of the file is read again. It covers the content alone, so hosts agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from flexcache.errors import FlexCacheError
+from flexcache.integration.identity.settings import NOT_NUMBERS, digest
+
+ANY_TIME = 1 << 63
+_PIECE_BYTES = 8 << 20
+_FRESH_NS = 2_000_000_000
+"""A file that changed this recently may change again within one tick of a coarse clock."""
+_MAX_KEPT = 8192
+_LOCK_PATIENCE_S = 120.0
+"""How long another process may hash before this one does so too."""
+_FORMAT = "flexcache-file-digests/1"
+
+_Key = tuple[str, int, int, int, int, int]
+
+
+class NotKeptError(FlexCacheError):
+    """The digest of a file is not kept: it would have to be read."""
+
+
+class UnknownContentError(FlexCacheError):
+    """What an engine has loaded cannot be told. The message says why, and of what."""
+
+
+class _Kept(msgspec.Struct):
+    format: str
+    digests: list[tuple[_Key, str]]
+
+
+class FileDigests:
+    """Digests of files as they have been since this process, or ``since_ns``, began.
+
+    Args:
+        may_read: Whether a file may be read whose digest is not kept; else `NotKeptError` it is.
+        since_ns: A file that changed later than this may differ from what was loaded; `ANY_TIME` if
+            the caller sees to that.
+        store: The file that keeps digests; None for the user's.
+
+    Attributes:
+        problem: Why it is unknown what was loaded; None if it is known.
+    """
+
+    def __init__(
+        self, may_read: bool = True, since_ns: int | None = None, store: Path | None = None
+    ) -> None:
+        self._may_read = may_read
+        self._since_ns = _began_ns() if since_ns is None else since_ns
+        self._store = _Store(store or _user_store())
+        self.problem: str | None = None
+
+    def note_unknown(self, reason: str) -> None:
+        """Note that the files do not tell what was loaded."""
+        self.problem = self.problem or reason
+
+    def of(self, file: Path, method: str = "xxh3") -> str:
+        """Return the digest of a file's content, as hexadecimal digits.
+
+        Args:
+            method: One of "xxh3", "sha256", "git-sha1", or "config" for a model's JSON without
+                what does not change numbers.
+
+        Raises:
+            NotKeptError: It is not kept, and files may not be read.
+            UnknownContentError: The file changed since the engine began, or cannot be read.
+        """
+        try:
+            key = _key(method, os.stat(file))
+            if key[-1] > self._since_ns:
+                raise UnknownContentError(f"{file} changed after the engine's process began")
+            if (kept := self._store.get(key)) is not None:
+                return kept
+            if not self._may_read:
+                raise NotKeptError(str(file))
+            with self._store.locked():
+                if (kept := self._store.get(key)) is not None:  # another process was first
+                    return kept
+                found = _read(file, method, key)
+                if time.time_ns() - key[-1] > _FRESH_NS:
+                    self._store.add(key, found)
+            return found
+        except (OSError, ValueError) as error:
+            raise UnknownContentError(f"{file}: {error}") from None
+
+
+def stats_of(files: list[Path]) -> list[_Key]:
+    """Return what changes if a file's content does."""
+    return [_key("", os.stat(file)) for file in files]
+
+
+def _key(method: str, found: os.stat_result) -> _Key:
+    # A file can be given an older mtime; its ctime cannot be set.
+    return (
+        method, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns,
+    )  # fmt: skip
+
+
+def _read(file: Path, method: str, key: _Key) -> str:
+    with file.open("rb", buffering=0) as stream:
+        if _key(method, os.fstat(stream.fileno())) != key:
+            raise UnknownContentError(f"{file} changed while it was read")
+        found = _METHODS[method](stream, key[3])
+        if _key(method, os.fstat(stream.fileno())) != key:
+            raise UnknownContentError(f"{file} changed while it was read")
+    return found
+
+
+def _hash_by(make: Callable[[], Any]) -> Callable[[Any, int], str]:
+    """Both reading and hashing a piece release the GIL: the engine goes on meanwhile."""
+
+    def hashed(stream: Any, size: int) -> str:
+        hasher, piece = make(), memoryview(bytearray(min(_PIECE_BYTES, max(1, size))))
+        while count := stream.readinto(piece):
+            hasher.update(piece[:count])
+        return str(hasher.hexdigest())
+
+    return hashed
+
+
+def _git_sha1(stream: Any, size: int) -> str:
+    def make() -> Any:
+        return hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+
+    return _hash_by(make)(stream, size)
+
+
+def _config(stream: Any, size: int) -> str:
+    config = json.loads(stream.read())
+    if isinstance(config, dict):
+        config = {name: value for name, value in config.items() if name not in NOT_NUMBERS}
+    return digest(config)
+
+
+_METHODS: dict[str, Callable[[Any, int], str]] = {
+    "xxh3": _hash_by(xxhash.xxh3_128),
+    "sha256": _hash_by(hashlib.sha256),
+    "git-sha1": _git_sha1,
+    "config": _config,
+}
+
+
+def _began_ns() -> int:
+    """Return when this process began, by the clock that stamps files."""
+    with open("/proc/self/stat", "rb") as stream:
+        ticks = int(stream.read().rpartition(b")")[2].split()[19])
+    age_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - ticks * 10**9 // os.sysconf("SC_CLK_TCK")
+    return time.time_ns() - age_ns
+
+
+def _user_store() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    base = base if os.path.isabs(base) else os.path.expanduser("~/.cache")
+    return Path(base, "flexcache", "digests")
+
+
+class _Store:
+    """The file that keeps digests. Without a usable one, each process reads for itself."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._kept: dict[_Key, str] | None = None
+        self._lock: int | None = None
+
+    def get(self, key: _Key) -> str | None:
+        if self._kept is None or (key not in self._kept and self._lock is not None):
+            self._kept = self._load()
+        return self._kept.get(key)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Have other processes wait, which may be about to read the same files."""
+        file = self._open(os.O_RDWR | os.O_CREAT)
+        if file is not None and not _lock(file):
+            os.close(file)
+            file = None
+        self._lock = file
+        try:
+            yield
+        finally:
+            self._lock = None
+            if file is not None:
+                os.close(file)
+
+    def add(self, key: _Key, found: str) -> None:
+        """Keep a digest; `locked`."""
+        if self._lock is None:
+            return
+        kept = self._load()
+        kept[key] = found
+        self._kept = kept
+        data = msgspec.json.encode(_Kept(_FORMAT, list(kept.items())[-_MAX_KEPT:]))
+        with contextlib.suppress(OSError):  # no space: read again next time
+            os.ftruncate(self._lock, 0)  # what is cut short is no JSON, and ignored
+            os.pwrite(self._lock, data, 0)
+
+    def _load(self) -> dict[_Key, str]:
+        file = self._open(os.O_RDONLY)
+        if file is None:
+            return {}
+        with open(file, "rb") as stream, contextlib.suppress(OSError, msgspec.MsgspecError):
+            kept = msgspec.json.decode(stream.read(), type=_Kept)
+            if kept.format == _FORMAT:
+                return dict(kept.digests)
+        return {}
+
+    def _open(self, flags: int) -> int | None:
+        """Open the file unless another user could have written it."""
+        try:
+            if flags & os.O_CREAT:
+                self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            file = os.open(self._path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+        except OSError:  # no home, read-only, a symbolic link
+            return None
+        found = os.fstat(file)
+        is_ours = found.st_uid == os.geteuid() and not found.st_mode & 0o022
+        if is_ours and stat.S_ISREG(found.st_mode):
+            return file
+        os.close(file)
+        return None
+
+
+def _lock(file: int) -> bool:
+    """Wait for the lock, within bounds: its holder may be stopped."""
+    give_up_s = time.monotonic() + _LOCK_PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= give_up_s:
+                return False
+            time.sleep(0.05)
+        except OSError:  # a file system without locks
+            return False

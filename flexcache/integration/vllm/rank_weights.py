@@ -1,0 +1,235 @@
+"""Weights and adapters of one rank: when they change, and which adapters are loaded.
+
+vLLM tells no connector. So the worker's own methods are watched, those of vLLM 0.28 to 0.33 and the
+model's, which RL frameworks call directly:
+
+    worker   reload_weights, update_weights, start_weight_update, start_draft_weight_update,
+             finish_weight_update, sleep from level 2 on, discard, load_model
+    model    load_weights, load_state_dict, also of the draft model
+    LoRA     the manager's _load_adapter: the one function that reads an adapter's files
+
+They run on the worker's thread, so no step runs meanwhile.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from flexcache.integration.identity.checkpoint import adapter_files, identify_adapter
+from flexcache.integration.identity.files import (
+    ANY_TIME,
+    FileDigests,
+    UnknownContentError,
+    stats_of,
+)
+from flexcache.integration.vllm.metadata import AdapterUse
+from flexcache.logs import log_event
+
+logger = logging.getLogger(__name__)
+
+_NEEDED = (
+    "reload_weights", "update_weights", "start_weight_update", "finish_weight_update", "sleep",
+    "load_model",
+)  # fmt: skip
+_ALSO = ("start_draft_weight_update", "discard")
+_OF_MODELS = ("load_weights", "load_state_dict")
+_KEEPS_WEIGHTS = 1
+"""The level of sleep that does."""
+
+
+class RankWeights:
+    """Watches the worker in whose call stack it is made.
+
+    Args:
+        changed: Called right before weights change; with a reason if from now on they may change
+            unnoticed, because this vLLM lacks a method to watch.
+
+    Attributes:
+        num_updates: How often weights have changed.
+    """
+
+    def __init__(self, changed: Callable[[str | None], None]) -> None:
+        self._changed = changed
+        self._depth = 0
+        self._unwatched: str | None = None
+        self.num_updates = 0
+        self._lora: Any = None
+        self._digests = FileDigests(since_ns=ANY_TIME)
+        self._loaded: dict[int, str] = {}
+        self._promised: dict[int, tuple[str, set[int]]] = {}
+        """What KV was loaded for before its adapter is: the digest, and the blocks."""
+        self._broken: set[int] = set()
+        """Blocks of such KV whose adapter turned out to be another."""
+
+    def attach(self) -> None:
+        """Watch the worker that is being set up. Its model has been loaded."""
+        worker = _find_worker()
+        if worker is None:
+            log_event(
+                logger, logging.WARNING, "weights_unwatched",
+                reason="this vLLM sets its workers up otherwise",
+                remedy="call POST /cache/weights before each update of the weights",
+            )  # fmt: skip
+            return
+        missing = [name for name in _NEEDED if not self._watch(worker, name)]
+        for name in _ALSO:
+            self._watch(worker, name)
+        runner = worker.model_runner
+        models = [getattr(runner, "model", None), _draft_of(runner)]
+        for model in models:
+            if model is not None:
+                missing += [name for name in _OF_MODELS if not self._watch(model, name)]
+        self._watch(runner, "reload_weights")
+        self._lora = getattr(runner, "lora_manager", None)
+        if self._lora is not None:
+            self._watch_adapters(self._lora)
+        if missing:
+            self._unwatched = f"this vLLM has no {', '.join(missing)}"
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    def _watch(self, owner: Any, name: str) -> bool:
+        method = getattr(owner, name, None)
+        if method is None:
+            return False
+
+        @functools.wraps(method)
+        def watched(*arguments: Any, **options: Any) -> Any:
+            if name == "sleep" and _level(arguments, options) <= _KEEPS_WEIGHTS:
+                return method(*arguments, **options)
+            if not self._depth:
+                self._note_change(name)
+            self._depth += 1
+            try:
+                return method(*arguments, **options)
+            finally:
+                self._depth -= 1
+
+        setattr(owner, name, watched)
+        return True
+
+    def _note_change(self, name: str) -> None:
+        self.num_updates += 1
+        if self.num_updates == 1:
+            log_event(logger, logging.INFO, "weights_changed", by=name)
+        self._changed(self._unwatched)
+
+    # -- adapters --------------------------------------------------------------------------------
+
+    @property
+    def adapters(self) -> Mapping[int, str]:
+        """Digest of each adapter that is loaded, by vLLM's number of it."""
+        if self._lora is None:
+            return {}
+        present = self._lora.list_adapters()
+        return {number: each for number, each in self._loaded.items() if number in present}
+
+    def holds(self, digest: str) -> bool:
+        """Return whether KV of the adapter of this digest can be of use here. Any thread."""
+        held = [*self._loaded.values()]
+        return digest in held or any(digest == each for each, _ in [*self._promised.values()])
+
+    def may_load(self, use: AdapterUse | None, blocks: Iterable[int]) -> bool:
+        """Return whether KV of an adapter may be loaded for a request.
+
+        vLLM loads adapters when it runs their requests, which is after their KV. Until then the
+        digest of the files is trusted, and checked against what is loaded.
+        """
+        if use is None:
+            return True
+        number, digest = use.number, use.digest
+        loaded = None if use.reloads else self.adapters.get(number)
+        if loaded is None and self._lora is not None and use.can_be_lost:
+            promised, of_blocks = self._promised.setdefault(number, (digest, set()))
+            of_blocks.update(blocks)
+            return promised == digest
+        return loaded == digest
+
+    def _watch_adapters(self, manager: Any) -> None:
+        kind = type(manager)
+        if not hasattr(kind, "_load_adapter"):
+            log_event(
+                logger, logging.WARNING, "adapters_unwatched",
+                reason="this vLLM loads adapters otherwise", effect="their KV is not cached",
+            )  # fmt: skip
+            self._lora = None
+            return
+
+        def load_adapter(request: Any) -> Any:
+            # Looked up now: RL frameworks replace it in the class, to load from memory.
+            load = functools.partial(kind._load_adapter, manager, request)
+            adapter, digest = self._load(load, request.lora_path)
+            self._note_adapter(request.lora_int_id, digest)
+            return adapter
+
+        manager._load_adapter = load_adapter
+
+    def _load(self, load: Callable[[], Any], path: str) -> tuple[Any, str]:
+        """Load an adapter; also return the digest of its files, or a random one if they changed."""
+        try:
+            path = find_adapter(path)
+            before = stats_of(adapter_files(path))
+        except (UnknownContentError, OSError):
+            return load(), uuid.uuid4().hex
+        adapter = load()
+        try:
+            digest = identify_adapter(path, self._digests)
+            if stats_of(adapter_files(path)) == before:
+                return adapter, digest
+        except (UnknownContentError, OSError):
+            pass
+        return adapter, uuid.uuid4().hex
+
+    def _note_adapter(self, number: int, digest: str) -> None:
+        self._loaded[number] = digest
+        promised, blocks = self._promised.pop(number, (digest, set[int]()))
+        if promised != digest:
+            self._broken |= blocks
+
+    def take_broken(self) -> set[int]:
+        """Return blocks that were loaded for an adapter that turned out to be another."""
+        broken, self._broken = self._broken, set()
+        return broken
+
+
+def find_adapter(path: str) -> str:
+    """Return an adapter's directory; of one on the hub, in its cache."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    directory = os.path.expanduser(path)
+    if os.path.isdir(directory):
+        return directory
+    try:
+        found = try_to_load_from_cache(path, "adapter_config.json")
+    except HFValidationError:
+        found = None
+    if not isinstance(found, str):
+        raise UnknownContentError(f"{path}: no such adapter on this host")
+    return os.path.dirname(found)
+
+
+def _level(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> int:
+    return int(options.get("level", arguments[0] if arguments else 1))
+
+
+def _find_worker() -> Any:
+    """Return vLLM's worker, which is setting its connector up; connectors are not given it."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if hasattr(found, "model_runner") and hasattr(found, "load_model"):
+            return found
+        frame = frame.f_back
+    return None
+
+
+def _draft_of(runner: Any) -> Any:
+    get = getattr(runner, "get_draft_model", None)
+    return get() if callable(get) else None
