@@ -28,7 +28,7 @@ import numpy as np
 import secondary_tier_calls
 from engine_systems import Settings, clear_lmcache, llm_arguments
 from engines import ENGINE_ENV, Engine
-from paths import ROOT, SUPPORT
+from paths import MODELS, ROOT, SUPPORT
 from preloaded import ForkedProcess
 from users import Answer, Turn, converse
 
@@ -64,6 +64,9 @@ class DrivenEngine:
         python: str | None = None,
         packages: Sequence[str] = (),
     ) -> None:
+        from make_models import make_model
+
+        make_model(MODELS, settings.model)  # not by the engine's process, which would be older
         self.settings = settings
         self._log = log
         self._runtime_dir = tempfile.TemporaryDirectory(prefix="fc-")  # socket paths must be short
@@ -92,16 +95,22 @@ class DrivenEngine:
         return dict(self._call("ask", tokens=list(tokens), num_generated=num_generated))
 
     def generate(
-        self, prompt: list[int], num_generated: int = 8, adapter: str | None = None
+        self,
+        prompt: list[int],
+        num_generated: int = 8,
+        adapter: str | None = None,
+        reloads: bool = False,
     ) -> tuple[list[int], int]:
         """Return tokens, and how many of the prompt came from a cache.
 
         Args:
             adapter: Directory of a LoRA adapter.
+            reloads: Whether vLLM is to load it again (``load_inplace``).
         """
         seen = self._call(
-            "ask", tokens=prompt, num_generated=num_generated, drains=False, adapter=adapter
-        )
+            "ask", tokens=prompt, num_generated=num_generated, drains=False, adapter=adapter,
+            reloads=reloads,
+        )  # fmt: skip
         return seen["tokens"], seen["cached"]
 
     def time_batch(self, prompts: list[list[int]]) -> float:
@@ -160,6 +169,19 @@ class DrivenEngine:
     def gpu_blocks(self) -> dict[str, int]:
         """Number of blocks: ``free``, and ``all`` that requests can have."""
         return dict(self._call("gpu_blocks"))
+
+    def update(self, path: str, way: str = "reload_weights") -> None:
+        """Give the engine other weights, and leave its caches alone.
+
+        Args:
+            way: "reload_weights", vLLM's own; or "load_weights", the model's, which RL frameworks
+                call.
+        """
+        self._call("update", path=path, way=way)
+
+    def reset(self) -> None:
+        """Reset the engine's caches as vLLM's documentation says, with ``reset_connector``."""
+        self._call("reset")
 
     def settle(self) -> None:
         """Wait until what was stored is in every tier."""
@@ -287,9 +309,10 @@ class Commands(Engine):
         return super().manager if is_ours else None
 
     def ask(
-        self, tokens: list[int], num_generated: int, drains: bool = True, adapter: str | None = None
-    ) -> dict[str, Any]:
-        self.adapter = adapter
+        self, tokens: list[int], num_generated: int, drains: bool = True,
+        adapter: str | None = None, reloads: bool = False,
+    ) -> dict[str, Any]:  # fmt: skip
+        self.adapter, self.reloads = adapter, reloads
         output = self.generate(tokens, num_generated)
         if drains:
             self.drain()
@@ -445,6 +468,28 @@ class Commands(Engine):
         # vLLM's own offloading drops its DRAM with this, and keeps its files.
         theirs = tier == "DRAM" and self._settings.system == "offloading"
         assert self.llm.reset_prefix_cache(reset_connector=theirs)
+        if theirs:
+            self.tier("keep_names")
+
+    def reset(self) -> None:
+        self.drain()
+        assert self.llm.reset_prefix_cache(reset_connector=True)
+
+    def update(self, path: str, way: str) -> None:
+        if way == "reload_weights":
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+            return
+        from safetensors.torch import load_file
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        weights = load_file(Path(path) / "model.safetensors")
+
+        def load(model: Any) -> None:  # the CPU backend keeps weights in a form of its own
+            layerwise.initialize_layerwise_reload(model)
+            model.load_weights(iter(weights.items()))
+            layerwise.finalize_layerwise_reload(model, self.llm.llm_engine.model_config)
+
+        self.llm.apply_model(load)
 
     def stats(self) -> dict[str, Any]:
         return {} if self.manager is None else self.manager.stats()
@@ -474,6 +519,7 @@ class Commands(Engine):
 
 def main(settings: Settings, socket: Connection) -> None:
     commands = Commands(settings)
+    _ = commands.manager  # waits until the cache is open
 
     def answer(value: Any) -> None:
         socket.send_bytes(json.dumps(value).encode())

@@ -58,6 +58,8 @@ class Engine:
         self.probe_dir = probe_dir
         self.adapter: str | None = None
         """Directory of the LoRA adapter that requests use."""
+        self.reloads = False
+        """Whether requests have it loaded again."""
         self._adapters: dict[str, int] = {}
 
     @property
@@ -73,7 +75,12 @@ class Engine:
 
     @property
     def manager(self) -> Any:
-        return self.connector._scheduler.manager
+        scheduler = self.connector._scheduler
+        give_up = time.monotonic() + REST_S
+        while not scheduler._cache.is_open:  # the model's files are hashed
+            assert time.monotonic() < give_up, "the cache did not open"
+            time.sleep(0.01)
+        return scheduler.manager
 
     @property
     def server(self) -> Any:
@@ -98,7 +105,8 @@ class Engine:
         if self.adapter is None:
             return None
         number = self._adapters.setdefault(self.adapter, len(self._adapters) + 1)
-        return LoRARequest(Path(self.adapter).name, number, self.adapter)
+        name = Path(self.adapter).name
+        return LoRARequest(name, number, self.adapter, load_inplace=self.reloads)
 
     def drain(self) -> None:
         """Let puts end: in one process nothing else steps an idle engine."""

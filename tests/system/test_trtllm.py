@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,10 +23,13 @@ from flexcache.transfer.workers.layer_load import LayerLoad
 trtllm_interface.install()
 
 from flexcache.integration import tensorrt_llm  # noqa: E402
+from flexcache.integration.identity import files  # noqa: E402
+from flexcache.integration.identity.files import ANY_TIME, FileDigests  # noqa: E402
 from flexcache.integration.tensorrt_llm import addresses  # noqa: E402
 from flexcache.integration.tensorrt_llm.engine import (  # noqa: E402
     check_supported,
     read_model_config,
+    read_model_id,
 )
 from flexcache.integration.tensorrt_llm.kv_layout import split_pool, split_regions  # noqa: E402
 from flexcache.integration.tensorrt_llm.requests import read_scope  # noqa: E402
@@ -60,6 +64,8 @@ def arguments(model_dir: Path, **settings: Any) -> SimpleNamespace:
 def make_executor(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeExecutor]:
     """Makes executors whose ranks have registered; at the end none may hold anything."""
     executors: list[Executor] = []
+    # The model is written by this process, and the engine's usually begins after that.
+    monkeypatch.setattr(files, "_began_ns", time.time_ns)
 
     def make(
         layerwise: str = "off", tp_size: int = 1, is_v2: bool = False, **config: Any
@@ -379,15 +385,16 @@ def test_models_with_states_are_refused(model_dir: Path, states: dict[str, Any])
 
 
 def test_a_model_is_read_from_its_checkpoint(model_dir: Path) -> None:
-    model = read_model_config(arguments(model_dir, tensor_parallel_size=2))
+    model = read_model_config(arguments(model_dir, tensor_parallel_size=2), "id")
     assert (model.num_layers, model.num_kv_heads, model.head_size) == (3, 4, 16)
     assert (model.dtype, model.use_mla, model.tp_size) == (torch.bfloat16, False, 2)
-    fp8 = read_model_config(arguments(model_dir, kv={"dtype": "fp8"}))
-    assert fp8.dtype is torch.float8_e4m3fn
-    assert fp8.model_id != read_model_config(arguments(model_dir)).model_id
+    fp8 = arguments(model_dir, kv={"dtype": "fp8"})
+    assert read_model_config(fp8, "id").dtype is torch.float8_e4m3fn
+    digests = FileDigests(since_ns=ANY_TIME)
+    assert read_model_id(fp8, digests) != read_model_id(arguments(model_dir), digests)
     latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
     (model_dir / "config.json").write_text(json.dumps(MODEL | latent))
-    mla = read_model_config(arguments(model_dir))
+    mla = read_model_config(arguments(model_dir), "id")
     assert (mla.use_mla, mla.num_kv_heads, mla.head_size) == (True, 1, 576)
 
 

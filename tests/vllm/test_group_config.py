@@ -92,8 +92,8 @@ def test_positions_are_whole_blocks_of_all_groups_and_keys_are_taken_at_their_en
     rank = caches(WINDOW, FULL, hash_block_size=128)
     assert read_position(engine(), rank) == 256
     assert read_keys_per_position(engine(), rank) == 2
-    calls = CacheCalls(None, 256, (), 2)  # type: ignore[arg-type]
-    hashed = SimpleNamespace(block_hashes=[b"a", b"b", b"c", b"d", b"e"])
+    calls = CacheCalls(None, 256, (), 2)
+    hashed = SimpleNamespace(lora_request=None, block_hashes=[b"a", b"b", b"c", b"d", b"e"])
     assert calls.keys(hashed) == [b"b", b"d"]
 
 

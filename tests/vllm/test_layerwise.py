@@ -406,9 +406,9 @@ def begin_too_late(engine: Engine, patch: pytest.MonkeyPatch) -> None:
     step_loads = get_kv_transfer_group()._worker.step_loads
     advance, finish = worker.advance, step_loads.finish
 
-    def late() -> Any:
+    def late(**options: Any) -> Any:
         may_go.wait()
-        return advance()
+        return advance(**options)
 
     def finish_and_release() -> Any:
         bad = finish()

@@ -5,7 +5,7 @@ which they are stored."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -102,6 +102,7 @@ class FakeCache:
     launched: dict[int, list[list[int]]] = field(default_factory=dict)
     owners: list[str] = field(default_factory=list)
     """Requests by task."""
+    may_store: Callable[[Any], bool] = lambda request: True
     is_full: bool = False
     are_shut: bool = False
     """Whether the ranks copy nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from driven_engine import DidNotRun, DrivenEngine, running
 from engine_systems import Settings
 from engines import make_prompt
 from loop_disk import loop_disk
+from make_models import make_adapter
 from paths import MODELS
 from probe_offloading import read_digests
 
@@ -72,6 +74,30 @@ def offloading_engine(
         said = log.read_text(errors="replace") if log.exists() else ""
         for region in re.findall(r"Created mmap file (/dev/shm/vllm_offload_\S+\.mmap)", said):
             Path(region).unlink(missing_ok=True)
+
+
+def test_an_adapter_retrained_in_place_and_weights_of_before_a_reset_are_not_found(
+    tmp_path: Path,
+) -> None:
+    config = {"num_ssd_blocks": 64, "ssd_cache_dirs": [str(tmp_path / "ssd")]}
+    adapter = tmp_path / "adapter"
+    shutil.copytree(make_adapter(MODELS, 1), adapter)
+    lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    with offloading_engine(tmp_path, engine=lora, **config) as engine:
+        old, _ = engine.generate(PROMPT, adapter=str(adapter))
+        plain, _ = engine.generate(PROMPT)
+        engine.settle()
+    with offloading_engine(tmp_path, engine=lora, **config) as engine:
+        assert engine.generate(PROMPT, adapter=str(adapter)) == (old, CACHED)
+    shutil.copy(make_adapter(MODELS, 2) / "adapter_model.safetensors", adapter)
+    with offloading_engine(tmp_path, engine=lora, **config) as engine:
+        new, cached = engine.generate(PROMPT, adapter=str(adapter))
+        assert cached == 0
+        assert new != old
+        assert engine.generate(PROMPT) == (plain, CACHED)
+        engine.settle()
+        engine.reset()
+        assert engine.generate(PROMPT) == (plain, 0)
 
 
 def prompt_digests(tmp_path: Path) -> list[list[str]]:

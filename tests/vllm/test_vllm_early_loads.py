@@ -15,6 +15,7 @@ from flexcache.config import CacheConfig
 from flexcache.integration.vllm.calls import NoMatch
 from flexcache.integration.vllm.early_loads import WINDOW, EarlyLoads
 from flexcache.integration.vllm.gets import Gets
+from flexcache.integration.vllm.names import Names
 
 NUM_TOKENS = 640
 NUM_BLOCKS = NUM_TOKENS // 32
@@ -143,6 +144,7 @@ def test_a_request_that_vllm_has_no_room_for_is_loaded_for_once() -> None:
 def test_only_what_waits_for_a_store_is_looked_up_on_arrival(is_loading: bool) -> None:
     looked_up: list[str] = []
     cache = SimpleNamespace(
+        names=Names(lambda: 0, can_lose_loads=True),
         match=lambda *arguments: NoMatch.UNDECIDED,
         prefetch=lambda *arguments: 1,
         look_up=lambda request: looked_up.append(request.request_id),
@@ -154,7 +156,7 @@ def test_only_what_waits_for_a_store_is_looked_up_on_arrival(is_loading: bool) -
         gets.early_loads.is_on = True
         gets.arrived(a_request("loaded for"))
         gets.early_loads.begin()
-    asking = SimpleNamespace(request_id="asks", num_tokens=64, block_hashes=[])
+    asking = SimpleNamespace(request_id="asks", num_tokens=64, block_hashes=[], lora_request=None)
     assert gets.num_matched_tokens(asking, 0) == (None, False)
     gets.arrived(a_request("next"))
     assert looked_up == ([] if is_loading else ["next"])

@@ -1,0 +1,232 @@
+"""Identity of checkpoints and adapters: every change of what an engine loads makes another."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flexcache.integration.identity.checkpoint import identify_adapter, identify_checkpoint
+from flexcache.integration.identity.files import (
+    ANY_TIME,
+    FileDigests,
+    NotKeptError,
+    UnknownContentError,
+)
+
+CONFIG = {"hidden_size": 64, "transformers_version": "5.1", "torch_dtype": "bfloat16"}
+COMMIT = "0123456789" * 4
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / "digests"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    path = tmp_path / "checkpoint"
+    (path / "part").mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    (path / "model.safetensors").write_bytes(random.Random(1).randbytes(3_000_000))
+    (path / "part" / "more.safetensors").write_bytes(b"more")
+    (path / "modeling.py").write_text("scale = 1")
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+def read(path: Path | str, store: Path, trusts_code: bool = True, **more: str) -> tuple[str, str]:
+    """Return what tells versions apart, and why nothing does."""
+    digests = FileDigests(since_ns=ANY_TIME, store=store)
+    parts = dict(identify_checkpoint(str(path), None, digests, trusts_code=trusts_code, **more))
+    return parts.get("checkpoint") or parts.get("revision") or "", digests.problem or ""
+
+
+def change_a_few_bytes(checkpoint: Path) -> None:
+    with (checkpoint / "model.safetensors").open("r+b") as file:
+        file.seek(1_234_567)
+        file.write(b"\1" * 8)
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "bytes": change_a_few_bytes,
+    "subdirectory": lambda path: (path / "part" / "more.safetensors").write_bytes(b"moro"),
+    "code": lambda path: (path / "modeling.py").write_text("scale = 2"),
+    "config": lambda path: (path / "config.json").write_text('{"hidden_size": 65}'),
+    "another file": lambda path: (path / "extra.safetensors").write_bytes(b""),
+    "renamed": lambda path: (path / "part").rename(path / "part2"),
+    "removed": lambda path: (path / "part" / "more.safetensors").unlink(),
+    "mtime set back": lambda path: (
+        change_a_few_bytes(path), os.utime(path / "model.safetensors", (1, 1)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_what_is_loaded_makes_another_checkpoint(
+    name: str, checkpoint: Path, store: Path
+) -> None:
+    before, problem = read(checkpoint, store)
+    assert before
+    assert not problem
+    CHANGES[name](checkpoint)
+    assert read(checkpoint, store)[0] not in ("", before)
+
+
+def test_what_changes_no_number_keeps_the_checkpoint(
+    checkpoint: Path, tmp_path: Path, store: Path
+) -> None:
+    before = read(checkpoint, store, trusts_code=False)
+    (checkpoint / "config.json").write_text(json.dumps({**CONFIG, "transformers_version": "6.0"}))
+    (checkpoint / "tokenizer.json").write_text('{"a": 1}')
+    (checkpoint / "modeling.py").write_text("not trusted")
+    (checkpoint / "checkpoint-500").mkdir()
+    (checkpoint / "checkpoint-500" / "model.safetensors").write_bytes(b"a trainer's")
+    assert read(checkpoint, store, trusts_code=False) == before
+    copied = shutil.copytree(checkpoint, tmp_path / "copied")
+    assert read(copied, tmp_path / "another host's", trusts_code=False) == before
+
+
+def test_no_byte_is_read_again(checkpoint: Path, store: Path) -> None:
+    for file in checkpoint.rglob("*.*"):
+        os.utime(file, (1, 1))
+    time.sleep(2.1)  # what changed just now is not kept: nothing else makes a file old
+    first = read(checkpoint, store)
+    kept = FileDigests(may_read=False, since_ns=ANY_TIME, store=store)
+    parts = dict(identify_checkpoint(str(checkpoint), None, kept, trusts_code=True))
+    assert parts["checkpoint"] == first[0]
+
+
+def test_a_digest_of_a_file_that_changed_just_now_is_not_kept(
+    checkpoint: Path, store: Path
+) -> None:
+    change_a_few_bytes(checkpoint)
+    read(checkpoint, store)
+    with pytest.raises(NotKeptError):
+        FileDigests(may_read=False, since_ns=ANY_TIME, store=store).of(
+            checkpoint / "model.safetensors"
+        )
+
+
+def test_a_file_that_changed_since_the_engine_began_is_of_unknown_content(
+    checkpoint: Path, store: Path
+) -> None:
+    digests = FileDigests(since_ns=time.time_ns() - 60 * 10**9, store=store)
+    assert "checkpoint" not in dict(identify_checkpoint(str(checkpoint), None, digests))
+    assert "changed after" in (digests.problem or "")
+
+
+def test_a_process_knows_when_it_began(tmp_path: Path) -> None:
+    """A file of before is known to it, one that it writes itself is not."""
+    (tmp_path / "before").write_text("x")
+    time.sleep(0.05)  # the clock that tells when processes began has ticks of 10 ms
+    code = f"""
+from pathlib import Path
+from flexcache.integration.identity.files import FileDigests, UnknownContentError
+digests = FileDigests(store=Path({str(tmp_path / "digests")!r}))
+print(len(digests.of(Path({str(tmp_path / "before")!r}))))
+Path({str(tmp_path / "after")!r}).write_text("x")
+try:
+    digests.of(Path({str(tmp_path / "after")!r}))
+except UnknownContentError:
+    print("unknown")
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["32", "unknown"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "another format", "writable by others", "a link"])
+def test_a_store_that_cannot_be_trusted_is_ignored(
+    damage: str, checkpoint: Path, store: Path
+) -> None:
+    expected = read(checkpoint, store)
+    store.parent.mkdir(exist_ok=True)
+    if damage == "cut":
+        store.write_bytes(store.read_bytes()[:-5] if store.exists() else b"{")
+    elif damage == "another format":
+        store.write_text('{"format": "another", "digests": []}')
+    elif damage == "writable by others":
+        store.touch()
+        store.chmod(0o666)
+    else:
+        store.unlink(missing_ok=True)
+        store.symlink_to(checkpoint / "config.json")
+    assert read(checkpoint, store) == expected
+
+
+def make_snapshot(tmp_path: Path) -> Path:
+    """Make a model as the hub's cache keeps it: files named by their hashes, and links to them."""
+    repository = tmp_path / "models--org--name"
+    snapshot, blobs = repository / "snapshots" / COMMIT, repository / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    large, small = b"weights" * 1000, b"{}"
+    names = {
+        "model.safetensors": (large, hashlib.sha256(large).hexdigest()),
+        "config.json": (small, hashlib.sha1(b"blob 2\0" + small).hexdigest()),
+    }
+    for name, (content, digest) in names.items():
+        (blobs / digest).write_bytes(content)
+        (snapshot / name).symlink_to(blobs / digest)
+    return snapshot
+
+
+def test_a_snapshot_is_its_commit_while_its_files_are_what_was_fetched(
+    tmp_path: Path, store: Path
+) -> None:
+    snapshot = make_snapshot(tmp_path)
+    assert read(snapshot, store) == (COMMIT, "")
+    digests = FileDigests(since_ns=ANY_TIME, store=store)
+    assert next(identify_checkpoint(str(snapshot), None, digests)) == ("model", "org/name")
+    blob = (snapshot / "model.safetensors").resolve()
+    blob.write_bytes(b"edited")
+    edited, problem = read(snapshot, store)
+    assert edited not in ("", COMMIT)
+    assert not problem
+    (snapshot / "model.safetensors").unlink()
+    (snapshot / "model.safetensors").write_bytes(b"put in its place")
+    assert read(snapshot, store)[0] not in ("", COMMIT, edited)
+
+
+@pytest.mark.parametrize("name", ["s3://bucket/model", "gs://bucket/model", "org/never-fetched"])
+def test_what_cannot_be_read_is_of_unknown_content(name: str, tmp_path: Path, store: Path) -> None:
+    found, problem = read(name, store, download_dir=str(tmp_path))
+    assert not found
+    assert name in problem
+
+
+def test_a_commit_names_what_was_not_found_here(store: Path, tmp_path: Path) -> None:
+    digests = FileDigests(store=store)
+    parts = dict(
+        identify_checkpoint("org/never-fetched", COMMIT, digests, download_dir=str(tmp_path))
+    )
+    assert parts["revision"] == COMMIT
+    assert digests.problem is None
+
+
+def test_an_adapter_is_its_content_wherever_it_is(tmp_path: Path, store: Path) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    (adapter / "adapter_model.safetensors").write_bytes(b"one")
+    digests = FileDigests(since_ns=ANY_TIME, store=store)
+    first = identify_adapter(str(adapter), digests)
+    moved = shutil.copytree(adapter, tmp_path / "moved")
+    assert identify_adapter(str(moved), digests) == first
+    (adapter / "README.md").write_text("no part of it")
+    assert identify_adapter(str(adapter), digests) == first
+    (adapter / "adapter_model.safetensors").write_bytes(b"two")
+    assert identify_adapter(str(adapter), digests) != first
+    (moved / "adapter_config.json").write_text('{"r": 8}')
+    assert identify_adapter(str(moved), digests) != first
+    with pytest.raises(UnknownContentError):
+        identify_adapter(str(tmp_path / "nowhere"), digests)

@@ -1,0 +1,238 @@
+"""Weights and adapters that change: what was computed with others is not found.
+
+Each test compares with the tokens of an engine with the new weights and an empty cache, and with
+those of the old weights: what they have in common would show nothing.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from driven_engine import DrivenEngine, running
+from engine_systems import Settings
+from engines import make_prompt
+from make_models import make_adapter, make_model
+from paths import MODELS
+from safetensors.torch import load_file, save_file
+
+PROMPT = make_prompt(300, 1)
+CACHED = 288  # whole blocks of 32
+LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two checkpoints of one model: before and after an update of one layer's k_proj."""
+    tiny, target = make_model(MODELS, "tiny"), tmp_path_factory.mktemp("checkpoints")
+    for name in ("before", "after"):
+        shutil.copytree(tiny, target / name)
+    train(target / "after")
+    return target / "before", target / "after"
+
+
+def train(checkpoint: Path) -> None:
+    """Change the weights of one projection in place."""
+    file = checkpoint / "model.safetensors"
+    weights = load_file(file)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    torch.manual_seed(5)
+    weights[name] = weights[name] + torch.randn_like(weights[name]) * 0.2
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+@pytest.fixture
+def sockets() -> Iterator[Path]:
+    path = tempfile.mkdtemp(prefix="fc-")
+    yield Path(path)
+    shutil.rmtree(path)
+
+
+def start(directory: Path, model: Path, more: dict[str, Any] | None = None, **engine: Any) -> Any:
+    """Start an engine that computes with 32 bits: other steps then give equal tokens."""
+    common = {
+        "dtype": "float32", "max_model_len": 2048, "kv_cache_memory_bytes": 32 << 20, "seed": 0,
+        "model": str(model),
+    }  # fmt: skip
+    directory.mkdir(exist_ok=True)
+    settings = Settings(
+        "FlexCache", "tiny", None, dram_gb=None, engine={**common, **engine}, num_threads=1,
+        more={"skip_slow_loads": False, **(more or {"cpu_cache_gb": 0.1})},
+    )  # fmt: skip
+    return DrivenEngine(settings, directory / "log")
+
+
+def on_ssd(directory: Path) -> dict[str, Any]:
+    return {"cpu_cache_gb": 0.1, "ssd_cache_gb": 0.2, "ssd_cache_dirs": [str(directory / "ssd")]}
+
+
+def answers_of(tmp_path: Path, model: Path, adapter: Path | None = None) -> list[int]:
+    """What an engine that has cached nothing answers."""
+    lora = {} if adapter is None else LORA
+    with running(start(tmp_path / "fresh", model, **lora)) as engine:
+        tokens, cached = engine.generate(PROMPT, adapter=adapter and str(adapter))
+    assert cached == 0
+    return tokens
+
+
+@pytest.mark.parametrize("way", ["reload_weights", "load_weights"])
+def test_after_an_update_and_a_reset_of_vllms_cache_alone_nothing_old_is_found(
+    way: str, checkpoints: tuple[Path, Path], tmp_path: Path
+) -> None:
+    before, after = checkpoints
+    expected = answers_of(tmp_path, after)
+    with running(start(tmp_path, before)) as engine:
+        old, _ = engine.generate(PROMPT)
+        assert old != expected
+        engine.settle()
+        engine.update(str(after), way)
+        engine.forget("GPU")
+        assert engine.generate(PROMPT) == (expected, 0)
+        engine.settle()
+        engine.forget("GPU")
+        assert engine.generate(PROMPT) == (expected, CACHED)  # and goes on caching
+
+
+def test_between_an_update_and_a_reset_nothing_of_two_weights_is_stored(
+    checkpoints: tuple[Path, Path], tmp_path: Path
+) -> None:
+    before, after = checkpoints
+    expected = answers_of(tmp_path, after)
+    with running(start(tmp_path, before)) as engine:
+        engine.generate(PROMPT)
+        engine.settle()
+        engine.update(str(after))
+        engine.generate(PROMPT)  # vLLM has its blocks, of the old weights
+        engine.generate(PROMPT + make_prompt(200, 2))
+        engine.settle()
+        engine.forget("GPU")
+        assert engine.generate(PROMPT) == (expected, 0)
+
+
+def test_engines_of_one_server_that_are_updated_one_by_one_do_not_mix(
+    checkpoints: tuple[Path, Path], tmp_path: Path, sockets: Path
+) -> None:
+    before, after = checkpoints
+    shared = {"endpoint": f"ipc://{sockets}/cache", "num_cpu_blocks": 256}
+    with (
+        running(start(tmp_path / "a", before, shared)) as a,
+        running(start(tmp_path / "b", before, shared)) as b,
+    ):
+        old, _ = a.generate(PROMPT)
+        settle(a)
+        a.update(str(after))
+        a.reset()
+        new, cached = a.generate(PROMPT)
+        assert cached == 0
+        assert new != old
+        settle(a)
+        assert b.generate(PROMPT)[0] == old  # not the blocks that A has stored since
+        other = make_prompt(300, 3)
+        old_other, _ = b.generate(other)
+        settle(b)
+        new_other, cached = a.generate(other)  # nor A those of B
+        assert cached == 0
+        assert new_other != old_other
+
+
+def settle(engine: DrivenEngine) -> None:
+    """Have another request's steps report the end of what is stored."""
+    for seed in range(40, 43):
+        engine.generate(make_prompt(40, seed))
+
+
+def test_a_restart_finds_what_the_weights_of_the_start_have_stored_and_nothing_else(
+    checkpoints: tuple[Path, Path], tmp_path: Path
+) -> None:
+    before, after = checkpoints
+    model = tmp_path / "model"
+    shutil.copytree(before, model)
+    with running(start(tmp_path, model, on_ssd(tmp_path))) as engine:
+        old, _ = engine.generate(PROMPT)
+        engine.settle()
+        engine.update(str(after))
+        engine.forget("GPU")
+        late = make_prompt(300, 4)
+        new_late, _ = engine.generate(late)
+        engine.settle()
+    with running(start(tmp_path, model, on_ssd(tmp_path))) as engine:
+        assert engine.generate(PROMPT) == (old, CACHED)
+        tokens, cached = engine.generate(late)
+        assert cached == 0
+        assert tokens != new_late
+
+
+def test_a_checkpoint_tuned_in_part_is_another(
+    checkpoints: tuple[Path, Path], tmp_path: Path
+) -> None:
+    before, after = checkpoints
+    model = tmp_path / "model"
+    shutil.copytree(before, model)
+    expected = answers_of(tmp_path, after)
+    with running(start(tmp_path, model, on_ssd(tmp_path))) as engine:
+        engine.generate(PROMPT)
+        engine.settle()
+    train(model)
+    with running(start(tmp_path, model, on_ssd(tmp_path))) as engine:
+        assert engine.generate(PROMPT) == (expected, 0)
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    shutil.copytree(make_adapter(MODELS, 1), tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def retrain(adapter: Path) -> None:
+    shutil.copy(make_adapter(MODELS, 2) / "adapter_model.safetensors", adapter)
+
+
+def test_an_adapter_retrained_in_place_is_another_after_a_restart(
+    adapter: Path, checkpoints: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model = checkpoints[0]
+    with running(start(tmp_path, model, on_ssd(tmp_path), **LORA)) as engine:
+        old, _ = engine.generate(PROMPT, adapter=str(adapter))
+        engine.settle()
+    retrain(adapter)
+    expected = answers_of(tmp_path, model, adapter)
+    assert expected != old
+    with running(start(tmp_path, model, on_ssd(tmp_path), **LORA)) as engine:
+        assert engine.generate(PROMPT, adapter=str(adapter)) == (expected, 0)
+
+
+def test_an_adapter_loaded_again_in_place_is_another(
+    adapter: Path, checkpoints: tuple[Path, Path], tmp_path: Path
+) -> None:
+    with running(start(tmp_path, checkpoints[0], **LORA)) as engine:
+        old, _ = engine.generate(PROMPT, adapter=str(adapter))
+        engine.settle()
+        retrain(adapter)
+        engine.forget("GPU")
+        # vLLM has the old one in memory: it is still what answers, and what is found.
+        assert engine.generate(PROMPT, adapter=str(adapter)) == (old, CACHED)
+        engine.settle()
+        engine.forget("GPU")
+        new, cached = engine.generate(PROMPT, adapter=str(adapter), reloads=True)
+        assert cached == 0
+        engine.settle()
+        engine.forget("GPU")
+        assert engine.generate(PROMPT, adapter=str(adapter)) == (new, CACHED)
+    assert new == answers_of(tmp_path, checkpoints[0], adapter) != old
+
+
+def test_an_adapter_is_found_at_another_path_by_the_first_prompt_after_a_restart(
+    adapter: Path, checkpoints: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model = checkpoints[0]
+    with running(start(tmp_path, model, on_ssd(tmp_path), **LORA)) as engine:
+        tokens, _ = engine.generate(PROMPT, adapter=str(adapter))
+        engine.settle()
+    moved = shutil.copytree(adapter, tmp_path / "elsewhere")
+    with running(start(tmp_path, model, on_ssd(tmp_path), **LORA)) as engine:
+        assert engine.generate(PROMPT, adapter=str(moved)) == (tokens, CACHED)
