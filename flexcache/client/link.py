@@ -133,6 +133,7 @@ class ServerLink:
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 1000  # ms, for the goodbye
         socket.identity = identity
+        socket.ipv6 = "[" in self.endpoint
         socket.immediate = immediate  # if set, nothing is queued for an absent server
         try:
             if self._curve_keys is not None:

@@ -103,7 +103,8 @@ class CacheConfig(TierConfig):
     )
     http_token: str | None = setting(
         None,
-        "Bearer token that HTTP requests must carry. Required beyond loopback.",
+        "Bearer token that HTTP requests must carry. Required beyond loopback; without it only "
+        "this user and root are answered.",
         is_secret=True,
     )
     kv_events: bool = setting(

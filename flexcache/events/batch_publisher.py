@@ -32,6 +32,7 @@ from flexcache.events.snapshot import (
     cursor_of,
 )
 from flexcache.logs import log_event
+from flexcache.protocol.doorkeeper import Doorkeeper
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ Item = TypeVar("Item")
 
 _SEND_QUEUE = 10_000  # batches queued for one slow subscriber, which has to request later ones
 _REPLAY_BYTES = 256 << 20
+_MOST_CONNECTIONS = 256  # to each socket: the ports take no key, and are often open to all hosts
 _MAX_REQUEST_BYTES = 4096  # also of subscriptions; ZMQ disconnects a peer that sends more
 _BATCHES_A_TURN = 256  # sent between looks for replay requests
 _MOST_GATHERED = 16
@@ -122,6 +124,7 @@ class BatchPublisher(Generic[Item]):
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._pub: zmq.Socket[bytes] | None = None
         self._router: zmq.Socket[bytes] | None = None
+        self._doorkeeper: Doorkeeper | None = None
         self._socket_files: list[Path] = []
         self._poller = zmq.Poller()
         self._wake = -1
@@ -138,10 +141,15 @@ class BatchPublisher(Generic[Item]):
             self._pub = self._context.socket(zmq.PUB)
             self._pub.sndhwm = _SEND_QUEUE
             self._pub.maxmsgsize = _MAX_REQUEST_BYTES
-            endpoint = _open(self._pub, self.address.endpoint, is_bound(self.address.endpoint))
+            bound_sockets = [self._pub] if is_bound(self.address.endpoint) else []
             replay_endpoint = self.address.replay_endpoint
             if replay_endpoint is not None:
                 self._router = self._context.socket(zmq.ROUTER)
+                bound_sockets.append(self._router)
+            if bound_sockets:
+                self._doorkeeper = Doorkeeper(bound_sockets, _MOST_CONNECTIONS)
+            endpoint = _open(self._pub, self.address.endpoint, is_bound(self.address.endpoint))
+            if self._router is not None and replay_endpoint is not None:
                 # Bounds the cost of a peer that requests a replay and does not read it.
                 self._router.router_mandatory = True
                 self._router.maxmsgsize = _MAX_REQUEST_BYTES
@@ -210,6 +218,8 @@ class BatchPublisher(Generic[Item]):
         self._queue.clear()
 
     def _close_sockets(self) -> None:
+        if self._doorkeeper is not None:
+            self._doorkeeper.close()
         for socket in (self._pub, self._router):
             if socket is not None:
                 socket.close(linger=_LINGER_MS)

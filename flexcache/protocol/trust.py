@@ -1,6 +1,8 @@
 """Checks that an endpoint is served by this user.
 
-Every client checks before it connects, and a server before it takes over an address.
+Every client checks before it connects, and a server before it takes over an address. The other way
+round, the mode of a socket file keeps other users out, and over TCP without keys a server asks the
+same table who is at the other end (`doorkeeper`).
 
 A server receives prompts, borrows GPU memory and decides where bytes go, so a client connects only
 to servers of its own user:
@@ -35,11 +37,12 @@ from pathlib import Path
 from flexcache.config.address import split_tcp
 from flexcache.errors import UntrustedError
 
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Listener = frozenset[tuple[int, ...]]
 """Identifies the sockets that serve an endpoint, as opposed to any later ones."""
 
 _PROVEN_BY_KEYS: Listener = frozenset()
-_LISTENING = "0A"
+_ESTABLISHED, _LISTENING = "01", "0A"  # linux/tcp_states.h
 
 
 def find_listener(endpoint: str, has_keys: bool) -> Listener | None:
@@ -64,7 +67,7 @@ def check_server_process(pid: int, paths: list[str]) -> None:
     except OSError:  # it died, or is in another pid namespace: its memory cannot be opened either
         return
     if owner != os.geteuid():
-        raise UntrustedError(f"server process {pid} belongs to {_user(owner)}: {_REMEDY}")
+        raise UntrustedError(f"server process {pid} belongs to {user_name(owner)}: {_REMEDY}")
     for path in paths:
         if re.fullmatch(rf"/proc/{pid}/fd/\d+", path) is None:
             raise UntrustedError(f"{path!r} is not memory of server process {pid}")
@@ -73,7 +76,7 @@ def check_server_process(pid: int, paths: list[str]) -> None:
 def check_file(path: Path, found: os.stat_result, what: str) -> None:
     """Raise `UntrustedError` if another user owns this file of an endpoint."""
     if found.st_uid != os.geteuid():
-        raise UntrustedError(f"{what} {path} belongs to {_user(found.st_uid)}: {_REMEDY}")
+        raise UntrustedError(f"{what} {path} belongs to {user_name(found.st_uid)}: {_REMEDY}")
 
 
 def check_place(path: Path) -> os.stat_result | None:
@@ -98,7 +101,7 @@ def _check_directory(directory: Path) -> None:
     """
     owner = directory.stat().st_uid
     if owner not in (0, os.geteuid()):
-        raise UntrustedError(f"directory {directory} belongs to {_user(owner)}: {_REMEDY}")
+        raise UntrustedError(f"directory {directory} belongs to {user_name(owner)}: {_REMEDY}")
     for path in (directory, *directory.parents):
         mode = stat.S_IMODE(path.stat().st_mode)
         if mode & 0o022 and not mode & stat.S_ISVTX:
@@ -129,12 +132,36 @@ def _find_port(endpoint: str) -> Listener | None:
     ]
     for _, uid in found:
         if uid != os.geteuid():
-            raise UntrustedError(f"{endpoint} is served by {_user(uid)}: {_REMEDY}")
+            raise UntrustedError(f"{endpoint} is served by {user_name(uid)}: {_REMEDY}")
     return frozenset((inode,) for inode, _ in found) or None
 
 
-def _listeners() -> Iterator[tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int, int, int]]:
+def find_peer(ours: tuple[str, int], theirs: tuple[str, int]) -> int | None:
+    """Find the user at the other end of a connection on this host, by its two addresses.
+
+    Returns None if it is not there any more: the kernel lists what no process holds as root's.
+    """
+    there, here = _place(theirs), _place(ours)
+    for local, remote, uid, inode in _sockets(_ESTABLISHED):
+        if local == there and remote == here and inode:
+            return uid
+    return None
+
+
+def _place(name: tuple[str, int]) -> tuple[Address, int]:
+    return _unmapped(ipaddress.ip_address(name[0].partition("%")[0])), name[1]
+
+
+def _listeners() -> Iterator[tuple[Address, int, int, int]]:
     """Yield address, port, uid and inode of every TCP socket that listens on this host."""
+    for (address, port), _, uid, inode in _sockets(_LISTENING):
+        yield address, port, uid, inode
+
+
+def _sockets(
+    state: str,
+) -> Iterator[tuple[tuple[Address, int], tuple[Address, int], int, int]]:
+    """Yield both ends, uid and inode of every TCP socket in a state on this host."""
     for name in ("tcp", "tcp6"):
         try:
             lines = Path("/proc/net", name).read_text().splitlines()[1:]
@@ -142,23 +169,31 @@ def _listeners() -> Iterator[tuple[ipaddress.IPv4Address | ipaddress.IPv6Address
             continue
         for line in lines:
             fields = line.split()
-            if fields[3] != _LISTENING:
-                continue
-            digits, _, port = fields[1].partition(":")
-            address = _read_address(digits)
-            yield address, int(port, 16), int(fields[7]), int(fields[9])
+            if fields[3] == state:
+                local, remote = _read_place(fields[1]), _read_place(fields[2])
+                yield local, remote, int(fields[7]), int(fields[9])
 
 
-def _read_address(digits: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+def _read_place(text: str) -> tuple[Address, int]:
+    digits, _, port = text.partition(":")
+    return _read_address(digits), int(port, 16)
+
+
+def _read_address(digits: str) -> Address:
     """Parse an address; the kernel prints each of its words in the machine's byte order."""
     words = [int(digits[i : i + 8], 16) for i in range(0, len(digits), 8)]
     packed = b"".join(word.to_bytes(4, sys.byteorder) for word in words)
-    address = ipaddress.ip_address(packed)
+    return _unmapped(ipaddress.ip_address(packed))
+
+
+def _unmapped(address: Address) -> Address:
+    """An IPv4 address that a socket of both families writes as one of IPv6."""
     mapped = getattr(address, "ipv4_mapped", None)
     return address if mapped is None else mapped
 
 
-def _user(uid: int) -> str:
+def user_name(uid: int) -> str:
+    """Name a user for a message."""
     try:
         return f"user {pwd.getpwuid(uid).pw_name} ({uid})"
     except KeyError:

@@ -40,13 +40,13 @@ class Endpoint:
             raise
 
     def _bind(self, address: str, curve_keys: str | None) -> str:
-        socket = self.socket.zmq_socket
+        socket, is_local = self.socket.zmq_socket, address.startswith("ipc://")
         if curve_keys is not None:
             self._authenticator = secure_server(socket, curve_keys)
         try:
-            if address.startswith("ipc://"):
+            if is_local:
                 socket.setsockopt(zmq.USE_FD, listen_privately(address))
-            socket.bind(address)
+            self.socket.bind(address, only_own_user=not is_local and curve_keys is None)
         except (OSError, zmq.ZMQError) as error:
             raise ConfigError(f"endpoint = {address!r}: {error.strerror or error}") from None
         return socket.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -155,8 +155,9 @@ class EventLoop:
             frames = self._socket.receive()
             if frames is None:
                 break
-            self._hub.take(frames[0], frames[1:], now)
-            self._route()
+            if frames:
+                self._hub.take(frames[0], frames[1:], now)
+                self._route()
             took_any = True
         return took_any
 

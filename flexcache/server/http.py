@@ -12,7 +12,8 @@
 The API has its own event loop, on a daemon thread; it calls the server on further threads, so that
 neither waits for the other. On loopback it answers only requests that name a loopback host (so a
 web page whose own name resolves to this host is refused), and accepts only JSON, which pages of
-other sites cannot send. Beyond loopback every request except for health must carry the token.
+other sites cannot send. Every request except for health must carry the token, if one is set;
+without it, which is possible on loopback only, it must come from our own user or from root.
 `http_connections` limits what clients may hold.
 """
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import os
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Sequence
@@ -31,6 +33,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from flexcache.config.address import check_http_endpoint, is_loopback
+from flexcache.descriptors import raise_limit
 from flexcache.errors import (
     AmbiguousEngineError,
     ConfigError,
@@ -40,6 +43,7 @@ from flexcache.errors import (
 from flexcache.logs import log_event
 from flexcache.metrics.catalog import CATALOG
 from flexcache.metrics.collector import Exposition
+from flexcache.protocol.trust import find_peer, user_name
 from flexcache.tasks.stats import Stats, to_plain
 
 try:
@@ -191,6 +195,7 @@ class HttpService:
         Raises:
             ConfigError: The address cannot be bound.
         """
+        raise_limit()
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         try:
             self._socket = socket.create_server((self._host, self._port), family=family)
@@ -249,12 +254,31 @@ class _Gate:
         if self._is_loopback and not _names_loopback(request.headers.get("host", "")):
             return _problem(403, "on loopback the Host header must name localhost")
         # Not `request.url`, which contains the Host header, so anything that the caller sends.
-        if self._token is not None and request.scope["path"] != "/healthz":
+        if request.scope["path"] == "/healthz":
+            return await answer(request)
+        if self._token is None:
+            refusal = await run_in_threadpool(_refuse_stranger, request)
+            if refusal is not None:
+                return _problem(403, refusal)
+        else:
             scheme, _, given = request.headers.get("authorization", "").partition(" ")
             is_right = hmac.compare_digest(given.strip().encode(), self._token)
             if scheme.lower() != "bearer" or not is_right:
                 return _problem(401, "a bearer token is required", {"WWW-Authenticate": "Bearer"})
         return await answer(request)
+
+
+def _refuse_stranger(request: Request) -> str | None:
+    """Why the client may not use an API without a token, if so. Root may do anything as it is."""
+    ours, theirs = request.scope["server"], request.scope["client"]
+    uid = find_peer(tuple(ours), tuple(theirs))
+    if uid in (0, os.geteuid()):
+        return None
+    whose = "an unknown user" if uid is None else user_name(uid)
+    return (
+        f"the request comes from {whose}, the server belongs to {user_name(os.geteuid())}: "
+        "set http_token, and send it as a bearer token"
+    )
 
 
 def _names_loopback(host_header: str) -> bool:

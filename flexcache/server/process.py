@@ -10,7 +10,6 @@ from collections.abc import Callable
 import msgspec
 
 from flexcache.config import ServerConfig
-from flexcache.descriptors import raise_limit
 from flexcache.errors import ConfigError
 from flexcache.logs import log_event, set_up_logging
 from flexcache.server.operator import open_http
@@ -34,7 +33,6 @@ def run_server(
     Raises:
         ConfigError: The endpoint or a directory cannot be used.
     """
-    raise_limit()  # each client takes a few descriptors
     server = KVServer(
         config.cache, model=config.model, idle_exit_s=config.idle_exit_s, open_http=open_http,
         is_needed=lambda: starter is None or not starter.has_left(),

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from enum import Enum, auto
 
+import msgspec
 import zmq
 
-from flexcache.protocol.messages import MAX_FRAME_BYTES
+from flexcache.logs import log_event
+from flexcache.protocol.doorkeeper import Doorkeeper, describe_stranger, stranger_of
+from flexcache.protocol.messages import MAX_FRAME_BYTES, Refused
 
+logger = logging.getLogger(__name__)
+
+_MOST_CONNECTIONS = 4096  # of 1,024 clients with two each, and of those that are on their way
 _RECEIVE_QUEUE = 64  # messages of one client that wait here; more wait at the client
 _SEND_QUEUE = 10_000
 _LINGER_MS = 200  # for the last Stop
@@ -29,6 +36,9 @@ class RouterSocket:
     """Messages from and to many peers, by identity."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._doorkeeper: Doorkeeper | None = None
+        self._only_own_user = False
+        self._refused_users: set[int] = set()
         self.zmq_socket = socket = context.socket(zmq.ROUTER)
         socket.linger = _LINGER_MS
         socket.router_handover = True
@@ -37,16 +47,44 @@ class RouterSocket:
         socket.rcvhwm = _RECEIVE_QUEUE
         socket.sndhwm = _SEND_QUEUE
 
+    def bind(self, address: str, *, only_own_user: bool = False) -> None:
+        """Let peers connect.
+
+        Args:
+            only_own_user: Refuse the messages of other users; for TCP on loopback.
+        """
+        self._only_own_user = only_own_user
+        self._doorkeeper = Doorkeeper(
+            [self.zmq_socket], _MOST_CONNECTIONS, only_own_user=only_own_user
+        )
+        self.zmq_socket.ipv6 = "[" in address
+        self.zmq_socket.bind(address)
+
     def has_message(self) -> bool:
         """Whether a message can be received at once."""
         return bool(int(self.zmq_socket.getsockopt(zmq.EVENTS)) & _READABLE)
 
     def receive(self) -> list[bytes] | None:
-        """The next message's frames, the sender's identity first; None if there is none."""
+        """The next message's frames, the sender's identity first; none if it was refused here.
+        None if there is no message."""
         try:
-            return self.zmq_socket.recv_multipart(_NOW)
+            if not self._only_own_user:
+                return self.zmq_socket.recv_multipart(_NOW)
+            frames = self.zmq_socket.recv_multipart(_NOW, copy=False)
         except zmq.Again:
             return None
+        uid = stranger_of(frames[-1])
+        if uid is not None:
+            self._refuse(frames[0].bytes, uid)
+            return []
+        return [frame.bytes for frame in frames]
+
+    def _refuse(self, identity: bytes, uid: int) -> None:
+        reason = describe_stranger(uid)
+        if uid not in self._refused_users:
+            self._refused_users.add(uid)
+            log_event(logger, logging.ERROR, "client_refused", reason=reason)
+        self.send(identity, msgspec.msgpack.encode(Refused(reason, final=uid >= 0)))
 
     def send(self, identity: bytes, data: bytes) -> Sent:
         """Queue a message of one frame."""
@@ -62,5 +100,7 @@ class RouterSocket:
         return Sent.QUEUED
 
     def close(self) -> None:
-        """Close; messages in the queue have a moment to leave."""
+        """Close; messages in the queue have a moment to leave. Idempotent."""
+        if self._doorkeeper is not None:
+            self._doorkeeper.close()
         self.zmq_socket.close()

@@ -44,7 +44,7 @@ class WorkerPool:
     def bind(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
         """Open the socket that workers connect to."""
         self._socket = RouterSocket(context)
-        self._socket.zmq_socket.bind(endpoint)
+        self._socket.bind(endpoint)
         self._reactor.add_socket(self._socket)
 
     def add(

@@ -14,6 +14,8 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -339,6 +341,49 @@ def test_beyond_loopback_any_host_name_is_accepted_but_a_token_is_required(
         headers = {"Host": "cache-7.cluster.local", "Authorization": f"Bearer {TOKEN}"}
         assert ask(service, "GET", "/status", headers=headers)[0] == 200
         assert ask(service, "GET", "/status", headers={"Host": "cache-7.cluster.local"})[0] == 401
+
+
+CLEAR = (
+    b"POST /cache/clear HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b'Authorization: Bearer correct horse\r\nContent-Length: 14\r\n\r\n{"tier": null}'
+)
+
+
+def ask_as(uid: int, service: HttpService, requests: Sequence[bytes], waits: bool) -> list[int]:
+    """Have another user send requests, each on a connection of its own; return the statuses."""
+
+    "localhost".encode("idna")  # loads what the other user may have no access to
+
+    def run(statuses: Connection) -> None:
+        os.setgid(uid)
+        os.setuid(uid)
+        for request in requests:
+            with socket.create_connection(address_of(service), 30) as connection:
+                connection.sendall(request)
+                if waits:
+                    statuses.send(int(connection.recv(100).split()[1]))
+
+    context = get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=run, args=(theirs,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    return [ours.recv() for _ in requests] if waits else []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+def test_on_loopback_other_users_need_the_token_whether_they_stay_or_not(
+    server: PlayedServer, service: HttpService
+) -> None:
+    ask_as(65_534, service, [CLEAR] * 20, waits=False)
+    health = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    status = b"GET /status HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    assert ask_as(65_534, service, [CLEAR, status, health], waits=True) == [403, 403, 200]
+    assert server.cleared == []
+    assert post(service, "/cache/clear", {"tier": None})[0] == 200
+    with serving(server, token=TOKEN) as guarded:
+        assert ask_as(65_534, guarded, [CLEAR], waits=True) == [200]
 
 
 def test_an_address_that_is_taken_is_refused_by_name(server: PlayedServer) -> None:

@@ -11,17 +11,29 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ipaddress import ip_address
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
+import zmq
 from ports import free_port
 
 from flexcache import CacheConfig, KVManager, KVTPClient, ModelConfig
 from flexcache.client.status import read_status
 from flexcache.errors import RegistrationError, UntrustedError
 from flexcache.protocol import trust
+from flexcache.protocol.messages import (
+    Clear,
+    GetStats,
+    HelloEngine,
+    ModelSpec,
+    Refused,
+    ToClient,
+    WelcomeEngine,
+)
 from flexcache.protocol.runtime import EndpointLock, is_served
 from flexcache.protocol.trust import check_server_process, find_listener
 from flexcache.server.server import KVServer
@@ -79,6 +91,49 @@ def shared_dir(tmp_path: Path) -> Iterator[Path]:
     for file in path.iterdir():
         file.unlink()
     path.rmdir()
+
+
+MODEL = ModelConfig("m", 1, 1, 8, torch.uint8)
+
+
+def _say(endpoint: str, uid: int, heard: Connection) -> None:
+    os.setgid(uid)
+    os.setuid(uid)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger, socket.ipv6 = 0, "[" in endpoint
+        socket.connect(endpoint)
+        hello = HelloEngine(f"of-{uid}", "c", os.getpid(), ModelSpec.of(MODEL, 16), b"calls")
+        for message in (hello, Clear(1, None), GetStats(2)):
+            socket.send(msgspec.msgpack.encode(message))
+        for _ in range(3):
+            heard.send_bytes(socket.recv() if socket.poll(30_000) else b"")
+        heard.recv_bytes()  # stay connected until the other end has heard enough
+
+
+@contextmanager
+def heard_by(uid: int, endpoint: str) -> Iterator[list[object]]:
+    """What a server answers to a user that greets, clears and asks, who stays connected."""
+    context = get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_say, args=(endpoint, uid, theirs))
+    process.start()
+    try:
+        assert ours.poll(60)
+        answers = [ours.recv_bytes() for _ in range(3)]
+        yield [msgspec.msgpack.decode(answer, type=ToClient) for answer in answers]
+    finally:
+        ours.send_bytes(b"")
+        process.join(60)
+
+
+@contextmanager
+def serving(endpoint: str) -> Iterator[KVServer]:
+    server = KVServer(CacheConfig(num_cpu_blocks=16), endpoint)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -189,6 +244,25 @@ def test_no_client_connects_to_what_another_user_serves(shared_dir: Path, kind: 
             manager.shutdown()
         with pytest.raises(UntrustedError, match=refused):
             read_status(endpoint, None, 1.0)
+
+
+@as_root
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost"])
+def test_over_tcp_without_keys_a_server_refuses_other_users_by_name(host: str) -> None:
+    with serving(f"tcp://{host}:{free_port()}") as server:
+        manager = KVManager(MODEL, CacheConfig(), endpoint=server.endpoint)
+        client = KVTPClient(manager.endpoint)
+        client.register_kv_caches({"layer": torch.zeros((4, 2, 16, 1, 8), dtype=torch.uint8)})
+        with client, manager:
+            manager.wait_ready(60)
+            task, _ = manager.put_async(range(32), range(32))
+            assert manager.wait([task], 60)[task].mask.all()
+            with heard_by(OTHER_USER, server.endpoint) as answers:
+                assert all(isinstance(answer, Refused) for answer in answers)
+                assert f"({OTHER_USER}), the server to user root (0)" in str(answers[0])
+                assert manager.get_match(range(32))[1].all()  # and was not cleared
+                with heard_by(0, server.endpoint) as ours:  # comes while the other is connected
+                    assert any(isinstance(answer, WelcomeEngine) for answer in ours)
 
 
 def test_a_cache_that_was_served_outlives_another_users_listener_at_its_port(
