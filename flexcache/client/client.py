@@ -6,6 +6,7 @@ It checks calls, remembers tasks and their results, and leaves the way to the ca
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from flexcache.client.slots import BlockIds
 from flexcache.client.tasks import ClientTasks, Extent
 from flexcache.client.transport import Transport
 from flexcache.errors import ClosedError
+from flexcache.forks import tell_of_forks
 from flexcache.ids import TaskKind
 from flexcache.tasks.instructions import MatchedTask, TaskResult
 
@@ -32,6 +34,9 @@ class EngineClient:
         self._tasks = ClientTasks()
         self._closed: str | None = _NOT_STARTED
         """Why there is no cache; None while there is one."""
+        self._pid = os.getpid()
+        self._is_parents = False
+        """Whether this process is a child of the one whose cache it is."""
 
     @property
     def endpoint(self) -> str:
@@ -42,13 +47,15 @@ class EngineClient:
         """Connect; returns at once. Raises `ClosedError` after a shutdown."""
         if self._closed not in (None, _NOT_STARTED):
             raise ClosedError(self._closed)
+        self._pid = os.getpid()
+        tell_of_forks(self)
         self.transport.start(self._tasks)
         if self._closed is _NOT_STARTED:  # else it was shut down meanwhile
             self._closed = None
 
     def is_ready(self) -> bool:
         """Whether all ranks and workers serve."""
-        return self.transport.is_ready()
+        return not self._is_parents and self.transport.is_ready()
 
     def wait_ready(self, timeout: float | None) -> None:
         """Wait until they do. Raises `TimeoutError`, `RegistrationError` or `ClosedError`."""
@@ -150,7 +157,7 @@ class EngineClient:
 
     def take_changes(self) -> list[Change]:
         """What the tiers have stored and lost since the last call."""
-        return self.transport.take_changes()
+        return [] if self._is_parents else self.transport.take_changes()
 
     def clear(self, tier: str | None) -> int:
         """Drop the blocks of one tier, or of all, that are not in use; how many."""
@@ -169,9 +176,20 @@ class EngineClient:
 
     def shutdown(self) -> None:
         """Wake waiting callers with a `ClosedError`, and leave the cache. Idempotent."""
+        if self._is_parents:
+            return
         self._closed = "the cache was shut down"
         self._tasks.close()
         self.transport.close()
+
+    def forked(self) -> None:
+        self._is_parents = True
+        self._closed = (
+            f"the cache is that of process {self._pid}, of which this one is a fork: "
+            "make a KVManager of its own here"
+        )
+        self._tasks = ClientTasks()  # a thread that this process does not have may use the others
+        self._tasks.close()
 
     def _require_open(self) -> None:
         if self._closed is not None:

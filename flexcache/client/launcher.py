@@ -16,6 +16,7 @@ import sys
 import msgspec
 
 from flexcache.config import ServerConfig
+from flexcache.forks import tell_of_forks
 from flexcache.logs import log_event
 from flexcache.protocol.runtime import is_served
 
@@ -44,6 +45,7 @@ class ServerLauncher:
         self._alive_fd = -1
         """This side of a pipe to the last started server. Each side sees when the other closes."""
         self._started_s = 0.0
+        tell_of_forks(self)
 
     def ensure(self, now: float) -> None:
         """Start a server unless one is running or was started recently."""
@@ -87,6 +89,9 @@ class ServerLauncher:
         if self._alive_fd >= 0:
             os.close(self._alive_fd)
             self._alive_fd = -1
+
+    def forked(self) -> None:
+        self.close()  # else the server could not see the engine's end
 
     def succeeded(self) -> None:
         """Reset the backoff after a server accepted the client: restart at once after a loss."""

@@ -37,6 +37,7 @@ from flexcache.errors import (
     ServerLostError,
     UntrustedError,
 )
+from flexcache.forks import tell_of_forks
 from flexcache.logs import log_event
 from flexcache.protocol.messages import (
     UNKNOWN_WEIGHTS,
@@ -171,6 +172,7 @@ class KVTPClient:
         self._hello = msgspec.structs.replace(self._hello, **told)
         name = f"flexcache-rank{self.rank}"
         self._thread = ServiceThread(self._run, name)
+        tell_of_forks(self)
         self._thread.start()
 
     @property
@@ -308,6 +310,14 @@ class KVTPClient:
                 self._set_state(ClientState.CLOSED)
                 self._link.close()
                 self._tensors = None
+
+    def forked(self) -> None:
+        self._closing, self._state, self._thread = True, ClientState.CLOSED, None
+        self._error = "this process is a fork of the rank's"
+        # A thread that this process does not have may be using the others.
+        self._changed, self._ends = threading.Condition(), threading.RLock()
+        self._tasks = RankTasks(self._tasks.keeps_loads, lambda: None)
+        self._ops = RankOps(self._link, self._tasks)
 
     def __enter__(self) -> KVTPClient:
         return self

@@ -18,6 +18,7 @@ import mmap
 import os
 
 from flexcache.errors import RegistrationError
+from flexcache.forks import tell_of_forks
 from flexcache.transfer.workers.permit import NUM_WORDS, WORD_BYTES
 
 _SERVERS, _SCHEDULERS = range(NUM_WORDS)
@@ -33,6 +34,7 @@ class Fence:
         self._memory = mmap.mmap(fd, NUM_WORDS * WORD_BYTES)
         self.words = memoryview(self._memory).cast("Q")
         """The shared words, for `CopyPermit`."""
+        tell_of_forks(self)
 
     @classmethod
     def create(cls) -> Fence:
@@ -86,6 +88,11 @@ class Fence:
 
     def close(self) -> None:
         """Release the lock and the memory. Idempotent."""
+        if self._fd >= 0:  # a child may have got the descriptor past `forked`
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        self.forked()
+
+    def forked(self) -> None:
         if self._fd >= 0:
             self.words.release()
             self._memory.close()  # it has its own descriptor, which also holds the lock

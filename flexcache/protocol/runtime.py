@@ -18,6 +18,7 @@ from pathlib import Path
 
 from flexcache.config.address import is_loopback, server_of, split_tcp
 from flexcache.errors import ConfigError, UntrustedError
+from flexcache.forks import tell_of_forks
 from flexcache.logs import log_event
 from flexcache.protocol.trust import check_file, check_place
 
@@ -175,6 +176,7 @@ class EndpointLock:
         self._worker_socket = runtime_dir() / f"{_short(endpoint)}.work"
         os.write(fd, f"{os.getpid()}\n{self._worker_socket}\n".encode())
         _remove_stale(self._path)
+        tell_of_forks(self)
 
     @property
     def worker_endpoint(self) -> str:
@@ -186,7 +188,11 @@ class EndpointLock:
         if self._fd < 0:
             return
         _remove(self._path, self._worker_socket)
-        os.close(self._fd)
+        self.forked()
+
+    def forked(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
         self._fd = -1
 
 

@@ -29,6 +29,7 @@ from flexcache.cache.journal import Change
 from flexcache.cache.prompt import random_version
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ClosedError
+from flexcache.forks import tell_of_forks
 from flexcache.ids import SessionId, TaskId
 from flexcache.logs import log_event
 from flexcache.protocol.messages import Weights
@@ -166,6 +167,8 @@ class KVServer:
     def shutdown(self) -> None:
         """Cancel what has not started, let moving bytes land, stop the workers. Idempotent, from
         any thread, also by the handler of a signal that came during another call."""
+        if self._stopped:
+            return
         with self._ends, _given_away(self.lock):
             if self._stopped:
                 return
@@ -178,6 +181,9 @@ class KVServer:
             if not self._stopped:  # by a nested call meanwhile
                 self._release()
                 self._stopped = True
+
+    def forked(self) -> None:
+        self._stopped = self._reactor.stopping = True
 
     def _run(self, loop: EventLoop) -> Exception | None:
         failure = loop.run()
@@ -208,6 +214,7 @@ class KVServer:
         except BaseException:
             self._release()
             raise
+        tell_of_forks(self)
         self._started_s = now = time.monotonic()
         idle_exit = None
         if self._idle_exit_s is not None:

@@ -13,6 +13,7 @@ from typing import IO
 
 import msgspec
 
+from flexcache.forks import tell_of_forks
 from flexcache.logs import log_event
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class WorkerSupervisor:
         self.identity = ""
         self.is_ready = False
         """Whether it has said that it serves."""
+        tell_of_forks(self)
 
     @property
     def pid(self) -> int | None:
@@ -141,6 +143,10 @@ class WorkerSupervisor:
         _close(self._process.stdin)
         os.close(self.pidfd)
         self._process, self.pidfd, self.is_ready = None, -1, False
+
+    def forked(self) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            _close(self._process.stdin)  # else the worker could not see its parent's end
 
 
 def _close(pipe: IO[bytes]) -> None:

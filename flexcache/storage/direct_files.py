@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from flexcache.errors import NoDirectPathError
+from flexcache.forks import tell_of_forks
 from flexcache.storage.disk_pool import locate_slot
 from flexcache.storage.rank_lock import hold_as_rank, let_go_as_rank
 
@@ -72,6 +73,7 @@ class DirectFiles:
         except BaseException:
             self.close()
             raise
+        tell_of_forks(self)
 
     def locate(self, slot: int) -> tuple[int, int]:
         """Return the file and the offset of a slot."""
@@ -81,5 +83,9 @@ class DirectFiles:
         """Release the files. Idempotent."""
         for fd in self.fds:
             let_go_as_rank(fd)
+        self.forked()
+
+    def forked(self) -> None:
+        for fd in self.fds:
             os.close(fd)
         self.fds = []

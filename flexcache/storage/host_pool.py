@@ -34,6 +34,7 @@ import msgspec
 import numpy as np
 
 from flexcache.errors import ConfigError, RegistrationError
+from flexcache.forks import tell_of_forks
 from flexcache.logs import log_event
 from flexcache.storage import numa
 from flexcache.storage.alignment import align_up
@@ -66,6 +67,7 @@ class HostSegment:
         self._map: mmap.mmap | None = None
         self._view: memoryview | None = None
         self.address = 0
+        tell_of_forks(self)
 
     @classmethod
     def create(
@@ -181,6 +183,9 @@ class HostSegment:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    def forked(self) -> None:
+        self.close()  # else the pool's memory lives as long as the child
 
     def __enter__(self) -> HostSegment:
         return self

@@ -28,6 +28,7 @@ from pathlib import Path
 import xxhash
 
 from flexcache.errors import ConfigError
+from flexcache.forks import tell_of_forks
 from flexcache.logs import log_event
 from flexcache.storage.alignment import PAGE_BYTES, align_up
 from flexcache.storage.kv_identity import DIGEST_BYTES, KVIdentity
@@ -151,6 +152,7 @@ class PoolDirectory:
         except BaseException:
             self.close()
             raise
+        tell_of_forks(self)
 
     def header(self) -> PoolHeader | None:
         """Return the files' header; None for a directory that is still empty.
@@ -276,7 +278,12 @@ class PoolDirectory:
         return _set_direct(self.data_fd)
 
     def close(self) -> None:
-        """Release the directory; the files stay. Idempotent."""
+        """Release the directory; the files stay. Nothing must write to them. Idempotent."""
+        if self.data_fd >= 0:  # a child may have got the descriptor past `forked`
+            fcntl.flock(self.data_fd, fcntl.LOCK_UN)
+        self.forked()
+
+    def forked(self) -> None:
         for fd in (self.index_fd, self.data_fd):
             if fd >= 0:
                 os.close(fd)

@@ -38,6 +38,7 @@ LAYERS = (
         "request_info",
         "service_thread",
         "descriptors",
+        "forks",
     ),
     ("config",),
     ("storage",),
