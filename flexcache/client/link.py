@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _PING_INTERVAL_S = 0.5
 _RETRY_S = 0.01
+_STABLE_AFTER_S = 1.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -64,6 +66,10 @@ class ServerLink:
         self._pidfd = -1
         self._ping_interval_s = _PING_INTERVAL_S
         self._ping_due_s: float | None = None
+        self._attended_s: float | None = None
+        """When the server's Welcome came."""
+        self._pause_s = 0.0
+        self._greets_again_s = 0.0
         self._asked_s: float | None = None
         """When the oldest ping was sent that no message has followed."""
         self.heard_s = 0.0
@@ -74,11 +80,14 @@ class ServerLink:
 
     def greet(self, hello: HelloRank | HelloEngine) -> None:
         """Send Hello to the server, if there is one: under an unguessable identity, and on a new
-        connection if another server has replaced it.
+        connection if another server has replaced it. After a conversation that ended soon after the
+        Welcome it does so only after a pause, which grows: what was wrong may be so again.
 
         Raises:
             UntrustedError: Before the first server, another user serves the endpoint, or could.
         """
+        if time.monotonic() < self._greets_again_s:
+            return
         listener = self._find_listener()
         if listener != self._listener:
             self._disconnect()
@@ -151,6 +160,7 @@ class ServerLink:
             ServerLostError: It is no longer the one that this client connected to.
             UntrustedError: It is another user's, or the memory is not its own.
         """
+        self._attended_s = time.monotonic()
         self.check_listener()
         check_server_process(server_pid, paths)
         self._was_served, self._distrusted = True, ""
@@ -243,6 +253,13 @@ class ServerLink:
 
     def hang_up(self) -> None:
         """End the conversation. Idempotent."""
+        if self._attended_s is not None:
+            now = time.monotonic()
+            if now - self._attended_s > _STABLE_AFTER_S:
+                self._pause_s = 0.0
+            else:
+                self._pause_s = min(max(2 * self._pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+            self._greets_again_s, self._attended_s = now + self._pause_s, None
         if self._pidfd >= 0:
             self._poller.unregister(self._pidfd)
             os.close(self._pidfd)

@@ -55,6 +55,7 @@ from flexcache.protocol.messages import (
     WeightsChanged,
     WelcomeRank,
 )
+from flexcache.protocol.names import pid_namespace
 from flexcache.service_thread import ServiceThread
 from flexcache.transfer.messages import Drop, Execute, Stop
 from flexcache.transfer.workers.device import DeviceWorker
@@ -117,7 +118,9 @@ class KVTPClient:
         place = arguments.place_of(rank, tp_rank)
         timeout_s = arguments.positive("server_timeout_s", server_timeout_s)
         self._link = ServerLink(endpoint, curve_keys, timeout_s)
-        self._hello = HelloRank(name, place, uuid.uuid4().hex, os.getpid())
+        self._hello = HelloRank(
+            name, place, uuid.uuid4().hex, os.getpid(), pid_namespace=pid_namespace()
+        )
         self._tensors: LentTensors | None = None
         self._state = ClientState.HELLO
         self._changed = threading.Condition()

@@ -52,6 +52,7 @@ from flexcache.protocol.messages import (
     Weights,
     WelcomeEngine,
 )
+from flexcache.protocol.names import pid_namespace
 from flexcache.request_info import PromptDetail
 from flexcache.tasks.ids import last_id
 from flexcache.tasks.instructions import MatchedTask, TaskResult
@@ -290,6 +291,7 @@ class RemoteTransport:
             return HelloEngine(
                 self._engine, self._client, os.getpid(), self._spec, self._calls_identity,
                 self._calls.scratch.fd, weights=self._weights, renamed_alone=self._renamed_alone,
+                pid_namespace=pid_namespace(),
             )  # fmt: skip
 
     def _patience_s(self, state: SessionState) -> float | None:

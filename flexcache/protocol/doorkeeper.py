@@ -103,7 +103,7 @@ class Doorkeeper:
             ready = dict(self._poller.poll())
             try:
                 self._take_events()
-            except Exception:  # nobody else would let newcomers in
+            except Exception:  # nothing else would let newcomers in
                 log_event(logger, logging.ERROR, "connections_not_counted", exc_info=True)
             if self._zap in ready:
                 self._admit()

@@ -52,6 +52,8 @@ class Fence:
         except OSError as error:
             raise RegistrationError(f"fence at {path}: {error.strerror}") from None
         try:
+            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+                raise ValueError("its size is not sealed")
             return cls(fd, _SCHEDULERS)
         except (OSError, ValueError) as error:
             os.close(fd)

@@ -103,6 +103,8 @@ class HelloRank(msgspec.Struct, tag=True, frozen=True):
     """Bytes of one of its blocks. Counts where the model leaves sizes to the ranks."""
     kv_replicas: int = 0
     """How many neighbouring ranks hold the same KV, if the rank knows."""
+    pid_namespace: int = 0
+    """Inode of the namespace in which ``pid`` counts; 0: not known."""
 
 
 class WelcomeRank(msgspec.Struct, tag=True, frozen=True):
@@ -194,6 +196,7 @@ class HelloEngine(msgspec.Struct, tag=True, frozen=True):
     weights: Weights = Weights()
     renamed_alone: bool = False
     """Whether it has renamed its weights while there was no server."""
+    pid_namespace: int = 0
 
 
 class WelcomeEngine(msgspec.Struct, tag=True, frozen=True):

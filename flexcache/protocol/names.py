@@ -24,3 +24,11 @@ def is_anonymous(name: str) -> bool:
 def new_engine_id() -> str:
     """Make a unique engine id; it begins with our process id, for readability."""
     return f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+def pid_namespace() -> int:
+    """Return the inode of the namespace in which this process's id counts; 0: not known."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0

@@ -76,3 +76,14 @@ def name_problem(hello: HelloRank | HelloEngine, owner: str | None) -> str | Non
             "connect to the KVManager.endpoint of its engine, with the same dp_rank"
         )
     return None
+
+
+def namespace_problem(hello: HelloRank | HelloEngine, ours: int) -> str | None:
+    """Why the client could not open the server's memory, which it finds by the process's id."""
+    theirs = hello.pid_namespace
+    if not theirs or not ours or theirs == ours:
+        return None
+    return (
+        f"the client runs in pid namespace {theirs}, the server in {ours}: run both in one (docker "
+        "run --pid=host, or --pid=container:NAME; Kubernetes: shareProcessNamespace or hostPID)"
+    )

@@ -14,6 +14,7 @@ class HubConfig:
     Attributes:
         epoch: Part of the server's task ids.
         server_pid: The server's process.
+        pid_namespace: Where that id counts; 0: not known.
         client_timeout_s: A peer silent for this long is considered dead.
         owner: The engine in this process, if it shares the cache with no other.
         prompt_detail: How much of a prompt's metadata the observers need.
@@ -22,6 +23,7 @@ class HubConfig:
 
     epoch: int
     server_pid: int
+    pid_namespace: int = 0
     client_timeout_s: float
     owner: str | None = None
     prompt_detail: PromptDetail = PromptDetail.NOTHING

@@ -28,7 +28,7 @@ from flexcache.protocol.messages import (
 )
 from flexcache.server.cache_slot import CacheSlot
 from flexcache.server.claims import Claimant, Claims
-from flexcache.server.greetings import misplaced, name_problem, refuse_version
+from flexcache.server.greetings import misplaced, name_problem, namespace_problem, refuse_version
 from flexcache.server.hub_config import HubConfig
 from flexcache.server.notices import Notices
 from flexcache.server.outbox import Outbox
@@ -241,7 +241,9 @@ class Peers:
     def _may_greet(self, identity: bytes, hello: HelloRank | HelloEngine) -> bool:
         """Whether a Hello can be considered; if not, answers it."""
         refused = refuse_version(hello.version, self._counters)
-        if refused is None and (problem := name_problem(hello, self._config.owner)) is not None:
+        problem = name_problem(hello, self._config.owner)
+        problem = namespace_problem(hello, self._config.pid_namespace) or problem
+        if refused is None and problem is not None:
             refused = Refused(problem)
         if refused is None and len(self._registry) >= _MAX_PEERS:
             self._counters["rejected_crowded"] += 1

@@ -33,6 +33,7 @@ from flexcache.forks import tell_of_forks
 from flexcache.ids import SessionId, TaskId
 from flexcache.logs import log_event
 from flexcache.protocol.messages import Weights
+from flexcache.protocol.names import pid_namespace
 from flexcache.protocol.runtime import (
     check_endpoint,
     private_endpoint,
@@ -109,6 +110,7 @@ class KVServer:
         hub_config = HubConfig(
             epoch=new_epoch(),
             server_pid=os.getpid(),
+            pid_namespace=pid_namespace(),
             client_timeout_s=config.client_timeout_s,
             owner=engine,
             prompt_detail=config.prompt_detail,

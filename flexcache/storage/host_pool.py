@@ -21,6 +21,7 @@ or asks the kernel for huge pages as it fills itself, and takes ordinary ones wh
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import mmap
 import os
@@ -45,6 +46,7 @@ logger = logging.getLogger(__name__)
 _POPULATE_STEP = 64 << 20
 _POPULATE_THREADS = min(4, os.cpu_count() or 1)
 _NAME = "flexcache-host-pool"
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class SegmentRef(msgspec.Struct, frozen=True):
@@ -84,8 +86,9 @@ class HostSegment:
         stride = align_up(block_bytes)
         if hugepages == "reserved":
             return cls(_reserved_memory(stride * num_blocks), stride, num_blocks)
-        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, stride * num_blocks)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         return cls(fd, stride, num_blocks)
 
     @classmethod
@@ -95,7 +98,7 @@ class HostSegment:
             fd = os.open(ref.path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise RegistrationError(f"host pool at {ref.path}: {error.strerror}") from None
-        if os.fstat(fd).st_ino != ref.inode:
+        if os.fstat(fd).st_ino != ref.inode or not _is_whole(fd, ref.stride * ref.num_blocks):
             os.close(fd)
             raise RegistrationError(f"host pool at {ref.path} is no longer the server's")
         return cls(fd, ref.stride, ref.num_blocks)
@@ -200,13 +203,14 @@ class HostSegment:
 def _reserved_memory(size: int) -> int:
     """Create a file of reserved huge pages of the default size, for this process only."""
     try:
-        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_HUGETLB)
+        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_HUGETLB | os.MFD_ALLOW_SEALING)
     except OSError as error:
         raise ConfigError(f"hugepages = 'reserved': {error.strerror}") from None
     page_bytes = os.fstat(fd).st_blksize
     size = align_up(size, page_bytes)
     try:
         os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         mmap.mmap(fd, size).close()  # the file keeps the pages that its first mapping reserves
     except OSError as error:
         os.close(fd)
@@ -215,3 +219,12 @@ def _reserved_memory(size: int) -> int:
             f"of {page_bytes >> 10} KiB: raise vm.nr_hugepages, or set 'transparent'"
         ) from None
     return fd
+
+
+def _is_whole(fd: int, size: int) -> bool:
+    """Return whether a file in memory has this size and keeps it: else a copy could meet its end."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:  # it is no such file
+        return False
+    return seals & _SEALS == _SEALS and os.fstat(fd).st_size >= size

@@ -301,6 +301,19 @@ def test_a_fence_is_free_once_every_holder_has_let_go() -> None:
         Fence.open(maker.path)
 
 
+@pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_GROW])
+def test_a_fence_that_can_be_cut_off_is_refused(seals: int, tmp_path: Path) -> None:
+    fd = os.memfd_create("flexcache-fence", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 4096)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    file = tmp_path / "fence"
+    file.write_bytes(bytes(4096))
+    for path in (f"/proc/{os.getpid()}/fd/{fd}", str(file)):
+        with pytest.raises(RegistrationError, match=f"fence at {path}"):
+            Fence.open(path)
+    os.close(fd)
+
+
 def test_the_death_of_a_holder_frees_the_fence() -> None:
     maker = Fence.create()
     script = (
