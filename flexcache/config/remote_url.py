@@ -125,6 +125,6 @@ _OPTIONS: dict[str, dict[str, Callable[[str], str | None]]] = {
     "s3": {"endpoint": _endpoint, "region": _text},
     "gs": {},
     "az": {"account": _text, "endpoint": _endpoint},
-    "file": {},
+    "file": {"access": _one_of("user", "group")},
     "memory": {},
 }

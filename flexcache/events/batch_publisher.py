@@ -33,6 +33,7 @@ from flexcache.events.snapshot import (
 )
 from flexcache.logs import log_event
 from flexcache.protocol.doorkeeper import Doorkeeper
+from flexcache.protocol.runtime import listen_privately
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +164,7 @@ class BatchPublisher(Generic[Item]):
         for bound in filter(None, (endpoint, replay_endpoint)):
             if bound.startswith("ipc://"):
                 self._socket_files.append(Path(bound.removeprefix("ipc://")))
-                self._socket_files[-1].chmod(0o600)  # prompts are private to this user
+                self._socket_files[-1].chmod(0o600)  # where ZMQ has chosen the path
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wake, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, name="flexcache-events", daemon=True)
@@ -369,9 +370,13 @@ def _open(socket: zmq.Socket[bytes], endpoint: str, bind: bool) -> str:
             raise ConfigError(
                 f"address of KV events {endpoint!r}: in use"
             )  # ZMQ would take it over
+        if (
+            endpoint.startswith("ipc://") and "*" not in endpoint
+        ):  # prompts are private to this user from the start
+            socket.setsockopt(zmq.USE_FD, listen_privately(endpoint))
         socket.bind(endpoint)
         return socket.getsockopt_string(zmq.LAST_ENDPOINT)
-    except zmq.ZMQError as error:
+    except (OSError, zmq.ZMQError) as error:
         raise ConfigError(f"address of KV events {endpoint!r}: {error.strerror}") from None
 
 

@@ -16,6 +16,7 @@ import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
 from flexcache.errors import ConfigError
+from flexcache.storage.private import make_directory
 
 
 def make_keys(directory: Path) -> None:
@@ -25,7 +26,7 @@ def make_keys(directory: Path) -> None:
         ConfigError: The directory already holds keys, or cannot be written.
     """
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(directory)
         if any(directory.glob("*.key*")):
             raise ConfigError(f"{directory} already holds keys; choose another directory")
         for name in ("server", "client"):

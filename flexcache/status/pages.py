@@ -7,6 +7,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 from flexcache.errors import FlexCacheError, ServerLostError
 
+_MAX_BYTES = 64 << 20
 _OPENER = build_opener(ProxyHandler({}))  # the token is for the server only
 
 
@@ -31,7 +32,9 @@ def read_page(url: str, path: str, token: str | None, timeout_s: float) -> bytes
         request.add_header("Authorization", f"Bearer {token}")
     try:
         with _OPENER.open(request, timeout=timeout_s) as answer:
-            body: bytes = answer.read()
+            body: bytes = answer.read(_MAX_BYTES + 1)
+            if len(body) > _MAX_BYTES:
+                raise FlexCacheError(f"{url} answers more than {_MAX_BYTES >> 20} MiB")
             return body
     except HTTPError as error:
         error.close()

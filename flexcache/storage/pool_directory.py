@@ -32,6 +32,7 @@ from flexcache.forks import tell_of_forks
 from flexcache.logs import log_event
 from flexcache.storage.alignment import PAGE_BYTES, align_up
 from flexcache.storage.kv_identity import DIGEST_BYTES, KVIdentity
+from flexcache.storage.private import make_directory
 from flexcache.storage.rank_lock import is_free_of_ranks
 from flexcache.storage.slot_index import HEADER_BYTES, RECORD_BYTES
 
@@ -145,7 +146,7 @@ class PoolDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.index_fd = -1
-        path.mkdir(parents=True, exist_ok=True)
+        make_directory(path)
         self.data_fd = _open_locked(path / DATA_FILE)
         try:
             self.index_fd = _open(path / INDEX_FILE)

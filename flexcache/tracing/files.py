@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from flexcache.storage.private import make_directory
+
 
 class RotatingFiles:
     """Writes lines to files ``<stem>.0001.jsonl``, ``<stem>.0002.jsonl``, ... of a directory.
@@ -50,7 +52,7 @@ class RotatingFiles:
         """Close the current file, if there is one, and begin the next."""
         self.close()
         self._number += 1
-        self._directory.mkdir(parents=True, exist_ok=True)
+        make_directory(self._directory)
         self.path = self._directory / f"{self._stem}.{self._number:04}.jsonl"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         descriptor = os.open(self.path, flags, 0o600)  # prompts are private to this user

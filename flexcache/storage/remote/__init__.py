@@ -64,7 +64,8 @@ def open_remote_store(
     if parsed.scheme == "file":
         from flexcache.storage.remote.directory import DirectoryStore
 
-        return DirectoryStore(Path(parsed.location), parsed.name, concurrency)
+        is_shared = parsed.options.get("access") == "group"
+        return DirectoryStore(Path(parsed.location), parsed.name, concurrency, is_shared)
     from flexcache.storage.remote.object_store import open_object_store
 
     return open_object_store(parsed, timeout_s, concurrency)

@@ -207,11 +207,17 @@ def cut(memory: memoryview, sizes: Sequence[int]) -> list[memoryview]:
     return [memory[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
-def scatter(data: memoryview, parts: Parts) -> None:
-    """Copy the bytes into the parts, in order. There must be room for all of them."""
+def scatter(data: memoryview, parts: Parts) -> list[memoryview]:
+    """Copy the bytes into the parts, in order; return the room that is left. There must be room for
+    all of them."""
+    left = []
     for part in parts:
-        part[: len(data)] = data[: len(part)]
-        data = data[len(part) :]
+        count = min(len(part), len(data))
+        part[:count] = data[:count]
+        data = data[count:]
+        if count < len(part):
+            left.append(part[count:])
+    return left
 
 
 def scatter_checked(data: memoryview, parts: Parts) -> int:

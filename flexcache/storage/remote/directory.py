@@ -1,7 +1,7 @@
 """A directory shared by hosts: one file per object.
 
 An object appears whole or not at all: it is written to a temporary file beside it, which is then
-renamed. Bytes move between the file and the caller's memory without another copy, and a read
+renamed. It is readable for its user only, or for the group too: it holds prompts' KV. Bytes move between the file and the caller's memory without another copy, and a read
 computes the digest of each step while it is in the processor's cache.
 
 Deadlines are kept between system calls. A call that hangs, as on a share whose server is gone,
@@ -20,6 +20,7 @@ from typing import Any
 
 import xxhash
 
+from flexcache.storage.private import make_directory
 from flexcache.storage.remote.base import (
     MISSING,
     STEP_BYTES,
@@ -41,17 +42,23 @@ _LATE = failed("the deadline has passed")
 class DirectoryStore(StepwiseStore):
     """Files below a directory; up to ``concurrency`` of a batch are moved at once.
 
+    Args:
+        is_shared: Let the directory's group read the files, for hosts that run as other users.
+
     Raises:
         StoreUnavailableError: The directory cannot be used now, such as a share that is not
             mounted yet.
     """
 
-    def __init__(self, directory: Path, name: str, concurrency: int) -> None:
+    def __init__(
+        self, directory: Path, name: str, concurrency: int, is_shared: bool = False
+    ) -> None:
         self.name = name
         self._directory = directory
         self._concurrency = concurrency
+        self._file_mode, self._directory_mode = (0o640, 0o750) if is_shared else (0o600, 0o700)
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            make_directory(directory, self._directory_mode)
             os.scandir(directory).close()
         except OSError as error:
             raise StoreUnavailableError(f"{name}: {error.strerror}") from None
@@ -65,7 +72,7 @@ class DirectoryStore(StepwiseStore):
     def write_from(
         self, names: Sequence[str], parts: Iterable[Parts], deadline: float
     ) -> list[Outcome]:
-        return self._each(_write, names, deadline, list(parts))
+        return self._each(self._write, names, deadline, list(parts))
 
     def discard(self, names: Sequence[str], deadline: float) -> None:
         self._each(_remove, names, deadline)
@@ -75,6 +82,29 @@ class DirectoryStore(StepwiseStore):
 
     def _look(self, names: Sequence[str], deadline: float) -> list[Outcome]:
         return self._each(_look, names, deadline)
+
+    def _write(self, path: str, parts: Parts) -> Outcome:
+        temporary = f"{path}#{os.urandom(8).hex()}"
+        try:
+            fd = _create(temporary)
+        except FileNotFoundError:
+            make_directory(Path(path).parent, self._directory_mode)
+            fd = _create(temporary)
+        try:
+            try:
+                os.fchmod(fd, self._file_mode)
+                for part in parts:
+                    written = 0
+                    while written < len(part):
+                        written += os.write(fd, part[written:])
+            finally:
+                os.close(fd)  # where a network file system may report that it could not write
+            os.rename(temporary, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        return Outcome(Status.OK, num_bytes_of(parts))
 
     def _each(
         self,
@@ -140,31 +170,8 @@ def _read(path: str, parts: Parts) -> Outcome:
         os.close(fd)
 
 
-def _write(path: str, parts: Parts) -> Outcome:
-    temporary = f"{path}#{os.urandom(8).hex()}"
-    try:
-        fd = _create(temporary)
-    except FileNotFoundError:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        fd = _create(temporary)
-    try:
-        try:
-            for part in parts:
-                written = 0
-                while written < len(part):
-                    written += os.write(fd, part[written:])
-        finally:
-            os.close(fd)  # where a network file system may report that it could not write
-        os.rename(temporary, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    return Outcome(Status.OK, num_bytes_of(parts))
-
-
 def _create(path: str) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
 
 def _remove(path: str) -> Outcome:

@@ -23,6 +23,7 @@ from flexcache.storage.remote.base import (
     Parts,
     RemoteStore,
     Status,
+    StoreUnavailableError,
     failed,
     num_bytes_of,
     scatter,
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
 
 _T = TypeVar("_T")
+_CHUNK_BYTES = 1 << 20
+_NO_BUCKET_CODES = ("NoSuchBucket", "ContainerNotFound")  # of S3 and GCS, of Azure
+_NO_BUCKET = "the bucket or container does not exist: create it, or correct remote_url"
 
 
 def open_object_store(url: RemoteUrl, timeout_s: float, concurrency: int) -> RemoteStore:
@@ -81,6 +85,8 @@ class ObjectStore(StepwiseStore):
         self._client = client
         self._concurrency = concurrency
         self.name = name
+        self._has_bucket = False
+        """Whether the bucket is known to exist."""
 
     def read_into(
         self, names: Sequence[str], parts: Sequence[Parts], deadline: float
@@ -102,8 +108,25 @@ class ObjectStore(StepwiseStore):
         return self._each(self._head, [(name,) for name in names], deadline)
 
     async def _head(self, name: str) -> Outcome:
-        meta = await self._api.head_async(self._client, name)
+        try:
+            meta = await self._api.head_async(self._client, name)
+        except FileNotFoundError:  # in a bucket that is missing, so is every object
+            await self._require_bucket(name)
+            raise
+        self._has_bucket = True
         return Outcome(Status.OK, meta["size"])
+
+    async def _require_bucket(self, name: str) -> None:
+        """Raise `StoreUnavailableError` if the bucket does not exist: only the body of an answer,
+        which one to HEAD lacks, tells that from an object that does not."""
+        if self._has_bucket:
+            return
+        try:
+            await self._api.get_async(self._client, name)
+        except FileNotFoundError as error:
+            if any(code in str(error) for code in _NO_BUCKET_CODES):
+                raise StoreUnavailableError(_NO_BUCKET) from None
+        self._has_bucket = True
 
     async def _read(self, name: str, parts: Parts) -> Outcome:
         room = num_bytes_of(parts)
@@ -111,11 +134,22 @@ class ObjectStore(StepwiseStore):
         _, size = found.range
         if size > room:
             return too_large(size, room)
-        scatter(memoryview(await found.bytes_async()), parts)
-        return Outcome(Status.OK, size)
+        left = list(parts)
+        count = 0
+        async for chunk in found.stream(min_chunk_size=_CHUNK_BYTES):
+            data = memoryview(chunk)
+            count += len(data)
+            if count > size:  # whatever the header said, the body need not end
+                return too_large(count, size)
+            left = scatter(data, left)
+        return Outcome(Status.OK, count)
 
     async def _write(self, name: str, parts: Parts) -> Outcome:
-        await self._api.put_async(self._client, name, iter(parts), use_multipart=False)
+        try:
+            await self._api.put_async(self._client, name, iter(parts), use_multipart=False)
+        except FileNotFoundError:
+            self._has_bucket = False  # look-ups ask again whether there is one
+            return failed(_NO_BUCKET)
         return Outcome(Status.OK, num_bytes_of(parts))
 
     async def _delete(self, name: str) -> Outcome:
