@@ -370,9 +370,7 @@ def _open(socket: zmq.Socket[bytes], endpoint: str, bind: bool) -> str:
             raise ConfigError(
                 f"address of KV events {endpoint!r}: in use"
             )  # ZMQ would take it over
-        if (
-            endpoint.startswith("ipc://") and "*" not in endpoint
-        ):  # prompts are private to this user from the start
+        if endpoint.startswith("ipc://") and "*" not in endpoint:  # private from the start
             socket.setsockopt(zmq.USE_FD, listen_privately(endpoint))
         socket.bind(endpoint)
         return socket.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -222,7 +222,7 @@ def _reserved_memory(size: int) -> int:
 
 
 def _is_whole(fd: int, size: int) -> bool:
-    """Return whether a file in memory has this size and keeps it: else a copy could meet its end."""
+    """Return whether a file in memory has this size and keeps it: copies must not meet its end."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:  # it is no such file

@@ -16,6 +16,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
+from flexcache.errors import ConfigError
 from flexcache.integration.vllm.calls import NoMatch
 from flexcache.integration.vllm.groups import TELLS_GROUPS
 from flexcache.integration.vllm.siblings import is_served_by_sibling, read_transfer_config
@@ -191,6 +192,20 @@ def test_the_policy_that_vllm_obeys_is_read(policy: str, of_child: str) -> None:
     (only,) = parent.sub_connectors
     assert only.own.kv_load_failure_policy == of_child
     assert only.obeyed is config.kv_transfer_config
+
+
+def test_a_second_flexcache_is_refused_by_name() -> None:
+    ours = {**FLEXCACHE, "kv_role": "kv_both", "kv_connector_extra_config": CONFIG}
+    inner = {
+        "kv_connector": "MultiConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [ours]},
+    }  # fmt: skip
+    for children in ([ours, ours], [inner, ours]):
+        config = make_config(
+            kv_connector="MultiConnector", kv_connector_extra_config={"connectors": children}
+        )
+        with pytest.raises(ConfigError, match="FlexCacheConnectorV1 is there 2 times"):
+            MultiConnector(config, KVConnectorRole.SCHEDULER, None)
 
 
 def test_a_connector_alone_reads_its_own_policy() -> None:

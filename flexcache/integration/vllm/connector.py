@@ -24,6 +24,7 @@ from flexcache.integration.vllm.groups import GroupHooks, cached_group_ids
 from flexcache.integration.vllm.kv_layout import preferred_layout
 from flexcache.integration.vllm.metadata import LoadedAdapters
 from flexcache.integration.vllm.scheduler import FlexCacheScheduler
+from flexcache.integration.vllm.siblings import check_no_twin
 from flexcache.integration.vllm.stats import FlexCachePromMetrics, FlexCacheStats
 from flexcache.integration.vllm.worker import FlexCacheWorker
 from flexcache.integration.vllm.worker_hooks import WorkerHooks
@@ -59,6 +60,7 @@ class FlexCacheConnectorV1(WorkerHooks, GroupHooks):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        check_no_twin(vllm_config)
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = FlexCacheScheduler(vllm_config, kv_cache_config)
         else:

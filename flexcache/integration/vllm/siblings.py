@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import inspect
 import traceback
+from collections.abc import Iterable
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+from flexcache.errors import ConfigError
+
+_NAME = "FlexCacheConnectorV1"
 
 
 def read_transfer_config(vllm_config: Any) -> Any:
@@ -26,6 +31,29 @@ def read_transfer_config(vllm_config: Any) -> Any:
         if isinstance(caller, MultiConnector):
             transfer = caller._vllm_config.kv_transfer_config  # the outermost one counts
     return transfer
+
+
+def check_no_twin(vllm_config: Any) -> None:
+    """Refuse a second FlexCache in one engine. Must be called as `read_transfer_config`.
+
+    Raises:
+        ConfigError: There is one: both would have the same name, files and memory.
+    """
+    extra = read_transfer_config(vllm_config).kv_connector_extra_config
+    count = _count_ours(extra.get("connectors", ()))
+    if count > 1:
+        raise ConfigError(
+            f"kv_connector_extra_config.connectors: {_NAME} is there {count} times; an engine has "
+            "one: leave out the others, and give that one all tiers"
+        )
+
+
+def _count_ours(connectors: Iterable[Any]) -> int:
+    count = 0
+    for child in connectors:
+        count += child.get("kv_connector") == _NAME
+        count += _count_ours((child.get("kv_connector_extra_config") or {}).get("connectors", ()))
+    return count
 
 
 def is_among_siblings() -> bool:

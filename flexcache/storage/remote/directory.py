@@ -1,8 +1,9 @@
 """A directory shared by hosts: one file per object.
 
 An object appears whole or not at all: it is written to a temporary file beside it, which is then
-renamed. It is readable for its user only, or for the group too: it holds prompts' KV. Bytes move between the file and the caller's memory without another copy, and a read
-computes the digest of each step while it is in the processor's cache.
+renamed. It is readable for its user only, or for the group too: it holds prompts' KV. Bytes move
+between the file and the caller's memory without another copy, and a read computes the digest of
+each step while it is in the processor's cache.
 
 Deadlines are kept between system calls. A call that hangs, as on a share whose server is gone,
 cannot be interrupted: the worker is then replaced, like one whose native client hangs.
