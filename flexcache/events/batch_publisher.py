@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -41,6 +42,10 @@ Item = TypeVar("Item")
 
 _SEND_QUEUE = 10_000  # batches queued for one slow subscriber, which has to request later ones
 _REPLAY_BYTES = 256 << 20
+_ANSWERS_ON_THEIR_WAY = 32  # to one peer; the rest of its replay follows as it reads
+_MOST_REPLAYS = 64
+_REPLAY_POLL_MS = 10
+_REPLAY_PATIENCE_S = 10.0
 _MOST_CONNECTIONS = 256  # to each socket: the ports take no key, and are often open to all hosts
 _MAX_REQUEST_BYTES = 4096  # also of subscriptions; ZMQ disconnects a peer that sends more
 _BATCHES_A_TURN = 256  # sent between looks for replay requests
@@ -76,6 +81,14 @@ class _Batch(Generic[Item]):
     number: int
     ts: float
     parts: list[Sequence[Item]]
+
+
+@dataclass(slots=True)
+class _Replay:
+    """What a peer is still to be sent: the kept batches from ``next_number`` on."""
+
+    next_number: int
+    moved_s: float
 
 
 class BatchPublisher(Generic[Item]):
@@ -119,6 +132,8 @@ class BatchPublisher(Generic[Item]):
         self._num_dropped = 0
         self._number_due = 0
         self._is_behind = False
+        self._replays: dict[bytes, _Replay] = {}
+        """Replays that are not sent whole yet, by peer; the one that moved last is the last."""
         self._num_sent_again = 0
         self._num_pages = 0
         self._num_bad_requests = 0
@@ -154,7 +169,7 @@ class BatchPublisher(Generic[Item]):
                 # Bounds the cost of a peer that requests a replay and does not read it.
                 self._router.router_mandatory = True
                 self._router.maxmsgsize = _MAX_REQUEST_BYTES
-                self._router.sndhwm = self._num_kept + 1
+                self._router.sndhwm = _ANSWERS_ON_THEIR_WAY
                 replay_endpoint = _open(self._router, replay_endpoint, bind=True)
                 self._poller.register(self._router, zmq.POLLIN)
         except BaseException:
@@ -235,13 +250,15 @@ class BatchPublisher(Generic[Item]):
         has_more = True  # batches published before the start
         while True:
             is_closing = self._close_by is not None  # if so, nothing more is queued
-            ready = dict(self._poller.poll(0 if has_more or is_closing else None))
+            patience_ms = _REPLAY_POLL_MS if self._replays else None
+            ready = dict(self._poller.poll(0 if has_more or is_closing else patience_ms))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
                 if self._close_by is None:
                     time.sleep(self._gather_s)
             if self._router in ready:
                 self._send_again()
+            self._continue_replays()
             has_more = self._send_some()
             if is_closing and (not has_more or self._is_late()):
                 return
@@ -295,8 +312,8 @@ class BatchPublisher(Generic[Item]):
             self._kept_bytes -= len(self._kept.popleft()[1])
 
     def _send_again(self) -> None:
-        """Answer one request: a page of a snapshot, or all kept batches from a number on and then
-        the end mark.
+        """Answer one request: a page of a snapshot, or begin to send all kept batches from a number
+        on and then the end mark.
 
         A REQ socket takes one answer: it gets the first of these, and may request the next.
         """
@@ -312,27 +329,62 @@ class BatchPublisher(Generic[Item]):
             page = self._snapshot_writer.write(cursor, self._number_due)
             if page is not None:
                 self._num_pages += 1
-                self._answer(peer, [(self._topic, request[1], page)])
+                self._answer(peer, (self._topic, request[1], page))
                 return
-        answers = [(self._topic, _pack(n), payload) for n, payload in self._kept if n >= first]
-        num_batches = len(answers)
-        answers.append((b"", END_OF_REPLAY, b""))
         if _is_of_req(frames[-1]):
-            del answers[1:]
-            num_batches = min(num_batches, 1)
-        if self._answer(peer, answers):
-            self._num_sent_again += num_batches
+            kept = next(((n, payload) for n, payload in self._kept if n >= first), None)
+            last = (b"", END_OF_REPLAY, b"")
+            answer = last if kept is None else (self._topic, _pack(kept[0]), kept[1])
+            if self._answer(peer, answer) and kept is not None:
+                self._num_sent_again += 1
+            return
+        while len(self._replays) >= _MOST_REPLAYS and peer not in self._replays:
+            del self._replays[next(iter(self._replays))]
+        self._replays[peer] = _Replay(first, time.monotonic())
 
-    def _answer(self, peer: bytes, answers: Sequence[tuple[bytes, bytes, bytes]]) -> bool:
-        """Send topics, numbers and payloads; return whether the peer took them."""
-        assert self._router is not None
+    def _continue_replays(self) -> None:
+        """Send on with each replay as far as its peer reads."""
+        now = time.monotonic()
+        for peer, replay in list(self._replays.items()):
+            before = replay.next_number
+            if self._continue_replay(peer, replay):
+                del self._replays[peer]
+            elif replay.next_number > before:
+                replay.moved_s = now
+                self._replays[peer] = self._replays.pop(peer)
+            elif now - replay.moved_s > _REPLAY_PATIENCE_S:
+                del self._replays[peer]
+
+    def _continue_replay(self, peer: bytes, replay: _Replay) -> bool:
+        """Whether the replay is over: sent whole, or the peer has gone."""
+        first_kept = self._kept[0][0] if self._kept else 0
+        start = min(max(0, replay.next_number - first_kept), len(self._kept))
+        while start and self._kept[start - 1][0] >= replay.next_number:
+            start -= 1  # lost batches are not among them
         try:
-            for answer in answers:
-                self._router.send_multipart([peer, b"", *answer], zmq.NOBLOCK)
+            for number, payload in islice(self._kept, start, None):
+                self._send_answer(peer, (self._topic, _pack(number), payload))
+                replay.next_number = number + 1
+                self._num_sent_again += 1
+            self._send_answer(peer, (b"", END_OF_REPLAY, b""))
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            log_event(logger, logging.DEBUG, "kv_events_replay_ended", error=error)
+        return True
+
+    def _answer(self, peer: bytes, answer: tuple[bytes, bytes, bytes]) -> bool:
+        """Send topic, number and payload; return whether the peer took them."""
+        try:
+            self._send_answer(peer, answer)
         except zmq.ZMQError as error:  # it has gone, or does not read
             log_event(logger, logging.DEBUG, "kv_events_replay_ended", error=error)
             return False
         return True
+
+    def _send_answer(self, peer: bytes, answer: tuple[bytes, bytes, bytes]) -> None:
+        assert self._router is not None
+        self._router.send_multipart([peer, b"", *answer], zmq.NOBLOCK)
 
 
 def _is_of_req(frame: zmq.Frame) -> bool:

@@ -165,16 +165,23 @@ class EndpointLock:
                 check_place(Path(endpoint.removeprefix("ipc://")))
             fd = _lock_file(self._path, _PROBE_PATIENCE_S)
         except OSError as error:
-            raise ConfigError(f"endpoint = {endpoint!r}: {error.strerror}") from None
+            raise ConfigError(f"endpoint = {endpoint!r}: {self._path}: {error.strerror}") from None
         if fd is None:
             owner = "another"
             with contextlib.suppress(OSError):
                 owner = self._path.read_text().split("\n")[0]
             raise ConfigError(f"endpoint = {endpoint!r}: in use by process {owner}")
         self._fd = fd
-        os.ftruncate(fd, 0)
-        self._worker_socket = runtime_dir() / f"{_short(endpoint)}.work"
-        os.write(fd, f"{os.getpid()}\n{self._worker_socket}\n".encode())
+        try:
+            os.ftruncate(fd, 0)
+            self._worker_socket = runtime_dir() / f"{_short(endpoint)}.work"
+            os.write(fd, f"{os.getpid()}\n{self._worker_socket}\n".encode())
+        except OSError as error:  # the file system is full, say
+            self.forked()
+            raise ConfigError(
+                f"endpoint = {endpoint!r}: {self._path}: {error.strerror}; make room there, or set "
+                "XDG_RUNTIME_DIR to another directory of this user"
+            ) from None
         _remove_stale(self._path)
         tell_of_forks(self)
 

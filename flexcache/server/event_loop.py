@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 _DRAIN_TIMEOUT_S = 5.0
 _HANG_UP_PATIENCE_S = 3.5  # a rank waits 3 s for the gates of loads that it keeps
 _HANG_UP_POLL_S = 0.005
+_LONGEST_TURN_S = 0.005
 _MAX_MESSAGES_A_TURN = 256  # deadlines and answers are not to wait for a flood to end
 _CENSUSES_A_TIMEOUT = 8  # how often all clients are checked for silent ones
 _IDLE_POLL_S = 0.1
@@ -152,6 +153,8 @@ class EventLoop:
         """Take in what clients have sent; whether there was anything."""
         took_any = False
         for _ in range(_MAX_MESSAGES_A_TURN):
+            if took_any and time.monotonic() - now > _LONGEST_TURN_S:
+                break  # the socket takes clients in turn: what others wait for is sent in between
             frames = self._socket.receive()
             if frames is None:
                 break

@@ -6,6 +6,7 @@ are `server.peers`.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -85,6 +86,7 @@ class Registry:
         self._callers: dict[bytes, Scheduler] = {}
         self._ranks: dict[str, Rank] = {}  # by executor
         self._schedulers: dict[SessionId, Scheduler] = {}
+        self._num_of: Counter[str] = Counter()  # peers, by engine
         self._fences: dict[str, Fence] = {}  # by engine
 
     def __len__(self) -> int:
@@ -128,11 +130,12 @@ class Registry:
 
     def has_engine(self, engine: str) -> bool:
         """Whether any peer of the engine is connected."""
-        return any(peer.engine == engine for peer in self._peers.values())
+        return self._num_of[engine] > 0
 
     def add(self, peer: Peer) -> None:
         """Give the peer its place, which must be free."""
         self._peers[peer.identity] = peer
+        self._num_of[peer.engine] += 1
         if isinstance(peer, Rank):
             self._ranks[peer.executor] = peer
         else:
@@ -149,7 +152,9 @@ class Registry:
             del self._callers[peer.calls], self._schedulers[peer.session]
             if peer.scratch is not None:
                 peer.scratch.close()
+        self._num_of[peer.engine] -= 1
         if not self.has_engine(peer.engine):
+            del self._num_of[peer.engine]
             fence = self._fences.pop(peer.engine, None)
             if fence is not None:
                 fence.close()
@@ -182,6 +187,8 @@ class Registry:
             raise InternalError("peers and their places disagree")
         if {s.calls for s in self._schedulers.values()} != set(self._callers):
             raise InternalError("schedulers and their identities for calls disagree")
+        if Counter(peer.engine for peer in self._peers.values()) != self._num_of:
+            raise InternalError("peers of engines are miscounted")
         for engine in self._fences:
             if not self.has_engine(engine):
                 raise InternalError(f"engine {engine!r} has a fence and no peer")

@@ -34,6 +34,8 @@ class TaskSessions:
         self._load_ranks = tuple(load_ranks)
         self._store_ranks = tuple(store_ranks)
         self._sessions: dict[SessionId, Session] = {}
+        self._of_engines: dict[str, list[Session]] = {}
+        """The same, by engine: rarely more than one each."""
         self._disputed: set[str] = set()
         """Engines whose tasks might move another engine's bytes."""
         self._weights: dict[str, int] = {}
@@ -49,6 +51,7 @@ class TaskSessions:
         executors |= dict.fromkeys(GPU_LOADS, loads) | dict.fromkeys(GPU_STORES, stores)
         added = Session(session, engine, executors, id_before(session))
         self._sessions[session] = added
+        self._of_engines.setdefault(engine, []).append(added)
         return added
 
     def succeed(self, former: TaskSessions) -> None:
@@ -72,7 +75,7 @@ class TaskSessions:
         return session
 
     def of_engine(self, engine: str) -> list[Session]:
-        return [session for session in self._sessions.values() if session.engine == engine]
+        return list(self._of_engines.get(engine, ()))
 
     def of_engines(self) -> list[Session]:
         """All but the internal one."""
@@ -90,9 +93,12 @@ class TaskSessions:
 
     def forget_if_gone(self, session: Session) -> None:
         """A session that has ended is kept until the last of its tasks has."""
-        if session.is_gone and not session.tasks:
-            self._sessions.pop(session.session, None)
-            if not self.of_engine(session.engine):
+        if session.is_gone and not session.tasks and session.session in self._sessions:
+            del self._sessions[session.session]
+            of_engine = self._of_engines[session.engine]
+            of_engine.remove(session)
+            if not of_engine:
+                del self._of_engines[session.engine]
                 self._weights.pop(session.engine, None)
 
     # -- tasks -----------------------------------------------------------------------------------
@@ -176,8 +182,7 @@ class TaskSessions:
         """Whether tasks can still be copying from or to the slots of an engine of this name."""
         return any(
             task.gpu_ops_open or not task.is_answered
-            for session in self._sessions.values()
-            if session.engine == engine
+            for session in self._of_engines.get(engine, ())
             for task in session.tasks.values()
         )
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from cluster import running_cluster
+from cluster import running_cluster, until
 
 from flexcache import CacheConfig
 from flexcache.cache.journal import Medium, Removed, Stored
@@ -739,3 +740,42 @@ def test_blocks_stored_before_a_restart_are_published_without_tokens(tmp_path: P
     assert isinstance(event, BlockStored)
     assert (event.medium, len(event.block_hashes), event.token_ids) == ("STORAGE", 5, [])
     assert event.parent_block_hash is None
+
+
+def test_peers_that_ask_for_a_replay_and_do_not_read_it_cost_little() -> None:
+    size, count, num_peers = 128 << 10, 400, 20
+    publisher: BatchPublisher[bytes] = BatchPublisher(
+        Address("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", ""),
+        lambda _, items: b"".join(items), num_kept=1000, num_queued=1000,
+    )  # fmt: skip
+    publisher.start()
+    assert publisher.address.replay_endpoint is not None
+    try:
+        for number in range(count):
+            publisher.publish([number.to_bytes(4, "big") * (size // 4)])
+        until(lambda: publisher.stats()["published_batches"] == count)
+        before = memory_in_use()
+        with zmq.Context() as context, ExitStack() as stack:
+            for _ in range(num_peers):
+                deaf = stack.enter_context(context.socket(zmq.DEALER))
+                deaf.linger, deaf.rcvhwm = 0, 1
+                deaf.connect(publisher.address.replay_endpoint)
+                deaf.send_multipart([b"", bytes(8)])
+            until(lambda: publisher.stats()["replayed_batches"] >= num_peers)
+            reader = stack.enter_context(context.socket(zmq.DEALER))
+            reader.linger = 0
+            reader.connect(publisher.address.replay_endpoint)
+            reader.send_multipart([b"", bytes(8)])
+            for number in range(count):  # is served as before
+                assert reader.poll(30_000)
+                _, _, at, payload = reader.recv_multipart()
+                assert int.from_bytes(at, "big") == number
+                assert payload == number.to_bytes(4, "big") * (size // 4)
+            assert reader.recv_multipart()[2] == END_OF_REPLAY
+            assert memory_in_use() - before < num_peers * count * size // 3
+    finally:
+        publisher.close()
+
+
+def memory_in_use() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -391,6 +391,7 @@ def test_decisions_are_streamed() -> None:
         ("GET", "/stats", {"Host": "127.0.0.1.evil.example"}, 403),
         ("GET", "/stats", {"Origin": "https://evil.example"}, 403),
         ("GET", "/stats", {"Origin": "null"}, 403),
+        ("GET", "/stats", {"Origin": "http://["}, 403),
         ("GET", "/stats", {"Sec-Fetch-Site": "cross-site"}, 403),
         ("GET", "/stats", {"Sec-Fetch-Site": "same-site"}, 403),
         ("GET", "/healthz", {"Host": "evil.example"}, 403),

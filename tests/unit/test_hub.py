@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -1102,3 +1103,29 @@ def test_a_rank_of_another_engine_is_refused_where_one_keeps_the_cache_to_itself
     [refused] = world.send(b"rank", HelloRank("dp0", 0, "c", 3))
     assert isinstance(refused, Refused) and refused.final
     assert "'mine/dp0'" in refused.reason and "'dp0'" in refused.reason
+
+
+def num_calls_to_end(num_engines: int) -> int:
+    """How many functions run, or go on, while that many engines die in one turn."""
+    world = World()
+    engines = [Engine(world, str(number)) for number in range(num_engines)]
+    calls = 0
+
+    def count(_: Any, event: str, __: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        for engine in engines:
+            world.hub.peer_died(engine.events, world.now)
+        world.hub.route(world.now)
+    finally:
+        sys.setprofile(None)
+    world.close()
+    return calls
+
+
+def test_the_end_of_many_sessions_at_once_costs_each_the_same() -> None:
+    few, many = num_calls_to_end(50), num_calls_to_end(400)
+    assert many < 8 * few * 1.5

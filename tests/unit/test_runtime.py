@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
 import stat
 import tempfile
 import threading
@@ -126,3 +128,17 @@ def test_a_lock_left_by_a_dead_process_is_taken_over(tmp_path: Path) -> None:
     lock.release()
     lock.release()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_runtime_directory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoint = f"ipc://{tmp_path}/s.sock"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # no byte can be written
+    try:
+        with pytest.raises(ConfigError, match=rf"{tmp_path}/s.sock.lock: File too large"):
+            EndpointLock(endpoint)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    EndpointLock(endpoint).release()

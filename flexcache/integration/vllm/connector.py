@@ -46,6 +46,7 @@ class FlexCacheConnectorV1(WorkerHooks, GroupHooks):  # type: ignore[misc]
 
     def __new__(cls, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> Any:
         _log_where_vllm_does()
+        check_no_twin(vllm_config)
         # Asked before either side exists: the worker's is made first, and would lend no tensors.
         reason = why_uncached(vllm_config, len(cached_group_ids(kv_cache_config)))
         if reason is None:
@@ -60,7 +61,6 @@ class FlexCacheConnectorV1(WorkerHooks, GroupHooks):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        check_no_twin(vllm_config)
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = FlexCacheScheduler(vllm_config, kv_cache_config)
         else:

@@ -76,4 +76,7 @@ def _is_same_origin(request: web.Request) -> bool:
     if site is not None and site not in ("same-origin", "none"):
         return False
     origin = request.headers.get("Origin")
-    return origin is None or urlsplit(origin).netloc == request.headers.get("Host")
+    try:
+        return origin is None or urlsplit(origin).netloc == request.headers.get("Host")
+    except ValueError:
+        return False

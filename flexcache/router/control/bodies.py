@@ -67,7 +67,7 @@ async def read(request: web.Request, kind: type[T]) -> T:
     bodies, held = request.app[BODIES], Body()
     try:
         return msgspec.json.decode(await bodies.read(request, held), type=kind)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise web.HTTPBadRequest(text=str(error)) from None
     finally:
         bodies.release(held)

@@ -11,6 +11,7 @@ with several in flight (docs/remote.md has the figures).
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _CHUNK_BYTES = 1 << 20
+_MOST_REASON = 300
 _NO_BUCKET_CODES = ("NoSuchBucket", "ContainerNotFound")  # of S3 and GCS, of Azure
 _NO_BUCKET = "the bucket or container does not exist: create it, or correct remote_url"
 
@@ -187,4 +189,9 @@ class ObjectStore(StepwiseStore):
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+    """Return what an error says, without most of the store's answer: that may quote our request and
+    its signed headers, and the reason goes to logs and traces."""
+    line = (str(error) or type(error).__name__).splitlines()[0]
+    said, _, answer = line.partition("<")
+    code = re.search("<Code>([^<]{1,80})</Code>", f"<{answer}")
+    return said[:_MOST_REASON].strip() + (f" {code[1]}" if code else "")
