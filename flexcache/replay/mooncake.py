@@ -11,19 +11,27 @@ import gzip
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, BinaryIO, cast
 
 import msgspec
 
 from flexcache.errors import TraceError
 from flexcache.ids import TaskKind
-from flexcache.tracing.records import DECODE_ERRORS, KEY_BYTES, Matched, Record, TraceHeader
+from flexcache.tracing.records import (
+    DECODE_ERRORS,
+    KEY_BYTES,
+    Matched,
+    Record,
+    TraceHeader,
+    read_lines,
+)
 
 TOKENS_PER_ID = 512
 BAILIAN_TOKENS_PER_ID = 16
 DEFAULT_BLOCK_BYTES = 8192
 """Size of a block, which the format does not have. Small, since only hits are of interest."""
 
+_MOST_IDS = 1 << 18  # 4 million tokens, of Mooncake's 134 million
 _GZIP_MAGIC = b"\x1f\x8b"
 _Length = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 
@@ -37,7 +45,9 @@ class MooncakeRequest(msgspec.Struct, frozen=True):
     """
 
     timestamp: Annotated[float, msgspec.Meta(ge=0, le=1e13)]
-    hash_ids: list[Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]]
+    hash_ids: Annotated[
+        list[Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]], msgspec.Meta(max_length=_MOST_IDS)
+    ]
     input_length: _Length = 0
     output_length: _Length = 0
     chat_id: int | None = None
@@ -81,17 +91,22 @@ def read_requests(path: Path) -> Iterator[MooncakeRequest]:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
+    with gzip.open(path) if _is_gzipped(path) else path.open("rb") as lines:
+        yield from read_lines(cast(BinaryIO, lines), path)
+
+
+def _is_gzipped(path: Path) -> bool:
     with path.open("rb") as file:
-        is_gzipped = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
-    with gzip.open(path) if is_gzipped else path.open("rb") as lines:
-        yield from lines
+        return file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
 
 
 def is_mooncake(path: Path) -> bool:
-    """Return whether the file begins with a request in one of the two formats."""
+    """Return whether the file begins with a request in one of the two formats, or is gzipped."""
     try:
+        if path.is_file() and _is_gzipped(path):
+            return True
         return path.is_file() and next(read_requests(path), None) is not None
-    except TraceError:
+    except (OSError, TraceError):
         return False
 
 

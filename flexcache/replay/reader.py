@@ -10,7 +10,14 @@ import msgspec
 
 from flexcache.errors import TraceError
 from flexcache.replay.keys import KeyReader
-from flexcache.tracing.records import DECODE_ERRORS, FORMAT, Matched, Record, TraceHeader
+from flexcache.tracing.records import (
+    DECODE_ERRORS,
+    FORMAT,
+    Matched,
+    Record,
+    TraceHeader,
+    read_lines,
+)
 
 _header_decoder = msgspec.json.Decoder(TraceHeader)
 _record_decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
@@ -75,7 +82,7 @@ def _files_of(paths: Iterable[Path]) -> Iterator[Path]:
 def _read_header(path: Path) -> TraceHeader:
     try:
         with _open(path) as file:
-            header = _header_decoder.decode(file.readline())
+            header = _header_decoder.decode(next(read_lines(file, path), b""))
     except DECODE_ERRORS as error:
         raise TraceError(f"{path} is not a trace: {error}") from None
     if header.format > FORMAT:
@@ -94,8 +101,9 @@ def _open(path: Path) -> BinaryIO:
 def _read_lines(path: Path) -> Iterator[tuple[int, Record]]:
     """Yield records with their line numbers, without the header."""
     with _open(path) as file:
-        file.readline()
-        for number, line in enumerate(file, 2):
+        for number, line in enumerate(read_lines(file, path), 1):
+            if number == 1:
+                continue
             if not line.endswith(b"\n"):
                 return  # the writer was killed, or the disk was full
             try:

@@ -6,10 +6,13 @@ op is recorded at its end. Fields with default values are omitted.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 
+from flexcache.errors import TraceError
 from flexcache.ids import KVStatus, OpKind, TaskKind
 
 FORMAT = 2
@@ -26,6 +29,8 @@ SETTINGS = (
 
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Errors that decoding an untrusted line may raise."""
+
+MAX_LINE_BYTES = 16 << 20
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 _Size = Annotated[int, msgspec.Meta(gt=0, le=2**40)]
@@ -162,3 +167,18 @@ class SessionEnded(_Line, frozen=True, kw_only=True, omit_defaults=True, tag="se
 Record = (
     Matched | Launched | Cancelled | OpEnded | Ended | ClearedTier | SessionBegan | SessionEnded
 )
+
+
+def read_lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    """Yield the lines of a trace.
+
+    Raises:
+        TraceError: One is longer than any that is written: the file, or what it unpacks to, need
+            not fit into memory.
+    """
+    number = 0
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        if len(line) > MAX_LINE_BYTES:
+            raise TraceError(f"{path}, line {number}: more than {MAX_LINE_BYTES >> 20} MiB")
+        yield line

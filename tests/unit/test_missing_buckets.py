@@ -17,6 +17,10 @@ from flexcache.storage.remote import open_remote_store
 from flexcache.storage.remote.base import RemoteStore, Status
 
 NO_BUCKET = b"<Error><Code>NoSuchBucket</Code><Message>none of that name</Message></Error>"
+QUOTING = (
+    b"<Error><Code>SignatureDoesNotMatch</Code><StringToSign>AWS4-HMAC-SHA256 x-amz-date "
+    b"signed-headers-of-ours</StringToSign><SignatureProvided>0a1b2c</SignatureProvided></Error>"
+)
 NO_KEY = b"<Error><Code>NoSuchKey</Code><Message>none of that name</Message></Error>"
 
 
@@ -34,6 +38,9 @@ class PlayedBucket(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
+        if self.server.is_distrustful:  # type: ignore[attr-defined]
+            self._answer(403, QUOTING)
+            return
         exists = self.server.has_bucket  # type: ignore[attr-defined]
         self._answer(200, b"") if exists else self._answer(404, NO_BUCKET)
 
@@ -53,7 +60,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
     server = ThreadingHTTPServer(("127.0.0.1", 0), PlayedBucket)
-    server.has_bucket = False  # type: ignore[attr-defined]
+    server.has_bucket = server.is_distrustful = False  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server
@@ -100,3 +107,13 @@ def test_the_doctor_names_it(server: ThreadingHTTPServer) -> None:
     environ = {"FLEXCACHE_NUM_CPU_BLOCKS": "4", "FLEXCACHE_REMOTE_URL": url_of(server)}
     [finding] = check_remote_store(Subject(environ=environ))
     assert "bucket or container does not exist" in finding.text
+
+
+def test_a_reason_does_not_quote_our_signed_request(
+    server: ThreadingHTTPServer, store: RemoteStore
+) -> None:
+    server.is_distrustful = True  # type: ignore[attr-defined]
+    [outcome] = store.write_from(["a"], [[memoryview(b"abc")]], soon())
+    assert outcome.reason is not None and "SignatureDoesNotMatch" in outcome.reason
+    assert "signed-headers" not in outcome.reason and "0a1b2c" not in outcome.reason
+    assert len(outcome.reason) < 400

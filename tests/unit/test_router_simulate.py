@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from flexcache.cli import app
 from flexcache.errors import TraceError
 from flexcache.ids import TaskKind
+from flexcache.replay.mooncake import read_requests
 from flexcache.router.dispatcher import Dispatcher
 from flexcache.router.load import Load
 from flexcache.router.peer_policies import POLICIES, make_policy
@@ -206,6 +208,29 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
     path.write_text(json.dumps(MOONCAKE[0]) + "\n" + line + "\n")
     with pytest.raises(TraceError, match=r"bad\.jsonl, line 2: "):
         read_trace([path])
+
+
+@pytest.mark.parametrize("name", ["bomb.jsonl.gz", "ids.jsonl"])
+def test_a_line_that_is_too_much_for_any_memory_is_an_error(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    if name.endswith("gz"):
+        with gzip.open(path, "wb", compresslevel=1) as file:
+            for _ in range(40):
+                file.write(bytes(16 << 20))
+        expected = "line 1: more than 16 MiB"
+    else:
+        ids = ",".join(["1"] * 3_000_000)
+        lines = [f'{{"timestamp": 0, "hash_ids": [{each}]}}\n' for each in ("1", ids)]
+        path.write_text("".join(lines))
+        expected = "line 2: .*hash_ids"
+    tracemalloc.start()
+    try:
+        with pytest.raises(TraceError, match=expected):
+            for request in read_requests(path):
+                assert len(request.hash_ids) < 1_000_000
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_torn_archive_is_an_error(tmp_path: Path) -> None:
