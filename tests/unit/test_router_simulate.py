@@ -226,8 +226,7 @@ def test_a_line_that_is_too_much_for_any_memory_is_an_error(tmp_path: Path, name
     tracemalloc.start()
     try:
         with pytest.raises(TraceError, match=expected):
-            for request in read_requests(path):
-                assert len(request.hash_ids) < 1_000_000
+            list(read_requests(path))
         assert tracemalloc.get_traced_memory()[1] < 100 << 20
     finally:
         tracemalloc.stop()
