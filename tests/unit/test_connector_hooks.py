@@ -21,7 +21,6 @@ LEFT_TO_VLLM = {
     "set_xfer_handshake_metadata": "workers find the cache by its address",
     "set_xfer_handshake_metadata_pp_aware": "workers find the cache by its address",
     "get_finished_count": "every rank reports",
-    "build_connector_worker_meta": "the scheduler's side learns of ends from the cache",
     "register_finished_partial_tail": "only whole blocks are stored",
     "supports_divergent_local_hybrid_hits": "hits end where all groups have what they need",
     "get_loaded_kv_cache_group_ids": "all groups are loaded",
