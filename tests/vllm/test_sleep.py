@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -229,3 +230,76 @@ def test_memory_is_kept_while_a_copy_hangs(
     scene.memory.map()
     scene.worker.restore()
     scene.manager.wait_ready(WAIT_S)
+
+
+class VllmWorker:
+    """What vLLM's worker has that FlexCache watches; it sets its connector up as vLLM does."""
+
+    def __init__(self) -> None:
+        self.model_runner = SimpleNamespace()
+        for name in WATCHED:
+            setattr(self, name, lambda *arguments, **options: None)
+
+    def set_up(self) -> Scene:
+        return Scene()
+
+
+WATCHED = (
+    "load_model", "reload_weights", "update_weights", "start_weight_update", "finish_weight_update",
+    "sleep",
+)  # fmt: skip
+
+
+@pytest.fixture
+def vllm_worker(copier: Copier) -> Any:
+    return VllmWorker()
+
+
+def start_scene(vllm_worker: Any, stack: ExitStack) -> Scene:
+    scene: Scene = vllm_worker.set_up()
+    stack.callback(scene.stop)
+    scene.start()
+    assert scene.worker.client is not None
+    scene.worker.client.wait_registered(WAIT_S)  # the manager learns of it a moment earlier
+    return scene
+
+
+@pytest.mark.parametrize("way", ["reload_weights", "update_weights", "sleep"])
+def test_a_load_of_former_weights_whose_request_has_not_begun_is_not_put_to_use(
+    way: str, vllm_worker: Any
+) -> None:
+    with ExitStack() as stack:
+        scene = start_scene(vllm_worker, stack)
+        assert scene.put() is KVStatus.SUCCESS
+        loads = [scene.get("runs"), scene.get("waits"), scene.get("aborted")]
+        scene.worker.begin_step(FlexCacheMetadata(loads=[load for _, load in loads]))
+        received: set[str] = set()
+        until(lambda: received.update(scene.worker.take_received()) or len(received) == 3)
+        scene.worker.begin_step(FlexCacheMetadata(started={"runs": True}))
+        assert scene.worker.take_bad_blocks() == set()
+        getattr(vllm_worker, way)(*([2] if way == "sleep" else []))
+        scene.worker.begin_step(FlexCacheMetadata(started={"waits": True, "aborted": False}))
+        assert scene.worker.take_bad_blocks() == {*range(THERE.start, THERE.stop)}
+        assert not scene.manager.get_match(TOKENS)[1].any()
+
+
+def test_a_light_sleep_keeps_the_weights(vllm_worker: Any) -> None:
+    with ExitStack() as stack:
+        scene = start_scene(vllm_worker, stack)
+        assert scene.put() is KVStatus.SUCCESS
+        vllm_worker.sleep(level=1)
+        assert scene.manager.get_match(TOKENS)[1].all()
+
+
+def test_a_vllm_that_lacks_a_method_to_watch_is_cached_for_until_its_first_update(
+    vllm_worker: Any,
+) -> None:
+    del vllm_worker.update_weights
+    with ExitStack() as stack:
+        scene = start_scene(vllm_worker, stack)
+        assert scene.put() is KVStatus.SUCCESS
+        assert scene.manager.get_match(TOKENS)[1].all()
+        vllm_worker.reload_weights()
+        for _ in range(2):
+            assert not scene.manager.get_match(TOKENS)[1].any()
+            assert not scene.manager.put_match(TOKENS)[1].any()
