@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -230,3 +231,13 @@ def test_an_adapter_is_its_content_wherever_it_is(tmp_path: Path, store: Path) -
     assert identify_adapter(str(moved), digests) != first
     with pytest.raises(UnknownContentError):
         identify_adapter(str(tmp_path / "nowhere"), digests)
+
+
+def test_an_engines_own_thread_does_not_wait_for_another_process_that_hashes(
+    checkpoint: Path, store: Path
+) -> None:
+    store.parent.mkdir()
+    with store.open("w") as stopped:
+        fcntl.flock(stopped, fcntl.LOCK_EX)
+        digests = FileDigests(since_ns=ANY_TIME, store=store, waits=False)
+        assert digests.of(checkpoint / "model.safetensors")

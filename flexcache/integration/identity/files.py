@@ -56,17 +56,20 @@ class FileDigests:
         since_ns: A file that changed later than this may differ from what was loaded; `ANY_TIME` if
             the caller sees to that.
         store: The file that keeps digests; None for the user's.
+        waits: Whether to wait while another process hashes; its files may be the same. An engine's
+            own thread must not: it then hashes for itself.
 
     Attributes:
         problem: Why it is unknown what was loaded; None if it is known.
     """
 
     def __init__(
-        self, may_read: bool = True, since_ns: int | None = None, store: Path | None = None
-    ) -> None:
+        self, may_read: bool = True, since_ns: int | None = None, store: Path | None = None,
+        waits: bool = True,
+    ) -> None:  # fmt: skip
         self._may_read = may_read
         self._since_ns = _began_ns() if since_ns is None else since_ns
-        self._store = _Store(store or _user_store())
+        self._store = _Store(store or _user_store(), _LOCK_PATIENCE_S if waits else 0.0)
         self.problem: str | None = None
 
     def note_unknown(self, reason: str) -> None:
@@ -176,8 +179,9 @@ def _user_store() -> Path:
 class _Store:
     """The file that keeps digests. Without a usable one, each process reads for itself."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, patience_s: float) -> None:
         self._path = path
+        self._patience_s = patience_s
         self._kept: dict[_Key, str] | None = None
         self._lock: int | None = None
 
@@ -190,7 +194,7 @@ class _Store:
     def locked(self) -> Iterator[None]:
         """Have other processes wait, which may be about to read the same files."""
         file = self._open(os.O_RDWR | os.O_CREAT)
-        if file is not None and not _lock(file):
+        if file is not None and not _lock(file, self._patience_s):
             os.close(file)
             file = None
         self._lock = file
@@ -239,9 +243,9 @@ class _Store:
         return None
 
 
-def _lock(file: int) -> bool:
+def _lock(file: int, patience_s: float) -> bool:
     """Wait for the lock, within bounds: its holder may be stopped."""
-    give_up_s = time.monotonic() + _LOCK_PATIENCE_S
+    give_up_s = time.monotonic() + patience_s
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

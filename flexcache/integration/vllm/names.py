@@ -65,7 +65,7 @@ class Names:
         self._names: dict[str, RequestName] = {}
         self._loaded: Mapping[int, str] = {}
         """Digest of each adapter that the ranks have loaded, by vLLM's number of it."""
-        self._digests = FileDigests(since_ns=ANY_TIME)
+        self._digests = FileDigests(since_ns=ANY_TIME, waits=False)
         self._of_gpu: int | None = None
         """The weights that vLLM's own cached blocks are of; None while it has none."""
 

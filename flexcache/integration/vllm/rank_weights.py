@@ -60,7 +60,7 @@ class RankWeights:
         self._unwatched: str | None = None
         self.num_updates = 0
         self._lora: Any = None
-        self._digests = FileDigests(since_ns=ANY_TIME)
+        self._digests = FileDigests(since_ns=ANY_TIME, waits=False)
         self._loaded: dict[int, str] = {}
         self._promised: dict[int, tuple[str, set[int]]] = {}
         """What KV was loaded for before its adapter is: the digest, and the blocks."""

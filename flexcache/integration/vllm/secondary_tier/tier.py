@@ -88,7 +88,7 @@ class FlexCacheSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
         self._loads: dict[int, dict[BlockKey, bytes]] = {}
         """Chunks of each open promotion, and vLLM's keys of them."""
         self._refused: list[JobResult] = []
-        self._digests = FileDigests()
+        self._digests = FileDigests(waits=False)
         self._epoch = b""
         """Keeps apart what was stored since vLLM was reset: its weights may be others."""
 
