@@ -221,7 +221,11 @@ def test_no_look_up_holds_back_what_a_sibling_serves(
 
     def ask(params: Any) -> Any:
         request = SimpleNamespace(
-            request_id="a", num_tokens=64, block_hashes=[b"1", b"2"], kv_transfer_params=params
+            lora_request=None,
+            request_id="a",
+            num_tokens=64,
+            block_hashes=[b"1", b"2"],
+            kv_transfer_params=params,
         )
         answer = connector.get_num_new_matched_tokens(request, 0)
         side.gets._requests.clear()
