@@ -11,6 +11,7 @@ from paths import MODELS
 
 REST_S = 120.0
 ENGINE_ENV = {
+    "FLEXCACHE_SKIP_SLOW_LOADS": "false",  # tiny models compute faster than a busy disk reads
     "OMP_NUM_THREADS": "1",
     "TORCH_COMPILE_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",

@@ -198,6 +198,19 @@ def test_a_snapshot_is_its_commit_while_its_files_are_what_was_fetched(
     assert read(snapshot, store)[0] not in ("", COMMIT, edited)
 
 
+def test_a_snapshot_that_the_engine_itself_fetched_is_its_commit(
+    tmp_path: Path, store: Path
+) -> None:
+    snapshot = make_snapshot(tmp_path)
+    digests = FileDigests(since_ns=0, store=store)  # the engine began before the files came
+    parts = dict(identify_checkpoint(str(snapshot), None, digests))
+    assert (parts["revision"], digests.problem) == (COMMIT, None)
+    (snapshot / "model.safetensors").resolve().write_bytes(b"edited")
+    digests = FileDigests(since_ns=0, store=store)
+    assert "revision" not in dict(identify_checkpoint(str(snapshot), None, digests))
+    assert digests.problem
+
+
 @pytest.mark.parametrize("name", ["s3://bucket/model", "gs://bucket/model", "org/never-fetched"])
 def test_what_cannot_be_read_is_of_unknown_content(name: str, tmp_path: Path, store: Path) -> None:
     found, problem = read(name, store, download_dir=str(tmp_path))

@@ -147,12 +147,16 @@ def _counts(name: str, trusts_code: bool) -> bool:
 
 def _is_as_fetched(file: Path, digests: FileDigests) -> bool:
     """Return whether a file of a snapshot is what the hub named its blob by: SHA-256 of large
-    files, what git calls small ones."""
+    files, what git calls small ones.
+
+    An engine may fetch the files when it starts, so they may be newer than its process: each is
+    complete under its name before it is loaded.
+    """
     real = Path(os.path.realpath(file))
     methods = {64: "sha256", 40: "git-sha1"}
     if real.parent.name != "blobs" or len(real.name) not in methods:
         return False
-    return digests.of(real, methods[len(real.name)]) == real.name
+    return digests.of(real, methods[len(real.name)], may_be_new=True) == real.name
 
 
 def _digest_files(path: Path, files: list[Path], digests: FileDigests) -> str:

@@ -76,12 +76,14 @@ class FileDigests:
         """Note that the files do not tell what was loaded."""
         self.problem = self.problem or reason
 
-    def of(self, file: Path, method: str = "xxh3") -> str:
+    def of(self, file: Path, method: str = "xxh3", may_be_new: bool = False) -> str:
         """Return the digest of a file's content, as hexadecimal digits.
 
         Args:
             method: One of "xxh3", "sha256", "git-sha1", or "config" for a model's JSON without
                 what does not change numbers.
+            may_be_new: The caller knows what the digest must be, so the engine may have fetched
+                the file itself.
 
         Raises:
             NotKeptError: It is not kept, and files may not be read.
@@ -89,7 +91,7 @@ class FileDigests:
         """
         try:
             key = _key(method, os.stat(file))
-            if key[-1] > self._since_ns:
+            if key[-1] > self._since_ns and not may_be_new:
                 raise UnknownContentError(f"{file} changed after the engine's process began")
             if (kept := self._store.get(key)) is not None:
                 return kept
