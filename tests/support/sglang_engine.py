@@ -84,14 +84,17 @@ class TinyEngine:
 
     Args:
         config: As for `make_model`; see `sglang_models`.
+        path: Directory of the model, if it is there already.
     """
 
-    def __init__(self, model: str = "tiny", config: Any = None, **more: Any) -> None:
+    def __init__(
+        self, model: str = "tiny", config: Any = None, path: str = "", **more: Any
+    ) -> None:
         from make_models import make_model
         from sglang.srt.managers import scheduler as managers
         from sglang.srt.server_args import PortArgs, ServerArgs
 
-        model_path = str(make_model(MODELS, model, config))
+        model_path = path or str(make_model(MODELS, model, config))
         managers.load_plugins()
         settings = ServerArgs(**options(model_path=model_path, skip_tokenizer_init=True, **more))
         settings.resolve_once()
@@ -154,6 +157,30 @@ class TinyEngine:
     def flush(self) -> None:
         """Empty the radix tree, and with it HiCache's host pool. Refused while a request runs."""
         self.step_until(self.scheduler.flush_cache)
+
+    def update_weights(self, path: str, flush: bool = True) -> None:
+        """Load another checkpoint's weights, and empty the radix tree or not."""
+        from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+        self.step_until(lambda: self.scheduler.is_fully_idle() or not flush)
+        request = UpdateWeightFromDiskReqInput(
+            model_path=path, load_format="auto", flush_cache=flush
+        )
+        answer = self.scheduler.weight_updater.update_weights_from_disk(request)
+        assert answer.success, answer.message
+
+    def load_adapter(self, name: str, path: str) -> str:
+        """Load a LoRA adapter; return SGLang's number of it."""
+        from sglang.srt.lora.lora_registry import LoRARef
+        from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput
+
+        number = str(LoRARef().lora_id)
+        request = LoadLoRAAdapterReqInput(
+            lora_name=name, lora_path=path, pinned=False, lora_id=number
+        )
+        answer = self.scheduler.load_lora_adapter(request)
+        assert answer.success, answer.error_message
+        return number
 
     def kv_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
         """Return what the GPU's pool has of a prefix that is in the tree, layer by layer."""

@@ -35,6 +35,7 @@ class Request:
     num_new: int = 3
     cache_salt: str | None = None
     lora_task_id: int | None = None
+    py_lora_path: str | None = None
     multimodal_hashes: list[list[int]] | None = None
     multimodal_positions: list[int] | None = None
     prompt_embedding_table: Any = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 import torch
 import trtllm_interface
 from cluster import READY_S, kill, until
+from make_models import make_adapter
+from paths import MODELS
 from trtllm_executor import BLOCK, NUM_BLOCKS, Executor, Request
 
 from flexcache.errors import ConfigError, LoadLostError, UnsupportedLayoutError
@@ -32,7 +35,7 @@ from flexcache.integration.tensorrt_llm.engine import (  # noqa: E402
     read_model_id,
 )
 from flexcache.integration.tensorrt_llm.kv_layout import split_pool, split_regions  # noqa: E402
-from flexcache.integration.tensorrt_llm.requests import read_scope  # noqa: E402
+from flexcache.integration.tensorrt_llm.requests import Scopes  # noqa: E402
 
 MODEL = {
     "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 64,
@@ -155,6 +158,48 @@ def test_salt_lora_and_media_keep_prompts_apart(executor: Executor) -> None:
         request = Request(number, [*PROMPT], **kind)
         executor.run(request)  # the executor compares what it gets
         assert request.num_matched == 20
+
+
+def test_an_adapter_is_known_by_its_content(make_executor: MakeExecutor, tmp_path: Path) -> None:
+    def run(executor: Executor, number: int, path: Path) -> int:
+        request = Request(number, [*PROMPT], lora_task_id=7, py_lora_path=str(path))
+        executor.run(request)
+        return request.num_matched
+
+    tuned, copied = tmp_path / "tuned", tmp_path / "copied"
+    shutil.copytree(make_adapter(MODELS, 1), tuned)
+    shutil.copytree(tuned, copied)
+    config = {"endpoint": private_endpoint(f"trtllm-lora-{os.getpid()}")}
+    executor = make_executor(**config)
+    assert [run(executor, number, tuned) for number in (1, 2)] == [0, 20]
+    (tuned / "adapter_model.safetensors").write_bytes(b"retrained")
+    assert run(make_executor(**config), 3, tuned) == 0
+    assert run(executor, 4, tuned) == 0  # no one says whether TensorRT-LLM has loaded it again
+    names = [
+        Scopes().read(Request(6, [], lora_task_id=number, py_lora_path=str(path)))
+        for number, path in ((7, copied), (9, copied), (9, make_adapter(MODELS, 1)), (9, tuned))
+    ]
+    assert names[0] == names[1] == names[2] != names[3]
+
+
+def test_weights_are_named_by_hand(make_executor: MakeExecutor) -> None:
+    executor = make_executor()
+    manager = executor.scheduler.manager
+
+    def run(number: int, local_tokens: int = 0) -> int:
+        request = Request(number, [*PROMPT], local_tokens=local_tokens)
+        executor.run(request)
+        return request.num_matched
+
+    assert [run(1), run(2)] == [0, 20]
+    running = executor.add(Request(3, [7, *PROMPT]))
+    executor.step()
+    manager.new_weights("second")
+    executor.step_until(lambda: running.is_over)
+    again = Request(4, [7, *PROMPT])
+    executor.run(again)
+    assert again.num_matched == 0
+    assert [run(5), run(6)] == [0, 20]
 
 
 @pytest.mark.parametrize("unnamed", [
@@ -419,6 +464,6 @@ def test_layouts_that_cannot_be_moved_are_refused() -> None:
 
 
 def test_a_salt_is_read_by_the_name_of_each_release() -> None:
-    old = SimpleNamespace(cache_salt_id=7)
-    assert read_scope(old) == read_scope(SimpleNamespace(cache_salt=7))
-    assert read_scope(old) != read_scope(SimpleNamespace())
+    scopes, old = Scopes(), SimpleNamespace(cache_salt_id=7)
+    assert scopes.read(old) == scopes.read(SimpleNamespace(cache_salt=7))
+    assert scopes.read(old) != scopes.read(SimpleNamespace())

@@ -97,13 +97,34 @@ def adapter_files(path: str) -> list[Path]:
         files = sorted(
             file
             for file in Path(path).iterdir()
-            if file.name == "adapter_config.json" or file.name.startswith("adapter_model")
+            if file.name == "adapter_config.json" or _is_weights(file.name)
         )
     except OSError as error:
         raise UnknownContentError(f"{path}: {error}") from None
     if len(files) < 2:
         raise UnknownContentError(f"{path}: no adapter")
     return files
+
+
+def find_adapter(path: str) -> str:
+    """Return an adapter's directory; of one on the hub, in its cache.
+
+    Raises:
+        UnknownContentError: It is not on this host.
+    """
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    directory = os.path.expanduser(path)
+    if os.path.isdir(directory):
+        return directory
+    try:
+        found = try_to_load_from_cache(path, "adapter_config.json")
+    except HFValidationError:
+        found = None
+    if not isinstance(found, str):
+        raise UnknownContentError(f"{path}: no such adapter on this host")
+    return os.path.dirname(found)
 
 
 def _find_fetched(name: str, revision: str | None, download_dir: str | None) -> Path | None:
@@ -143,6 +164,13 @@ def _counts(name: str, trusts_code: bool) -> bool:
         return False
     suffix = os.path.splitext(name)[1]
     return suffix in _WEIGHTS or suffix == ".json" or (suffix == ".py" and trusts_code)
+
+
+def _is_weights(name: str) -> bool:
+    """Return whether a file beside an adapter's settings is its weights: engines load more than
+    those that are named ``adapter_model``."""
+    is_weights = os.path.splitext(name)[1] in _WEIGHTS
+    return is_weights and name not in _NOT_READ and not name.startswith(".")
 
 
 def _is_as_fetched(file: Path, digests: FileDigests) -> bool:

@@ -13,12 +13,22 @@ from flexcache.integration.identity.files import FileDigests
 from flexcache.integration.identity.settings import digest
 
 _SETTINGS = (
-    "dtype", "quantization", "quantization_param_path", "modelopt_quant", "kv_cache_dtype",
+    "dtype", "quantization", "modelopt_quant", "kv_cache_dtype",
     "json_model_override_args", "context_length", "mamba_ssm_dtype", "qsa_indexer_dtype",
     "speculative_algorithm", "speculative_draft_kv_cache_dtype",
     "speculative_draft_model_quantization",
 )  # fmt: skip
 """Those of SGLang's settings that change the numbers in KV, or which layers have KV."""
+_FILES = (
+    "quantization_param_path", "kt_weight_path", "modelopt_checkpoint_restore_path",
+    "decrypted_config_file",
+)  # fmt: skip
+"""Settings that name more of what is loaded."""
+_FROM_FILES = {
+    "auto", "pt", "safetensors", "npcache", "dummy", "sharded_state", "gguf", "bitsandbytes",
+    "mistral", "layered", "fastsafetensors", "instanttensor",
+}  # fmt: skip
+"""Those of SGLang's ways to load that read the files of the checkpoint."""
 
 
 def read_model_id(server_args: Any, part: str, digests: FileDigests) -> str:
@@ -41,7 +51,15 @@ def _parts(args: Any, digests: FileDigests) -> Iterator[tuple[str, str]]:
     )  # fmt: skip
     settings = {name: getattr(args, name, None) for name in _SETTINGS}
     yield "sglang", digest({k: v for k, v in settings.items() if v not in ("", "auto", "{}")})
-    if args.load_format == "dummy":
+    for name in _FILES:
+        if path := getattr(args, name, None):
+            content = dict(identify_checkpoint(path, None, digests))
+            del content["model"]  # the path
+            yield name, digest(content)
+    load_format = str(getattr(args.load_format, "value", args.load_format))
+    if load_format not in _FROM_FILES:
+        digests.note_unknown(f"load_format = {load_format!r}: weights may be anywhere")
+    if load_format == "dummy":
         yield "random_weights", str(args.random_seed)
     draft = getattr(args, "speculative_draft_model_path", None)
     if draft is not None:

@@ -41,7 +41,14 @@ from flexcache.integration.sglang.parked import ParkedRequests
 from flexcache.integration.sglang.parking import check_allowed
 from flexcache.integration.sglang.pinned_pages import PinnedPages
 from flexcache.integration.sglang.rank_cache import RankCache
-from flexcache.integration.sglang.ranks import all_agree, read_cache_config, read_rank
+from flexcache.integration.sglang.rank_weights import RANK
+from flexcache.integration.sglang.ranks import (
+    all_agree,
+    common_seed,
+    lookup_groups,
+    read_cache_config,
+    read_rank,
+)
 from flexcache.integration.sglang.request_sessions import RequestSessions, valid_session_id
 from flexcache.integration.sglang.whole_load import WholeLoad
 
@@ -115,6 +122,8 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             model, config, pages.tensors, pages.description, pages.num_blocks,
             pages.group_names if pages.groups else None,
         )  # fmt: skip
+        seed = common_seed(lookup_groups(params)) if rank.num_replicas > 1 else None
+        RANK.watch(self.cache, seed)
         publishes = config.kv_events and config.endpoint is None  # else the server does
         self.events = TreeEvents(self.cache.manager, params, publishes)
         self.pools = pages.pools

@@ -22,6 +22,7 @@ from typing import Any
 
 from flexcache.config.values import reject
 from flexcache.integration.sglang.rank_cache import RankCache
+from flexcache.integration.sglang.rank_weights import RANK
 
 _TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 _WRAPPER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper"
@@ -44,18 +45,19 @@ def install() -> None:
     HookRegistry.register(f"{_TREE}.insert", _insert, HookType.AROUND)
     HookRegistry.register(f"{_TREE}.take_events", _take_events, HookType.AROUND)
     HookRegistry.register(f"{_REPORTER}._log_hicache_stats", _metrics_logged, HookType.AFTER)
+    RANK.install(lambda name, hook, kind: HookRegistry.register(name, hook, HookType(kind)))
 
 
 def check_allowed() -> None:
     """Check that SGLang may install the plugin.
 
     Raises:
-        ConfigError: ``SGLANG_PLUGINS`` leaves it out: pages below DRAM would never be read, and
-            the parts of a prompt never be put together.
+        ConfigError: ``SGLANG_PLUGINS`` leaves it out: updates of the weights would go unnoticed,
+            and behind SGLang's tree pages below DRAM would never be read.
     """
     allowed = os.environ.get("SGLANG_PLUGINS", "")
     if allowed and "flexcache" not in (name.strip() for name in allowed.split(",")):
-        raise reject("SGLANG_PLUGINS", allowed, "must name flexcache, whose linker needs its hooks")
+        raise reject("SGLANG_PLUGINS", allowed, "must name flexcache, which needs its hooks")
 
 
 def _linker_of(wrapper: Any) -> Any:

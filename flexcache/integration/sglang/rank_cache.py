@@ -23,6 +23,7 @@ _READY_TIMEOUT_S = 60.0
 _UNKNOWN_TOKEN = -1
 _NAMESPACE = ("sglang", "sha256")
 """SGLang's keys: digests chained over the pages' tokens, seeded with salt and adapter."""
+_OF_NO_WEIGHTS = -1
 _APART = (*_NAMESPACE, "apart")
 """Chains of pages whose prefix was not cached when they were stored."""
 
@@ -50,6 +51,8 @@ class RankCache:
         groups: Sequence[Sequence[str]] | None = None,
     ) -> None:
         self.page_size = config.tokens_per_block
+        self._of_tree: int | None = None
+        """Generation of the weights that SGLang's own cache is of; None while that is empty."""
         self.manager = KVManager(model, config)
         try:
             self.manager.start()
@@ -80,6 +83,34 @@ class RankCache:
                 server=self.manager.endpoint, effect="SGLang runs without FlexCache",
             )  # fmt: skip
 
+    @property
+    def weights(self) -> int:
+        """The generation of the weights that pages are of which SGLang asks for or hands over.
+
+        If the weights have changed since SGLang's own cache was emptied, it is an earlier one:
+        nothing is found or stored, since what is computed continues from what is in that cache.
+        """
+        return self.manager.weights_generation if self._of_tree is None else self._of_tree
+
+    def computes(self, are_present: bool = True) -> None:
+        """Note that from now on SGLang's own cache has pages.
+
+        Args:
+            are_present: Whether they are of the present weights, unless it had older ones.
+        """
+        self._of_tree = self.weights if are_present else _OF_NO_WEIGHTS
+
+    def emptied(self) -> None:
+        """Note that SGLang's own cache is empty, and nothing is being computed."""
+        self._of_tree = None
+
+    def reset(self) -> None:
+        """Drop everything cached and unused. The weights are as before."""
+        is_present = self.weights == self.manager.weights_generation
+        self.manager.reset()
+        if is_present and self._of_tree is not None:
+            self._of_tree = self.manager.weights_generation
+
     def prompt(
         self,
         keys: Sequence[bytes],
@@ -104,6 +135,7 @@ class RankCache:
             "block_keys": keys,
             "parent_key": parent_key,
             "request_info": None if content is None else content.info,
+            "weights": self.weights,
         }
 
     def places(self, keys: Sequence[bytes], parent_key: bytes | None) -> Iterator[dict[str, Any]]:

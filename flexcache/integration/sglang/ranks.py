@@ -6,6 +6,8 @@ if every rank has it. So each rank has a cache of its own, with its share of the
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -79,15 +81,29 @@ def all_agree(params: Any, answer: bool) -> bool:
     Args:
         params: SGLang's ``CacheInitParams``.
     """
+    return bool(_least(int(answer), lookup_groups(params)))
+
+
+def common_seed(groups: Sequence[Any]) -> str:
+    """Return something random that all ranks of these groups have alike. Each of them must ask."""
+    return f"{_least(secrets.randbits(62), groups):x}"
+
+
+def lookup_groups(params: Any) -> list[Any]:
+    """Return SGLang's groups of ranks that look prompts up alike."""
     groups = [
         group
         for group in (params.attn_cp_cache_group, params.attn_tp_cache_group)
         if group is not None and torch.distributed.get_world_size(group) > 1
     ]
-    vote = torch.tensor([int(answer)], dtype=torch.int)
-    for group in groups or [params.tp_cache_group]:
+    return groups or [params.tp_cache_group]
+
+
+def _least(value: int, groups: Sequence[Any]) -> int:
+    vote = torch.tensor([value], dtype=torch.int64)
+    for group in groups:
         torch.distributed.all_reduce(vote, torch.distributed.ReduceOp.MIN, group)
-    return bool(vote.item())
+    return int(vote.item())
 
 
 def read_cache_config(

@@ -32,8 +32,10 @@ from flexcache.integration.identity.late import identify_now
 from flexcache.integration.safe_calls import safely
 from flexcache.integration.sglang.host_pages import describe_pool, page_tensors
 from flexcache.integration.sglang.identity import read_model_id
+from flexcache.integration.sglang.parking import check_allowed
 from flexcache.integration.sglang.rank_cache import RankCache
-from flexcache.integration.sglang.ranks import read_cache_config, read_rank
+from flexcache.integration.sglang.rank_weights import RANK
+from flexcache.integration.sglang.ranks import common_seed, read_cache_config, read_rank
 from flexcache.logs import log_event
 
 logger = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ class FlexCacheHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any]) -> None:
+        check_allowed()
         extra = dict(storage_config.extra_config or {})
         if not extra.get("interface_v1"):
             raise ConfigError(
@@ -87,6 +90,8 @@ class FlexCacheHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
             sized_by_ranks=True,
         )
         self.cache = RankCache(model, config, tensors, describe_pool(pool))
+        groups = [get_parallel().tp_group.cpu_group] if self._rank.num_replicas > 1 else []
+        RANK.watch(self.cache, common_seed(groups) if groups else None)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: PoolName) -> None:
         """Accept the KV pool.
@@ -162,7 +167,7 @@ class FlexCacheHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
     def clear(self) -> None:
         """Drop everything cached and unused."""
         if self.cache is not None:
-            safely(self.cache.manager.reset)
+            safely(self.cache.reset)
 
     def close(self) -> None:
         if self.cache is not None:
@@ -186,6 +191,7 @@ class FlexCacheHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         host_indices: torch.Tensor,
     ) -> int:
         slots = host_indices.numpy()
+        cache.computes()
 
         def load(prompt: dict[str, Any], start: int) -> int:
             wanted = slots[start * cache.page_size :]

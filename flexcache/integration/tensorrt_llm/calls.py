@@ -59,9 +59,9 @@ class RequestCalls(TaskCalls):
         return (task_id, num_found) if num_found else None
 
     def match_put(
-        self, request: Any, scope: Sequence[str], num_blocks: int
+        self, request: Any, scope: Sequence[str], num_blocks: int, weights: int
     ) -> tuple[int, range] | None:
-        """Match a put of a request's first blocks.
+        """Match a put of a request's first blocks, computed with weights of this generation.
 
         Returns:
             The task, and which blocks will be copied; None if there is nothing to store.
@@ -69,7 +69,7 @@ class RequestCalls(TaskCalls):
         tokens = request.get_tokens(0)[: num_blocks * self._block_size]
         try:
             task_id, wanted = self.manager.put_match(
-                tokens, namespace=scope, request_info=self._info(request)
+                tokens, namespace=scope, request_info=self._info(request), weights=weights
             )
         except (FlexCacheError, ValueError) as error:
             self._log("put_failed", request, error)

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import uuid
 from dataclasses import dataclass
 from typing import Any
 
+from flexcache.integration.identity.checkpoint import (
+    adapter_files,
+    find_adapter,
+    identify_adapter,
+)
+from flexcache.integration.identity.files import FileDigests, UnknownContentError, stats_of
 from flexcache.request_info import RequestInfo
 
 _MEDIA = ("multimodal_positions", "multimodal_lengths", "multimodal_embedding")
@@ -33,31 +40,59 @@ class Get:
     has_computed: bool = False
 
 
-def read_scope(request: Any) -> tuple[str, ...] | None:
-    """Return the namespace of a request's tokens: salt, LoRA and media keep prompts apart.
+class Scopes:
+    """Names what keeps the KV of an engine's requests apart."""
 
-    None if the request has an input besides its tokens that nothing identifies: its KV is neither
-    stored nor looked up.
-    """
-    if any(_has(request, name) for name in _UNNAMED):
-        return None
-    salt = getattr(request, "cache_salt", None)
-    if salt is None:
-        salt = getattr(request, "cache_salt_id", None)
-    scope = ["tensorrt_llm"]
-    if salt is not None:
-        scope.append(f"salt={salt}")
-    lora = getattr(request, "lora_task_id", None)
-    if lora is not None:
-        scope.append(f"lora={lora}")
-    hashes = getattr(request, "multimodal_hashes", None)
-    if hashes:
-        places = [list(getattr(request, name, None) or ()) for name in _MEDIA[:2]]
-        text = repr([[list(item) for item in hashes], *places]).encode()
-        scope.append(f"media={hashlib.blake2b(text, digest_size=16).hexdigest()}")
-    elif any(_has(request, name) for name in _MEDIA):
-        return None
-    return tuple(scope)
+    def __init__(self) -> None:
+        self._digests = FileDigests()
+        self._adapters: dict[int, tuple[Any, str]] = {}
+        """By TensorRT-LLM's number, an adapter's files as they were first seen, and its name."""
+
+    def read(self, request: Any) -> tuple[str, ...] | None:
+        """Return the namespace of a request's tokens: salt, LoRA and media keep prompts apart.
+
+        None if the request has an input besides its tokens that nothing identifies: its KV is
+        neither stored nor looked up.
+        """
+        if any(_has(request, name) for name in _UNNAMED):
+            return None
+        salt = getattr(request, "cache_salt", None)
+        if salt is None:
+            salt = getattr(request, "cache_salt_id", None)
+        scope = ["tensorrt_llm"]
+        if salt is not None:
+            scope.append(f"salt={salt}")
+        lora = getattr(request, "lora_task_id", None)
+        if lora is not None:
+            adapter = self._name_adapter(lora, getattr(request, "py_lora_path", None))
+            if adapter is None:
+                return None
+            scope.append(f"lora={adapter}")
+        hashes = getattr(request, "multimodal_hashes", None)
+        if hashes:
+            places = [list(getattr(request, name, None) or ()) for name in _MEDIA[:2]]
+            text = repr([[list(item) for item in hashes], *places]).encode()
+            scope.append(f"media={hashlib.blake2b(text, digest_size=16).hexdigest()}")
+        elif any(_has(request, name) for name in _MEDIA):
+            return None
+        return tuple(scope)
+
+    def _name_adapter(self, number: int, path: str | None) -> str | None:
+        """Name an adapter by its files if they are older than the engine, so that it has loaded
+        these; else at random. None if they have changed since: which it has loaded is unknown."""
+        try:
+            place = find_adapter(path or "")
+            files: Any = stats_of(adapter_files(place))
+        except (UnknownContentError, OSError):
+            place, files = "", None
+        known = self._adapters.get(number)
+        if known is None:
+            try:
+                name = identify_adapter(place, self._digests) if place else uuid.uuid4().hex
+            except UnknownContentError:
+                name = uuid.uuid4().hex
+            known = self._adapters[number] = (files, name)
+        return known[1] if known[0] == files else None
 
 
 def describe(request: Any) -> RequestInfo:

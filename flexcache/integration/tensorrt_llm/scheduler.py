@@ -25,11 +25,12 @@ from flexcache.integration.tensorrt_llm.engine import (
 )
 from flexcache.integration.tensorrt_llm.interface import KvCacheConnectorScheduler
 from flexcache.integration.tensorrt_llm.metadata import Load, StepMetadata, When
-from flexcache.integration.tensorrt_llm.requests import Get, num_computed_tokens, read_scope
+from flexcache.integration.tensorrt_llm.requests import Get, Scopes, num_computed_tokens
 from flexcache.integration.tensorrt_llm.saves import Saves
 from flexcache.manager import KVManager
 
 _READY_TIMEOUT_S = 60.0
+_OF_NO_WEIGHTS = -1
 
 
 class FlexCacheConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[misc]
@@ -53,6 +54,12 @@ class FlexCacheConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[mi
         announce(llm_args, self.manager.endpoint)
         self._cache = RequestCalls(self.manager, self._block_size)
         self._saves = Saves(self._cache, self.manager.endpoint)
+        self._scopes = Scopes()
+        self._begun: dict[int, int] = {}
+        """Generation of the weights that each request began with."""
+        self._first_weights = self.manager.weights_generation
+        self._asked = (0, 0)
+        """The request that was asked about last, and how many tokens the engine had of it."""
         self._gets: dict[int, Get] = {}
         self._loads: list[Load] = []
 
@@ -67,7 +74,8 @@ class FlexCacheConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[mi
         At least one token is left to compute. Asked again, the request has lost its blocks.
         """
         self._drop(request.request_id)
-        scope = read_scope(request)
+        self._asked = request.request_id, num_computed_tokens
+        scope = self._scopes.read(request)
         first, rest = divmod(num_computed_tokens, self._block_size)
         stop = (len(request.get_tokens(0)) - 1) // self._block_size
         if scope is None or rest or stop <= first:
@@ -84,6 +92,7 @@ class FlexCacheConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[mi
 
     def update_state_after_alloc(self, request: Any, block_ids: Sequence[int]) -> None:
         """Launch the request's load into the blocks that it was given."""
+        self._note_weights(request.request_id)
         get = self._gets.get(request.request_id)
         if get is None or get.launched:
             return
@@ -99,6 +108,13 @@ class FlexCacheConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[mi
             task_id = get.task_id if is_started else None
             self._loads.append(Load(request.request_id, task_id, len(blocks), self._when(get)))
 
+    def _note_weights(self, request_id: int) -> None:
+        """Note which weights a request begins with. Once they have changed, blocks that the engine
+        had itself may be of other ones: no one says whether it has let go of those."""
+        weights = self.manager.weights_generation
+        is_mixed = weights != self._first_weights and self._asked != (request_id, 0)
+        self._begun[request_id] = _OF_NO_WEIGHTS if is_mixed else weights
+
     def cancel_load(self, request: Any, start: int, end: int) -> None:
         """Leave out the tokens ``[start, end)``, at either end of what was matched."""
         get = self._gets.get(request.request_id)
@@ -111,7 +127,7 @@ class FlexCacheConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[mi
 
     def _narrow(self, request: Any, get: Get, first: int, stop: int) -> None:
         """Match fewer of the blocks, before the others are let go."""
-        former, scope, found = get.task_id, read_scope(request), None
+        former, scope, found = get.task_id, self._scopes.read(request), None
         get.first, get.stop = first, max(first, min(stop, get.stop))
         if get.first < get.stop and scope is not None:
             found = self._cache.match_in_dram(request, scope, get.first, get.stop)
@@ -157,6 +173,7 @@ class FlexCacheConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[mi
         request_id = request.request_id
         self._layerwise.finished(request_id)
         get = self._gets.pop(request_id, None)
+        weights = self._begun.pop(request_id, _OF_NO_WEIGHTS)
         tasks: list[int] = []
         is_whole = True
         if get is not None and not get.launched:
@@ -169,19 +186,19 @@ class FlexCacheConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[mi
             else:
                 num_tokens = (get.stop - get.first) * self._block_size
                 is_whole = self._cache.has_arrived(get.task_id, num_tokens)
-        if is_whole and (task_id := self._put(request, cache_block_ids)) is not None:
+        if is_whole and (task_id := self._put(request, cache_block_ids, weights)) is not None:
             tasks.append(task_id)
         if tasks:
             self._saves.add(request_id, tasks)
         return bool(tasks)
 
-    def _put(self, request: Any, block_ids: Sequence[int]) -> int | None:
-        """Store what the request has computed; None if there is nothing to store."""
-        scope = read_scope(request)
+    def _put(self, request: Any, block_ids: Sequence[int], weights: int) -> int | None:
+        """Store what the request has computed with these weights; None if there is nothing."""
+        scope = self._scopes.read(request)
         num_blocks = min(num_computed_tokens(request) // self._block_size, len(block_ids))
         if scope is None or not num_blocks or min(block_ids[:num_blocks]) < 0:
             return None
-        found = self._cache.match_put(request, scope, num_blocks)
+        found = self._cache.match_put(request, scope, num_blocks, weights)
         if found is None:
             return None
         task_id, wanted = found
@@ -203,8 +220,8 @@ class FlexCacheConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[mi
 
     def check_idle(self) -> None:
         """Raise `InternalError` if a request is still remembered; all must have ended."""
-        if self._gets or self._loads or not self._saves.is_empty():
-            raise InternalError(f"ended requests are still remembered: {list(self._gets)}")
+        if self._gets or self._begun or self._loads or not self._saves.is_empty():
+            raise InternalError(f"ended requests are still remembered: {list(self._begun)}")
 
     def shutdown(self) -> None:
         self._saves.close()

@@ -14,10 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flexcache.errors import InternalError
-from flexcache.integration.identity.checkpoint import identify_adapter
+from flexcache.integration.identity.checkpoint import find_adapter, identify_adapter
 from flexcache.integration.identity.files import ANY_TIME, FileDigests, UnknownContentError
 from flexcache.integration.vllm.metadata import AdapterUse
-from flexcache.integration.vllm.rank_weights import find_adapter
 
 
 class RequestName:

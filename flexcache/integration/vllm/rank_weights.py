@@ -16,12 +16,15 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from flexcache.integration.identity.checkpoint import adapter_files, identify_adapter
+from flexcache.integration.identity.checkpoint import (
+    adapter_files,
+    find_adapter,
+    identify_adapter,
+)
 from flexcache.integration.identity.files import (
     ANY_TIME,
     FileDigests,
@@ -196,23 +199,6 @@ class RankWeights:
         """Return blocks that were loaded for an adapter that turned out to be another."""
         broken, self._broken = self._broken, set()
         return broken
-
-
-def find_adapter(path: str) -> str:
-    """Return an adapter's directory; of one on the hub, in its cache."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    directory = os.path.expanduser(path)
-    if os.path.isdir(directory):
-        return directory
-    try:
-        found = try_to_load_from_cache(path, "adapter_config.json")
-    except HFValidationError:
-        found = None
-    if not isinstance(found, str):
-        raise UnknownContentError(f"{path}: no such adapter on this host")
-    return os.path.dirname(found)
 
 
 def _level(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> int:

@@ -35,9 +35,8 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from flexcache.config import CacheConfig
 from flexcache.ids import BlockKey
-from flexcache.integration.identity.checkpoint import identify_adapter
+from flexcache.integration.identity.checkpoint import find_adapter, identify_adapter
 from flexcache.integration.identity.files import FileDigests, UnknownContentError
-from flexcache.integration.vllm.rank_weights import find_adapter
 from flexcache.integration.vllm.secondary_tier.host import TierHost
 from flexcache.integration.vllm.secondary_tier.identity import read_chunk_identity
 from flexcache.logs import log_event
