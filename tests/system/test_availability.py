@@ -32,6 +32,7 @@ def kill_disk_worker(cluster: Cluster) -> None:
     until(lambda: num_deaths(cluster) > before)
 
 
+@pytest.mark.whole
 def test_no_get_fails_once_the_death_of_the_disk_worker_was_noticed(tmp_path: Path) -> None:
     with running_cluster([tmp_path]) as cluster:
         expected = cluster.read(SOURCE)

@@ -10,7 +10,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 from paths import ROOT
+
+pytestmark = pytest.mark.whole
+
 
 BENCH = [sys.executable, "-m", "flexcache.cli", "bench"]
 DEVELOPERS_BENCH = [sys.executable, str(ROOT / "benchmarks" / "run.py")]

@@ -19,6 +19,9 @@ from rich.console import Console
 
 from flexcache.storage.pool_directory import supports_direct_io
 
+pytestmark = pytest.mark.whole
+
+
 # What takes minutes on a fake GPU is smaller: the doctor's memory, what is pinned, and all ops. Of
 # several sizes one is measured.
 # A process that hangs shows where.

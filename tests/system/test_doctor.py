@@ -103,6 +103,7 @@ def test_nothing_to_verify_repair_or_clear_is_an_error(option: str) -> None:
     assert "no directory to verify, repair or clear" in said
 
 
+@pytest.mark.whole
 def test_a_pool_in_use_is_left_alone(filled: Path) -> None:
     pool = open_pool(filled)
     try:

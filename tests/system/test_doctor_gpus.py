@@ -114,6 +114,7 @@ def test_memory_that_cannot_be_pinned_is_named(examine: Examine) -> None:
     assert "not pinned" in found[-1].details
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("setup", "why"),
     [
@@ -168,6 +169,7 @@ numa.prefer_node = prefer
     assert asked.read_text() == "0\n1\n"
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("setup", "why"),
     [

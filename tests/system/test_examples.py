@@ -43,6 +43,7 @@ def test_router_library() -> None:
     assert "exact=3" in output
 
 
+@pytest.mark.whole
 def test_s3_store() -> None:
     if reason := missing("obstore", "weed"):
         pytest.skip(reason)

@@ -111,6 +111,7 @@ def test_killing_the_disk_worker_is_a_miss_and_then_a_restart(tmp_path: Path) ->
         assert cluster.num_leased() == 0
 
 
+@pytest.mark.whole
 def test_a_disk_worker_that_hangs_is_replaced_after_the_deadline(tmp_path: Path) -> None:
     with running_cluster([tmp_path], op_timeout_s=10.0) as cluster:
         cluster.put(TOKENS, SOURCE)

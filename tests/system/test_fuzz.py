@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 import zmq
 from cluster import until
 from load import make_model, tokens_of
@@ -131,6 +132,7 @@ def test_strangers_at_the_workers_socket_do_not_disturb_clients(tmp_path: Path) 
         assert stats["worker_restarts"] == {"disk": 0}
 
 
+@pytest.mark.whole
 def test_an_engine_that_sends_garbage_does_not_disturb_the_others() -> None:
     rng = np.random.default_rng(12)
     mine = Member(CacheConfig(num_cpu_blocks=256, client_timeout_s=6.0))

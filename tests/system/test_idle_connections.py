@@ -79,6 +79,7 @@ def idle_connections(endpoint: str) -> Iterator[None]:
         yield
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("port", [1, 2])
 def test_those_to_the_ports_of_kv_events_are_bounded_and_the_engine_lives(
     port: int, engine: tuple[subprocess.Popen[str], list[str]]

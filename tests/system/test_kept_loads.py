@@ -41,6 +41,7 @@ def is_loaded(engine: Member, task_id: int, kind: str) -> bool:
     return engine.client.take_ended([task_id]) == {task_id: NUM_BLOCKS}
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("kind", LOADS)
 def test_a_load_that_its_rank_holds_ends_after_the_server_was_killed(kind: str) -> None:
     engine = Member(CacheConfig(**CONFIG), keeps_loads=True)
@@ -57,6 +58,7 @@ def test_a_load_that_its_rank_holds_ends_after_the_server_was_killed(kind: str) 
         assert engine.load.seen.wrong == []
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("kind", LOADS)
 def test_a_load_that_its_rank_holds_ends_though_the_server_is_shut_down(kind: str) -> None:
     engine = Member(CacheConfig(**CONFIG), keeps_loads=True)

@@ -126,6 +126,7 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
             yield server.url
 
 
+@pytest.mark.whole
 def test_a_store_keeps_the_blocks_of_each_layout_apart(url: str) -> None:
     settings: dict[str, Any] = {"model": MODEL, "remote_url": url}
     with cluster_at_store(**settings) as cluster:

@@ -15,6 +15,7 @@ from flexcache import CacheConfig
 from flexcache.client.rank import ClientState
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_load_by_layer_whose_server_is_gone_is_lost_and_moves_nothing_afterwards(
     fault: signal.Signals, memory: EngineMemory

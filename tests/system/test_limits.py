@@ -46,6 +46,7 @@ def test_no_more_is_written_to_ssd_than_the_limit_allows(tmp_path: Path) -> None
         assert cluster.get(TOKENS + 39_000, SOURCE[:4]).mask[: 4 * 16].all()
 
 
+@pytest.mark.whole
 def test_what_the_limit_keeps_from_being_written_at_a_stop_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

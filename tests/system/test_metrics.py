@@ -308,6 +308,9 @@ def share_a_server(server: Server, tmp_path: Path) -> None:
                 deaf.send(b"nonsense")  # and it never reads what the server says to that
             server.look_until(lambda look: look["unread_messages_total"] > 0)
         fail_at_a_message(kv_server)
+        with kv_server.lock:
+            kv_server.hub._slot.tasks.forget(AssertionError("played"))
+        until(lambda: kv_server.hub.counters["cache_forgotten"] > 0)
         client.close()
         manager.shutdown()
         server.look_until(lambda look: look["engines"] == 0)
@@ -523,6 +526,7 @@ EXPECTED: dict[Callable[[Server, Path], None], Expected] = {
         'rejected_messages_total{reason="malformed"}': CHANGES,
         "unread_messages_total": CHANGES,
         "failed_messages_total": CHANGES,
+        "cache_forgotten_total": CHANGES,
         f'build_info{{version="{__version__}"}}': Is(1),
         "block_bytes": BLOCK_BYTES,
         "block_tokens": 16,

@@ -135,6 +135,7 @@ def has_session(mine: Engine) -> bool:
     return False
 
 
+@pytest.mark.whole
 def test_engines_without_a_name_keep_their_ranks_apart(endpoint: str) -> None:
     with engine(endpoint, content=MINE) as mine, engine(endpoint) as third:
         start_session(mine)  # the first, so that there is a model for the rival's rank
@@ -167,6 +168,7 @@ def test_a_rank_that_names_no_engine_is_refused_with_what_to_do(endpoint: str) -
         stray.close()
 
 
+@pytest.mark.whole
 def test_a_name_that_two_engines_claim_moves_nothing_until_one_is_gone(endpoint: str) -> None:
     with engine(endpoint, "same", MINE) as mine, engine(endpoint, "third") as third:
         third.client.register_kv_caches(third.kv)

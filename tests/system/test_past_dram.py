@@ -144,6 +144,7 @@ def test_continuations_build_on_what_ssd_alone_has(tmp_path: Path) -> None:
         assert mask.all()
 
 
+@pytest.mark.whole
 def test_the_next_server_waits_for_a_rank_that_may_still_write(tmp_path: Path) -> None:
     sizes = {"num_cpu_blocks": 0, "num_ssd_blocks": len(LONG) // 16}
     config = CacheConfig(ssd_cache_dirs=[str(tmp_path)], **sizes)  # type: ignore[arg-type]

@@ -75,6 +75,7 @@ def test_they_are_refused_by_name(endpoint: str) -> None:
         server.shutdown()
 
 
+@pytest.mark.whole
 def test_a_client_whose_sessions_all_fail_pauses_longer_and_longer(
     endpoint: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,9 +18,12 @@ from stores import missing, store_server
 
 from flexcache import KVStatus, ModelConfig
 
-pytestmark = pytest.mark.skipif(
-    bool(missing("mooncake", "mooncake_master")), reason="Mooncake is not installed"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        bool(missing("mooncake", "mooncake_master")), reason="Mooncake is not installed"
+    ),
+    pytest.mark.whole,
+]
 BLOCKS = list(range(64))
 TOKENS = np.arange(16 * len(BLOCKS))
 MODEL = ModelConfig("model", 3, 4, 32, torch.bfloat16)

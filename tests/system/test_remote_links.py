@@ -11,6 +11,9 @@ from remote_load import Loaded, under_load
 from slow_link import SlowLink, behind_link
 from stores import missing, store_server
 
+pytestmark = pytest.mark.whole
+
+
 STORES = [
     pytest.param("s3", marks=pytest.mark.skipif(bool(missing("obstore", "weed")), reason="s3")),
     pytest.param(

@@ -473,6 +473,7 @@ def assert_answers_with_errors(store: RemoteStore, memory: Memory) -> None:
     assert set(statuses(store.write_from(names, parts, briefly()))) == {Status.FAILED}
 
 
+@pytest.mark.whole
 def test_a_stopped_server_is_an_error_and_then_works_again(
     server: StoreServer, served: RemoteStore, memory: Memory
 ) -> None:
@@ -485,6 +486,7 @@ def test_a_stopped_server_is_an_error_and_then_works_again(
     write_until_it_works(served, fresh(1)[0], content)
 
 
+@pytest.mark.whole
 def test_a_server_that_died_is_an_error_and_works_again_after_its_restart(
     server: StoreServer, served: RemoteStore, memory: Memory
 ) -> None:

@@ -229,6 +229,7 @@ def test_a_cleared_tier_finds_nothing_although_the_store_still_holds_it(
 # -- faults of the store --------------------------------------------------------------------------
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("kind", SERVERS)
 def test_a_store_that_is_down_at_startup_is_used_once_it_is_up(
     kind: str, model: ModelConfig
@@ -293,6 +294,7 @@ def test_a_directory_that_hangs_costs_a_miss_and_a_worker(
         assert two.num_leased() == 0
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("kind", SERVERS)
 def test_a_store_that_is_killed_and_restarted_under_load_misses_and_is_used_again(
     kind: str,
@@ -344,6 +346,7 @@ def test_a_look_up_begun_ahead_answers_the_match_that_follows(
         taker.manager.check()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("kind", SERVERS)
 def test_a_stopped_store_delays_no_call_for_long_and_is_used_again(kind: str) -> None:
     with store_server(kind) as server, under_load(server.url) as load:

@@ -44,6 +44,7 @@ def test_impossible_numbers_of_an_engine_stop_neither_requests_nor_its_probes(me
         until(lambda: router.states() == {engine.url: "down"})
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics"])
 def test_an_answer_without_end_is_left(path: str) -> None:
     with (
@@ -56,6 +57,7 @@ def test_an_answer_without_end_is_left(path: str) -> None:
         assert odd.sent[path] < 64 * MIB, "it reads on and on"
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics"])
 def test_an_answer_that_unpacks_to_much_is_not_unpacked(path: str) -> None:
     bomb = gzip.compress(bytes(512 * MIB))

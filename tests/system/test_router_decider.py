@@ -162,6 +162,7 @@ def test_a_new_decider_counts_the_requests_that_run() -> None:
         until(lambda: router.num_reserved() == 0)
 
 
+@pytest.mark.whole
 def test_a_killed_proxy_loses_its_own_requests_and_their_reservations_end() -> None:
     with (
         engines(2, ttft_s=0.02, token_interval_s=0.01, tokens=8) as two,
@@ -182,6 +183,7 @@ def test_a_killed_proxy_loses_its_own_requests_and_their_reservations_end() -> N
         until(lambda: sum(engine.stats()["running"] for engine in two) == 0)
 
 
+@pytest.mark.whole
 def test_clients_that_leave_hold_nothing(proxies: int) -> None:
     """They leave at any time: while queued, before the first byte, and within the answer."""
 
@@ -209,6 +211,7 @@ def test_clients_that_leave_hold_nothing(proxies: int) -> None:
         assert ask(router.url, PROMPT).is_whole
 
 
+@pytest.mark.whole
 def test_requests_wait_in_a_bounded_queue(proxies: int) -> None:
     async def send(url: str, count: int) -> list[Ended]:
         async with aiohttp.ClientSession() as session:
@@ -229,6 +232,7 @@ def test_requests_wait_in_a_bounded_queue(proxies: int) -> None:
         assert router.stats()["queue"]["refused"]["full"] == len(refused)
 
 
+@pytest.mark.whole
 def test_forms_go_to_an_engine_of_the_model_that_they_name(proxies: int) -> None:
     async def transcribe(url: str, model: str) -> str:
         form = aiohttp.FormData({"file": io.BytesIO(b"speech" * 50_000), "model": model})
@@ -282,6 +286,7 @@ def test_children_end_with_a_killed_supervisor() -> None:
 # -- workers ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.whole
 def test_workers_come_drain_and_go_under_load(proxies: int) -> None:
     with (
         engines(3, token_interval_s=0.005, tokens=4) as (a, b, c),
@@ -537,6 +542,7 @@ def sync_pairs(count: int) -> list[str]:
     return [",".join(f"tcp://127.0.0.1:{port}" for port in free_ports(2)) for _ in range(count)]
 
 
+@pytest.mark.whole
 def test_routers_count_each_others_requests_and_drop_those_of_a_dead_one() -> None:
     one, two = sync_pairs(2)
     with engines(2, ttft_s=3600) as both, contextlib.ExitStack() as stack:
@@ -562,6 +568,7 @@ def test_routers_count_each_others_requests_and_drop_those_of_a_dead_one() -> No
         until(lambda: late.num_reserved() == 1)
 
 
+@pytest.mark.whole
 def test_a_router_that_restarts_forgets_its_requests_everywhere() -> None:
     one, two = sync_pairs(2)
     with engines(1) as started, RouterProcess(started, sync_endpoint=two, peers=one) as other:

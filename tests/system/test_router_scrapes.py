@@ -302,6 +302,7 @@ SCENARIOS = (
 )  # fmt: skip
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_metrics_change_as_expected(scenario: Callable[[], tuple[Watched, Expected]]) -> None:
     watched, expected = scenario()

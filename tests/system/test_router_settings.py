@@ -65,6 +65,7 @@ def fetch(
         return 0, b""
 
 
+@pytest.mark.whole
 def test_every_setting_takes_part_in_a_router(tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)
     (tmp_path / "engine.key").write_text("engines-key\n")

@@ -63,6 +63,7 @@ def test_a_session_that_returns_soon_is_kept(cluster: Cluster) -> None:
     assert ask(cluster, "first", 0) == NUM_BLOCKS * 16
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_what_a_session_needs_is_in_dram_when_it_returns(tmp_path: Path, is_shared: bool) -> None:
     settings = {"endpoint": private_endpoint()} if is_shared else {}

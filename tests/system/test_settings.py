@@ -367,6 +367,7 @@ SCENARIOS = [
 ]  # fmt: skip
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_stored_blocks_come_back_and_the_settings_take_effect(
     scenario: Scenario, tmp_path: Path

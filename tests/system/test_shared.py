@@ -315,6 +315,7 @@ sys.stdin.read()
         zero.manager.check()
 
 
+@pytest.mark.whole
 def test_a_silent_engine_loses_its_session_and_finds_a_new_one() -> None:
     config = CacheConfig(**CONFIG, client_timeout_s=6.0)
     zero, one = Member(config, dp_rank=0), Member(config, dp_rank=1)
@@ -408,6 +409,7 @@ def test_tcp_beyond_loopback_needs_keys(tmp_path: Path) -> None:
         KVManager(make_model(), CacheConfig(**CONFIG), endpoint="tcp://10.0.0.1:5555")
 
 
+@pytest.mark.whole
 def test_over_tcp_with_keys_only_key_holders_are_served(tmp_path: Path) -> None:
     keys, others = tmp_path / "keys", tmp_path / "others"
     for directory in (keys, others):
@@ -448,6 +450,7 @@ def test_a_server_without_a_size_is_refused_by_name() -> None:
     assert "Traceback" not in run.stdout + run.stderr
 
 
+@pytest.mark.whole
 def test_two_servers_by_hand_on_one_endpoint_are_refused_by_name() -> None:
     endpoint = private_endpoint("twice")
     sized = {"FLEXCACHE_NUM_CPU_BLOCKS": "64"}

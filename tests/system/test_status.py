@@ -60,6 +60,7 @@ def test_a_cache_is_read_over_http(tmp_path: Path, token: str | None) -> None:
     assert token is None or "FLEXCACHE_HTTP_TOKEN" in wrong.stdout
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("options", [[], ["--once"], ["--json"]])
 def test_a_single_report_without_a_server_ends_with_an_error(
     tmp_path: Path, options: list[str]

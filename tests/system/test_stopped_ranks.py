@@ -23,6 +23,9 @@ from flexcache import CacheConfig, KVManager, KVStatus
 from flexcache.protocol.runtime import private_endpoint
 from flexcache.transfer.workers.permit import PIECE_BYTES
 
+pytestmark = pytest.mark.whole
+
+
 TOKENS = np.arange(NUM_BLOCKS * TOKENS_PER_BLOCK)
 ENGINE = "stopped"
 STORED, EMPTY, FOREIGN = 1, 2, 3  # what every byte of a slot says

@@ -176,6 +176,7 @@ def test_under_pressure_every_hit_has_its_bytes(
         assert num_hits
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("groups", ALL_LIKE, ids=["gemma", "state", "states_only", "llama"])
 def test_one_engine_of_a_server_finds_the_tails_of_another(groups: tuple[KVGroup, ...]) -> None:
     endpoint = private_endpoint("tails")

@@ -278,6 +278,7 @@ def test_what_is_on_ssd_is_brought_to_dram_for_later_requests(
     assert third.num_matched == 20
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("layerwise", ["off", "on"])
 def test_a_load_that_has_begun_ends_though_the_server_is_killed(

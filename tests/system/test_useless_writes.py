@@ -44,6 +44,7 @@ def look_up_in_vain(cluster: Cluster, prompt: int) -> None:
     cluster.manager.cancel([task_id])
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("at_server", [False, True])
 @pytest.mark.parametrize("skips", [True, False])
 def test_writes_end_and_begin_again(at_server: bool, skips: bool, tmp_path: Path) -> None:

@@ -149,6 +149,7 @@ def test_a_child_that_fails_says_how_and_in_which_step(
     assert run(body) == ChildOutcome(answer, problem)
 
 
+@pytest.mark.whole
 def test_a_child_that_hangs_is_killed(run: Run, tmp_path: Path) -> None:
     outcome = run(f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
                   "import signal\nsignal.pause()")  # fmt: skip

@@ -96,6 +96,7 @@ def conversations_among_one_shots(num_requests: int) -> list[Request]:
     return requests
 
 
+@pytest.mark.whole
 def test_what_comes_back_is_kept_where_lru_keeps_what_does_not() -> None:
     requests = conversations_among_one_shots(6_000)
     capacity = 300  # the conversations take 200; in between come 240 others
@@ -385,6 +386,7 @@ def sessions_that_tell(tells: bool) -> tuple[int, World]:
     return hits, world
 
 
+@pytest.mark.whole
 def test_sessions_that_tell_when_they_are_over_are_kept_until_then() -> None:
     silent, _ = sessions_that_tell(tells=False)
     told, world = sessions_that_tell(tells=True)

@@ -98,6 +98,7 @@ def test_each_kind_of_nonsense_is_counted(scene: Scene) -> None:
     assert "failed_messages" not in scene.world.hub.counters
 
 
+@pytest.mark.whole
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_no_message_makes_the_workers_socket_raise(data: st.DataObject) -> None:
