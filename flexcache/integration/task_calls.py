@@ -103,13 +103,14 @@ class TaskCalls:
         """Return those of the tasks whose copies to and from the GPU have ended on every rank."""
         asked = list(task_ids)
         try:
-            return self.manager.try_wait(asked).keys()
+            return self.manager.try_wait(asked).keys() if asked else asked
         except (FlexCacheError, KeyError):  # the cache was shut down: it has let go of the GPU
             return asked
 
     def wait_ended(self, task_ids: Iterable[int], timeout_s: float) -> None:
         """Wait until copies to and from the GPU have ended on every rank, or for ``timeout_s``."""
-        safely(self.manager.wait, list(task_ids), timeout_s)
+        if asked := list(task_ids):  # there are none before it is open
+            safely(self.manager.wait, asked, timeout_s)
 
     def cancel(self, task_id: int) -> None:
         safely(self.manager.cancel, [task_id])

@@ -51,10 +51,23 @@ def make_prompt(num_tokens: int, seed: int) -> list[int]:
     return [3 + (i * (2 * seed + 7) + seed) % 500 for i in range(num_tokens)]
 
 
+def wait_until_open(llm: Any) -> None:
+    """Wait until FlexCache has hashed the model's files, where it runs in this process."""
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    connector = None if core is None else core.scheduler.connector
+    give_up = time.monotonic() + REST_S
+    for child in getattr(connector, "sub_connectors", [connector]):
+        if hasattr(child, "_scheduler") and hasattr(child._scheduler, "_cache"):
+            while not child._scheduler._cache.is_open:
+                assert time.monotonic() < give_up, "the cache did not open"
+                time.sleep(0.01)
+
+
 class Engine:
     """An engine in this process, with the operations that tests need."""
 
     def __init__(self, llm: Any, probe_dir: Path) -> None:
+        wait_until_open(llm)
         self.llm = llm
         self.probe_dir = probe_dir
         self.adapter: str | None = None
@@ -76,12 +89,7 @@ class Engine:
 
     @property
     def manager(self) -> Any:
-        scheduler = self.connector._scheduler
-        give_up = time.monotonic() + REST_S
-        while not scheduler._cache.is_open:  # the model's files are hashed
-            assert time.monotonic() < give_up, "the cache did not open"
-            time.sleep(0.01)
-        return scheduler.manager
+        return self.connector._scheduler.manager
 
     @property
     def server(self) -> Any:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_systems import PROBED_GROUPS
-from engines import ENGINE_ENV, engine_arguments, make_prompt
+from engines import ENGINE_ENV, engine_arguments, make_prompt, wait_until_open
 
 SETTLED_WITHIN_S = 120.0
 OPEN_STATES = ("created", "ready", "running")
@@ -60,6 +60,7 @@ def observe(options: dict[str, Any], directory: Path) -> dict[str, Any]:
     if options.get("has_groups"):
         overrides = {"connector": PROBED_GROUPS, "block_size": None, **overrides}
     llm = LLM(**engine_arguments(options["model"], extra, **overrides))
+    wait_until_open(llm)
     sampling = SamplingParams(
         temperature=0, max_tokens=options.get("max_tokens", 8), ignore_eos=True
     )
