@@ -15,8 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
-from flexcache.integration.identity.checkpoint import identify_adapter, identify_checkpoint
+from flexcache.integration.identity.checkpoint import (
+    find_adapter,
+    identify_adapter,
+    identify_checkpoint,
+)
 from flexcache.integration.identity.files import (
     ANY_TIME,
     FileDigests,
@@ -26,6 +31,7 @@ from flexcache.integration.identity.files import (
 
 CONFIG = {"hidden_size": 64, "transformers_version": "5.1", "torch_dtype": "bfloat16"}
 COMMIT = "0123456789" * 4
+LATER = "abcdef0123" * 4
 
 
 @pytest.fixture
@@ -164,18 +170,24 @@ def test_a_store_that_cannot_be_trusted_is_ignored(
     assert read(checkpoint, store) == expected
 
 
-def make_snapshot(tmp_path: Path) -> Path:
+def make_snapshot(
+    tmp_path: Path,
+    commit: str = COMMIT,
+    only: tuple[str, ...] = ("model.safetensors", "config.json"),
+) -> Path:
     """Make a model as the hub's cache keeps it: files named by their hashes, and links to them."""
     repository = tmp_path / "models--org--name"
-    snapshot, blobs = repository / "snapshots" / COMMIT, repository / "blobs"
+    snapshot, blobs = repository / "snapshots" / commit, repository / "blobs"
     snapshot.mkdir(parents=True)
-    blobs.mkdir()
-    large, small = b"weights" * 1000, b"{}"
+    blobs.mkdir(exist_ok=True)
+    large, small = commit.encode() * 1000, b"{}"
     names = {
         "model.safetensors": (large, hashlib.sha256(large).hexdigest()),
         "config.json": (small, hashlib.sha1(b"blob 2\0" + small).hexdigest()),
     }
     for name, (content, digest) in names.items():
+        if name not in only:
+            continue
         (blobs / digest).write_bytes(content)
         (snapshot / name).symlink_to(blobs / digest)
     return snapshot
@@ -209,6 +221,86 @@ def test_a_snapshot_that_the_engine_itself_fetched_is_its_commit(
     digests = FileDigests(since_ns=0, store=store)
     assert "revision" not in dict(identify_checkpoint(str(snapshot), None, digests))
     assert digests.problem
+
+
+def point(cache: Path, commit: str) -> None:
+    """Move the branch main, as the hub's library does."""
+    branch = cache / "models--org--name" / "refs" / "main"
+    branch.parent.mkdir(exist_ok=True)
+    branch.with_name("tmp").write_text(commit)
+    branch.with_name("tmp").replace(branch)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the hub's cache: a model of one commit, which is the branch main."""
+    cache = tmp_path / "hub"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    make_snapshot(cache)
+    point(cache, COMMIT)
+    return cache
+
+
+def test_a_branch_that_another_process_moves_is_not_what_was_loaded(hub: Path, store: Path) -> None:
+    assert read("org/name", store) == (COMMIT, "")
+    make_snapshot(hub, LATER)
+    point(hub, LATER)
+    digests = FileDigests(since_ns=time.time_ns() - 60 * 10**9, store=store)  # loaded COMMIT
+    parts = dict(identify_checkpoint("org/name", None, digests))
+    assert "revision" not in parts, parts
+    assert "changed after" in (digests.problem or "")
+    assert read("org/name", store) == (LATER, "")  # one that began since
+
+
+def test_a_branch_that_the_engine_itself_made_is_what_was_loaded(hub: Path, store: Path) -> None:
+    digests = FileDigests(since_ns=0, store=store)
+    parts = dict(identify_checkpoint("org/name", None, digests))
+    assert (parts["revision"], digests.problem) == (COMMIT, None)
+
+
+@pytest.mark.parametrize("is_offline", [False, True])
+def test_a_branch_that_cannot_be_moved_tells_nothing_once_there_are_two_commits(
+    is_offline: bool, hub: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_snapshot(hub, LATER)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    assert read("org/name", store)[0] == (COMMIT if is_offline else "")
+
+
+def test_weights_may_be_kept_apart_from_the_settings(
+    hub: Path, tmp_path: Path, store: Path
+) -> None:
+    """As vLLM does with ``--download-dir``."""
+    download_dir = tmp_path / "weights"
+    weights = make_snapshot(download_dir, only=("model.safetensors",))
+    point(download_dir, COMMIT)
+    assert read("org/name", store, download_dir=str(download_dir)) == (COMMIT, "")
+    (weights / "model.safetensors").resolve().write_bytes(b"edited")
+    edited, problem = read("org/name", store, download_dir=str(download_dir))
+    assert edited not in ("", COMMIT)
+    assert not problem
+    point(hub, LATER)
+    make_snapshot(hub, LATER)
+    found, problem = read("org/name", store, download_dir=str(download_dir))
+    assert not found
+    assert "two commits" in problem
+
+
+@pytest.mark.parametrize("variable", ["VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE"])
+def test_what_comes_from_modelscope_is_not_looked_for_in_the_hubs_cache(
+    variable: str, hub: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "True")
+    found, problem = read("org/name", store)
+    assert not found
+    assert "ModelScope" in problem
+    adapter = make_snapshot(hub, LATER)
+    point(hub, LATER)
+    (adapter / "adapter_config.json").write_text("{}")
+    with pytest.raises(UnknownContentError):
+        find_adapter("org/name")
+    assert read(adapter, store)[0]  # a path is what it is
 
 
 @pytest.mark.parametrize("name", ["s3://bucket/model", "gs://bucket/model", "org/never-fetched"])

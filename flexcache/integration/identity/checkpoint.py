@@ -3,6 +3,8 @@
 in the hub's cache, as fetched     the commit
 any other files                    a digest of them: a path does not identify content
 a URL, a name never fetched        unknown, unless the name is a commit's
+a branch that moved meanwhile      unknown
+a name on ModelScope               unknown
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from flexcache.integration.identity.settings import digest
 _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/([0-9a-f]{40})/?")
 """Path of a model in the hub's cache; offline, vLLM knows the model only by this path."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_SETTINGS = ("config.json", "params.json")
+_MODELSCOPE = ("VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE")
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".npz", ".tensors"}
 _CONFIGS = {
     "config.json", "params.json", "quantize_config.json", "quant_config.json",
@@ -53,20 +57,19 @@ def identify_checkpoint(
     Raises:
         NotKeptError: Files would have to be read.
     """
-    path = Path(name)
-    if path.exists():
-        snapshot = _SNAPSHOT.fullmatch(name)
-        yield "model", name if snapshot is None else snapshot[1].replace("--", "/", 1)
-    else:
-        yield "model", name
-        path = _find_fetched(name, revision, download_dir) or path
-        snapshot = _SNAPSHOT.fullmatch(str(path))
-    files = list(_files_of(path, trusts_code)) if path.exists() else []
+    paths = [Path(name)]
+    snapshot = _SNAPSHOT.fullmatch(name)
+    is_here = paths[0].exists()
+    yield "model", snapshot[1].replace("--", "/", 1) if is_here and snapshot is not None else name
     try:
-        if snapshot is not None and files and all(_is_as_fetched(file, digests) for file in files):
+        if not is_here:
+            paths = _find_fetched(name, revision, download_dir, digests)
+            snapshot = _SNAPSHOT.fullmatch(str(paths[0])) if paths else None
+        files = _name_files(paths, trusts_code) if is_here or paths else {}
+        if snapshot and files and all(_is_as_fetched(file, digests) for file in files.values()):
             yield "revision", snapshot[2]
         elif files:
-            yield "checkpoint", _digest_files(path, files, digests)
+            yield "checkpoint", _digest_files(files, digests)
         elif revision is not None and _COMMIT.fullmatch(revision) and "://" not in name:
             yield "revision", revision
         else:
@@ -118,6 +121,8 @@ def find_adapter(path: str) -> str:
     directory = os.path.expanduser(path)
     if os.path.isdir(directory):
         return directory
+    if _uses_modelscope():
+        raise UnknownContentError(f"{path}: an adapter from ModelScope")
     try:
         found = try_to_load_from_cache(path, "adapter_config.json")
     except HFValidationError:
@@ -127,19 +132,85 @@ def find_adapter(path: str) -> str:
     return os.path.dirname(found)
 
 
-def _find_fetched(name: str, revision: str | None, download_dir: str | None) -> Path | None:
-    """Return where the hub's cache has a model, of which ``main`` may be the revision."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
+def _find_fetched(
+    name: str, revision: str | None, download_dir: str | None, digests: FileDigests
+) -> list[Path]:
+    """Return where the hub's caches have a model: its snapshot in each, of one commit. None if no
+    cache has its settings.
 
+    Engines read settings from the hub's cache, and only weights from ``download_dir``.
+
+    Raises:
+        UnknownContentError: Which commit the engine has loaded cannot be told.
+    """
+    from huggingface_hub import constants
+
+    caches = [download_dir or constants.HF_HUB_CACHE, constants.HF_HUB_CACHE]
+    found = [_find_snapshot(cache, name, revision, digests) for cache in dict.fromkeys(caches)]
+    snapshots = [snapshot for snapshot in found if snapshot is not None]
+    if not any((each / file).exists() for each in snapshots for file in _SETTINGS):
+        return []
+    if len({snapshot.name for snapshot in snapshots}) > 1:
+        raise UnknownContentError(
+            f"{name}: its settings and what is in download_dir = {download_dir} are of two commits"
+        )
+    return [] if found[0] is None else snapshots  # without any weights
+
+
+def _find_snapshot(
+    cache: str, name: str, revision: str | None, digests: FileDigests
+) -> Path | None:
+    """Return the snapshot that a cache of the hub has for a revision; None: the branch ``main``.
+
+    Raises:
+        UnknownContentError: Which commit it was when the engine loaded it cannot be told.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.file_download import repo_folder_name
+
+    if _uses_modelscope():
+        raise UnknownContentError(f"{name}: it was fetched from ModelScope, not from the hub")
     try:
-        for file in ("config.json", "params.json"):
-            found = try_to_load_from_cache(name, file, download_dir, revision)
-            if isinstance(found, str):
-                return Path(found).parent
+        repository = Path(cache, repo_folder_name(repo_id=name, repo_type="model"))
     except HFValidationError:  # not a repository on the hub
-        pass
-    return None
+        return None
+    snapshots, branch = repository / "snapshots", repository / "refs" / (revision or "main")
+    try:
+        commit = branch.read_text().strip()
+        # Another process that uses this cache moves the branch when it fetches a later commit. So
+        # the branch says which commit the engine has loaded if it is older than the engine, or if
+        # there has been one commit only: then the engine itself may just have fetched it. vLLM
+        # fetches before it starts its engine's process; in one process, or if the engine's own
+        # start moves the branch, the commit is unknown until the next start. A cache that cannot be
+        # written does not say either: its branch stays while the engine loads what the hub names.
+        if os.listdir(snapshots) != [commit]:
+            if not digests.is_older(branch):
+                raise UnknownContentError(f"{branch} changed after the engine's process began")
+            if not (os.access(branch.parent, os.W_OK) or constants.HF_HUB_OFFLINE):
+                raise UnknownContentError(f"{branch} cannot follow the hub: it is read-only")
+    except OSError:  # no branch
+        commit = revision or ""
+    found = snapshots / commit
+    return found if _COMMIT.fullmatch(commit) and found.is_dir() else None
+
+
+def _uses_modelscope() -> bool:
+    """Return whether engines fetch names from ModelScope: what the hub's cache has of the same name
+    is not what they load."""
+    given = (os.environ.get(name, "") for name in _MODELSCOPE)
+    return any(value.strip().lower() in ("true", "1") for value in given)
+
+
+def _name_files(paths: list[Path], trusts_code: bool) -> dict[str, Path]:
+    """Return the files below some paths, by their names there."""
+    files: dict[str, Path] = {}
+    for number, path in enumerate(paths):
+        base = path if path.is_dir() else path.parent
+        for file in _files_of(path, trusts_code):
+            name = file.relative_to(base).as_posix()
+            files[f"{number}/{name}" if number else name] = file
+    return files
 
 
 def _files_of(path: Path, trusts_code: bool) -> Iterator[Path]:
@@ -187,13 +258,10 @@ def _is_as_fetched(file: Path, digests: FileDigests) -> bool:
     return digests.of(real, methods[len(real.name)], may_be_new=True) == real.name
 
 
-def _digest_files(path: Path, files: list[Path], digests: FileDigests) -> str:
-    base = path if path.is_dir() else path.parent
+def _digest_files(files: dict[str, Path], digests: FileDigests) -> str:
     return digest(
         {
-            file.relative_to(base).as_posix(): digests.of(
-                file, "config" if file.name in _CONFIGS else "xxh3"
-            )
-            for file in files
+            name: digests.of(file, "config" if file.name in _CONFIGS else "xxh3")
+            for name, file in files.items()
         }
     )

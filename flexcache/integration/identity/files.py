@@ -76,6 +76,10 @@ class FileDigests:
         """Note that the files do not tell what was loaded."""
         self.problem = self.problem or reason
 
+    def is_older(self, file: Path) -> bool:
+        """Return whether a file has not changed since the engine began."""
+        return os.stat(file).st_ctime_ns <= self._since_ns
+
     def of(self, file: Path, method: str = "xxh3", may_be_new: bool = False) -> str:
         """Return the digest of a file's content, as hexadecimal digits.
 
