@@ -11,12 +11,15 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
 
+from flexcache.integration.identity import files
 from flexcache.integration.identity.checkpoint import (
     find_adapter,
     identify_adapter,
@@ -56,6 +59,15 @@ def read(path: Path | str, store: Path, trusts_code: bool = True, **more: str) -
     digests = FileDigests(since_ns=ANY_TIME, store=store)
     parts = dict(identify_checkpoint(str(path), None, digests, trusts_code=trusts_code, **more))
     return parts.get("checkpoint") or parts.get("revision") or "", digests.problem or ""
+
+
+@pytest.fixture
+def hashing(store: Path) -> Iterator[Path]:
+    """Have another process hash for ever."""
+    store.parent.mkdir()
+    with store.open("w") as stopped:
+        fcntl.flock(stopped, fcntl.LOCK_EX)
+        yield store
 
 
 def change_a_few_bytes(checkpoint: Path) -> None:
@@ -339,10 +351,63 @@ def test_an_adapter_is_its_content_wherever_it_is(tmp_path: Path, store: Path) -
 
 
 def test_an_engines_own_thread_does_not_wait_for_another_process_that_hashes(
-    checkpoint: Path, store: Path
+    checkpoint: Path, hashing: Path
 ) -> None:
-    store.parent.mkdir()
-    with store.open("w") as stopped:
-        fcntl.flock(stopped, fcntl.LOCK_EX)
-        digests = FileDigests(since_ns=ANY_TIME, store=store, waits=False)
-        assert digests.of(checkpoint / "model.safetensors")
+    digests = FileDigests(since_ns=ANY_TIME, store=hashing, waits=False)
+    assert digests.of(checkpoint / "model.safetensors")
+
+
+@pytest.mark.parametrize("is_locked", [False, True])
+def test_a_digest_that_cannot_be_kept_is_known_to_this_process(
+    is_locked: bool, checkpoint: Path, hashing: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "a file").touch()
+    store = hashing if is_locked else tmp_path / "a file" / "digests"
+    file = checkpoint / "model.safetensors"
+    digests = FileDigests(since_ns=ANY_TIME, store=store, waits=False)
+    time.sleep(2.1)  # as above
+    first, before = digests.of(file), bytes_read()
+    assert digests.of(file) == first
+    assert bytes_read() - before < file.stat().st_size // 2
+
+
+def bytes_read() -> int:
+    """Return how much this process has read so far."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_a_file_that_is_stamped_by_a_clock_ahead_of_this_ones_is_not_read_for_ever(
+    checkpoint: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, now_ns = checkpoint / "model.safetensors", time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: now_ns() - 3600 * 10**9)
+    digests = FileDigests(since_ns=ANY_TIME, store=store)
+    first = digests.of(file)
+    time.sleep(2.1)
+    assert digests.of(file) == first
+    before = bytes_read()
+    assert digests.of(file) == first
+    assert bytes_read() - before < file.stat().st_size // 2
+
+
+@pytest.mark.parametrize("place", ["start", "middle", "end"])
+def test_files_of_images_with_one_time_for_all_are_told_apart(
+    place: str, checkpoint: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two models at one path, mounted one after the other: numbers and times may be the same."""
+
+    def fixed(found: os.stat_result) -> Any:
+        same = {"st_dev": 1, "st_ino": 1, "st_mtime_ns": 1, "st_ctime_ns": 1}
+        names = ("st_size", "st_uid", "st_mode")
+        return SimpleNamespace(**{name: getattr(found, name) for name in names}, **same)
+
+    image = SimpleNamespace(**vars(os))
+    image.stat, image.fstat = (lambda file: fixed(os.stat(file))), (lambda f: fixed(os.fstat(f)))
+    monkeypatch.setattr(files, "os", image)
+    file = checkpoint / "model.safetensors"
+    first = FileDigests(since_ns=ANY_TIME, store=store).of(file)
+    size = file.stat().st_size
+    with file.open("r+b") as stream:
+        stream.seek({"start": 100, "middle": size // 2, "end": size - 8}[place])
+        stream.write(b"\1" * 8)
+    assert FileDigests(since_ns=ANY_TIME, store=store).of(file) != first

@@ -1,7 +1,7 @@
 """Digests of files, kept in the user's cache directory and shared by all processes.
 
-A digest is kept by the file's device, inode, size and times of change: if those are the same, no
-byte of the file is read again. It covers the content alone, so hosts agree.
+A digest is kept by the file's device, inode, size, times of change and a few of its bytes: if those
+are the same, the rest is not read again. It covers the content alone, so hosts agree.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import xxhash
@@ -26,13 +26,17 @@ from flexcache.integration.identity.settings import NOT_NUMBERS, digest
 ANY_TIME = 1 << 63
 _PIECE_BYTES = 8 << 20
 _FRESH_NS = 2_000_000_000
-"""A file that changed this recently may change again within one tick of a coarse clock."""
+"""A file that changed this recently may change again within one tick of a coarse clock: it is read
+each time, in this process also, for it is so for two seconds only."""
 _MAX_KEPT = 8192
 _LOCK_PATIENCE_S = 120.0
 """How long another process may hash before this one does so too."""
-_FORMAT = "flexcache-file-digests/1"
+_FORMAT = "flexcache-file-digests/2"
+_PROBE_BYTES = 64 << 10
 
-_Key = tuple[str, int, int, int, int, int]
+_Key = tuple[str, int, int, int, int, int, int]
+_SIZE: Final = 3
+_CTIME: Final = 5
 
 
 class NotKeptError(FlexCacheError):
@@ -94,8 +98,8 @@ class FileDigests:
             UnknownContentError: The file changed since the engine began, or cannot be read.
         """
         try:
-            key = _key(method, os.stat(file))
-            if key[-1] > self._since_ns and not may_be_new:
+            key = _key(method, file)
+            if key[_CTIME] > self._since_ns and not may_be_new:
                 raise UnknownContentError(f"{file} changed after the engine's process began")
             if (kept := self._store.get(key)) is not None:
                 return kept
@@ -104,8 +108,9 @@ class FileDigests:
             with self._store.locked():
                 if (kept := self._store.get(key)) is not None:  # another process was first
                     return kept
+                is_settled = self._store.is_settled(key)
                 found = _read(file, method, key)
-                if time.time_ns() - key[-1] > _FRESH_NS:
+                if is_settled:
                     self._store.add(key, found)
             return found
         except (OSError, ValueError) as error:
@@ -114,22 +119,34 @@ class FileDigests:
 
 def stats_of(files: list[Path]) -> list[_Key]:
     """Return what changes if a file's content does."""
-    return [_key("", os.stat(file)) for file in files]
+    return [_key("", file) for file in files]
 
 
-def _key(method: str, found: os.stat_result) -> _Key:
-    # A file can be given an older mtime; its ctime cannot be set.
+def _key(method: str, file: Path) -> _Key:
+    with file.open("rb", buffering=0) as stream:
+        return _key_of(method, stream.fileno())
+
+
+def _key_of(method: str, file: int) -> _Key:
+    found = os.fstat(file)
+    # A file can be given an older mtime; its ctime cannot be set. But images (SquashFS, EROFS) have
+    # one time for all, so those of two models can agree in all that is known of their files: hence
+    # some bytes. Those at the start may be names and shapes only, which models have in common.
+    probe = xxhash.xxh3_64()
+    for offset in sorted({0, found.st_size // 2, max(0, found.st_size - _PROBE_BYTES)}):
+        probe.update(os.pread(file, _PROBE_BYTES, offset))
     return (
         method, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns,
+        probe.intdigest(),
     )  # fmt: skip
 
 
 def _read(file: Path, method: str, key: _Key) -> str:
     with file.open("rb", buffering=0) as stream:
-        if _key(method, os.fstat(stream.fileno())) != key:
+        if _key_of(method, stream.fileno()) != key:
             raise UnknownContentError(f"{file} changed while it was read")
-        found = _METHODS[method](stream, key[3])
-        if _key(method, os.fstat(stream.fileno())) != key:
+        found = _METHODS[method](stream, key[_SIZE])
+        if _key_of(method, stream.fileno()) != key:
             raise UnknownContentError(f"{file} changed while it was read")
     return found
 
@@ -183,18 +200,30 @@ def _user_store() -> Path:
 
 
 class _Store:
-    """The file that keeps digests. Without a usable one, each process reads for itself."""
+    """The digests that this process knows, and the file that keeps them. Without a usable file
+    each process reads for itself, once."""
 
     def __init__(self, path: Path, patience_s: float) -> None:
         self._path = path
         self._patience_s = patience_s
-        self._kept: dict[_Key, str] | None = None
+        self._kept: dict[_Key, str] = {}
+        self._is_loaded = False
+        self._seen_ns: dict[_Key, int] = {}
         self._lock: int | None = None
 
     def get(self, key: _Key) -> str | None:
-        if self._kept is None or (key not in self._kept and self._lock is not None):
-            self._kept = self._load()
+        if not self._is_loaded or (key not in self._kept and self._lock is not None):
+            self._is_loaded = True
+            self._kept = {**self._load(), **self._kept}
         return self._kept.get(key)
+
+    def is_settled(self, key: _Key) -> bool:
+        """Return whether a file that is read from now on will not change without another key."""
+        if time.time_ns() - key[_CTIME] > _FRESH_NS:
+            return True
+        # The clock that stamps files may be another host's, and ahead of this one's.
+        now_ns = time.monotonic_ns()
+        return now_ns - self._seen_ns.setdefault(key, now_ns) > _FRESH_NS
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -212,13 +241,14 @@ class _Store:
                 os.close(file)
 
     def add(self, key: _Key, found: str) -> None:
-        """Keep a digest; `locked`."""
+        """Keep a digest: in the file only while it is `locked`."""
+        kept = self._load() if self._lock is not None else {}
+        items = list({**kept, **self._kept, key: found}.items())[-_MAX_KEPT:]
+        self._kept = dict(items)
+        self._seen_ns.clear()
         if self._lock is None:
             return
-        kept = self._load()
-        kept[key] = found
-        self._kept = kept
-        data = msgspec.json.encode(_Kept(_FORMAT, list(kept.items())[-_MAX_KEPT:]))
+        data = msgspec.json.encode(_Kept(_FORMAT, items))
         with contextlib.suppress(OSError):  # no space: read again next time
             os.ftruncate(self._lock, 0)  # what is cut short is no JSON, and ignored
             os.pwrite(self._lock, data, 0)
