@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -321,3 +325,30 @@ def test_all_files_that_sglang_loads_identify_a_model(models: Path) -> None:
         (models / name).mkdir()
         (models / name / "scales.json").write_text(content)
     apart(check_identity, str(models))
+
+
+def check_not_waiting(adapter: str, cache: str) -> None:
+    from flexcache.integration.sglang.rank_cache import RankCache
+    from flexcache.integration.sglang.rank_weights import RankWeights
+
+    hooks: dict[str, Callable[..., Any]] = {}
+    weights = RankWeights()
+    weights.install(lambda name, hook, kind: hooks.update({name.rpartition(".")[2]: hook}))
+    rank = cast(RankCache, Rank())
+    weights.watch(rank, None)
+    time.sleep = lambda _: pytest.fail("the engine's thread waits")
+    loading = SimpleNamespace(lora_id="7" * 32, lora_path=adapter)
+    with Path(cache, "flexcache", "digests").open("w") as stopped:
+        fcntl.flock(stopped, fcntl.LOCK_EX)
+        result = SimpleNamespace(success=True)
+        assert hooks["_load_lora_adapter"](lambda *_: result, None, loading) is result
+
+
+class Rank:
+    """A rank of which nothing is asked."""
+
+
+def test_the_engines_thread_does_not_wait_for_another_process_that_hashes(tmp_path: Path) -> None:
+    (tmp_path / "flexcache").mkdir()
+    adapter = str(make_adapter(MODELS, 1))
+    apart(check_not_waiting, adapter, str(tmp_path), XDG_CACHE_HOME=str(tmp_path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -180,6 +181,18 @@ def test_an_adapter_is_known_by_its_content(make_executor: MakeExecutor, tmp_pat
         for number, path in ((7, copied), (9, copied), (9, make_adapter(MODELS, 1)), (9, tuned))
     ]
     assert names[0] == names[1] == names[2] != names[3]
+
+
+def test_the_engines_thread_does_not_wait_for_another_process_that_hashes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = make_adapter(MODELS, 1)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "flexcache").mkdir()
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("the engine's thread waits"))
+    with (tmp_path / "flexcache" / "digests").open("w") as stopped:
+        fcntl.flock(stopped, fcntl.LOCK_EX)
+        assert Scopes().read(Request(1, [], lora_task_id=7, py_lora_path=str(adapter)))
 
 
 def test_weights_are_named_by_hand(make_executor: MakeExecutor) -> None:

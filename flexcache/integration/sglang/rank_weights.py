@@ -76,7 +76,7 @@ class RankWeights:
         """Whether SGLang's own cache has pages, or some are being computed."""
         self._has_old_pages = False
         self._adapters: dict[str, _Adapter] = {}
-        self._digests = FileDigests(since_ns=ANY_TIME)
+        self._digests = FileDigests(since_ns=ANY_TIME, waits=False)
 
     def install(self, register: Callable[[str, Callable[..., Any], str], None]) -> None:
         """Register the hooks.

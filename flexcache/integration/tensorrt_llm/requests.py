@@ -44,7 +44,7 @@ class Scopes:
     """Names what keeps the KV of an engine's requests apart."""
 
     def __init__(self) -> None:
-        self._digests = FileDigests()
+        self._digests = FileDigests(waits=False)
         self._adapters: dict[int, tuple[Any, str]] = {}
         """By TensorRT-LLM's number, an adapter's files as they were first seen, and its name."""
 
