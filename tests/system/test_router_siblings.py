@@ -189,6 +189,36 @@ def test_an_adapter_is_loaded_by_every_engine(proxies: int) -> None:
         assert one.names == two.names == ["m"]
 
 
+CHANGES = (
+    "pause", "resume", "init_weight_transfer_engine", "start_weight_update", "update_weights",
+    "start_draft_weight_update", "finish_weight_update", "collective_rpc", "sleep", "wake_up",
+    "update_weights_from_disk", "update_weights_from_tensor", "update_weights_from_distributed",
+    "update_weights_from_ipc", "release_memory_occupation", "resume_memory_occupation",
+    "begin_weight_update", "end_weight_update", "pause_generation", "continue_generation",
+)  # fmt: skip
+
+
+def test_every_engine_gets_what_changes_its_weights() -> None:
+    made: dict[int, list[str]] = {1: [], 2: []}
+
+    def engine(number: int, model: str) -> OddEngine:
+        def change(method: str, target: str, body: bytes) -> Answer:
+            made[number].append(target)
+            return Answer(b"done")
+
+        listing = {"/v1/models": lambda *_: models(model, max_model_len=4096)}
+        return OddEngine({**listing, **{f"/{name}": change for name in CHANGES}})
+
+    with engine(1, "a") as one, engine(2, "b") as two, started(one, two) as router:
+        until(lambda: all_up(router))
+        assert {call(router, "POST", f"/{name}", {})[0] for name in CHANGES} == {200}
+        assert call(router, "POST", "/update_weights", {"model": "b"})[0] == 200
+        assert call(router, "GET", "/resume_memory_occupation")[0] == 200  # SGLang takes it, too
+    sent = [f"/{name}" for name in CHANGES]
+    assert made[1] == [*sent, "/resume_memory_occupation"]
+    assert made[2] == [*sent, "/update_weights", "/resume_memory_occupation"]
+
+
 def test_the_engines_that_did_not_load_an_adapter_are_named() -> None:
     with Storing() as one, Storing(loads=False) as two, started(one, two) as router:
         until(lambda: all_up(router))

@@ -18,14 +18,25 @@ from flexcache.router.tokens.engines import read_answer
 from flexcache.router.tokens.named_model import named_model
 
 _MODELS = "/v1/models"
-_TO_ALL = frozenset(
-    {
-        "/v1/load_lora_adapter", "/v1/unload_lora_adapter",  # vLLM
-        "/load_lora_adapter", "/unload_lora_adapter", "/flush_cache",  # SGLang
-        "/reset_prefix_cache", "/sleep", "/wake_up",
-    }
+_OF_VLLM = (
+    "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/sleep", "/wake_up",
+    "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/release_kv_cache_memory",
+    "/pause", "/resume", "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine",
+    "/start_weight_update", "/start_draft_weight_update", "/update_weights",
+    "/finish_weight_update", "/update_weight_version", "/weight_checker", "/collective_rpc",
 )  # fmt: skip
+_OF_SGLANG = (
+    "/load_lora_adapter", "/load_lora_adapter_from_tensors", "/unload_lora_adapter",
+    "/flush_cache", "/release_memory_occupation", "/resume_memory_occupation",
+    "/pause_generation", "/continue_generation", "/update_weights_from_disk",
+    "/update_weights_from_tensor", "/update_weights_from_distributed", "/update_weights_from_ipc",
+    "/begin_weight_update", "/end_weight_update", "/init_weights_update_group",
+    "/destroy_weights_update_group", "/update_weight_version", "/weights_checker",
+)  # fmt: skip
+_TO_ALL = frozenset(_OF_VLLM + _OF_SGLANG)
 """Paths of changes: with one of several engines changed, answers would depend on the choice."""
+_METHODS = ("POST", "GET")
+"""SGLang makes some of these changes by GET."""
 _SHOWN = 300
 
 
@@ -49,7 +60,7 @@ class _Said:
 
 def is_for_all(method: str, target: str) -> bool:
     """Return whether a request must reach every engine."""
-    return method == "POST" and target.partition("?")[0] in _TO_ALL
+    return method in _METHODS and target.partition("?")[0] in _TO_ALL
 
 
 def list_models(book: EngineBook, target: str) -> web.Response | None:
