@@ -65,6 +65,21 @@ def test_connections_to_the_control_port_take_none_from_clients() -> None:
         assert asyncio.run(crowd(router.url, 20)) == {200: 20}
 
 
+def test_connections_without_the_token_do_not_keep_probes_from_the_control_port() -> None:
+    with (
+        FakeEngine() as engine,
+        RouterProcess([engine], control_token="secret") as router,
+        contextlib.ExitStack() as stack,
+    ):
+        host, port = router.control.removeprefix("http://").split(":")
+        for number in range(100):
+            sock = stack.enter_context(socket.create_connection((host, int(port))))
+            ends = b"\r\n" * (number % 2)  # every other request is whole
+            with contextlib.suppress(ConnectionError):  # turned away already
+                sock.sendall(b"GET /stats HTTP/1.1\r\nHost: localhost\r\n" + ends)
+        assert [router.call("GET", "/readyz")[0] for _ in range(10)] == [200] * 10
+
+
 def test_a_body_that_does_not_come_to_the_control_port_is_given_up() -> None:
     with FakeEngine() as engine, RouterProcess([engine], idle_timeout_s=2) as router:
         host, port = router.control.removeprefix("http://").split(":")

@@ -50,13 +50,16 @@ async def answer(request: web.Request) -> web.Response:
     return web.Response(body=ANSWER, status=int(request.query.get("status", 200)))
 
 
-def before_an_engine(test: Callable[[OneEngine, int], Coroutine[Any, Any, None]]) -> None:
+def before_an_engine(
+    test: Callable[[OneEngine, int], Coroutine[Any, Any, None]], **settings: Any
+) -> None:
     async def run() -> None:
         app = web.Application()
         app.router.add_get("/", answer)
         async with TestServer(app) as engine:
             chooser = OneEngine(str(engine.make_url("")).rstrip("/"))
-            app = make_app(chooser, ProxyConfig(client_idle_s=0.3, stop_deadline_s=1.0))
+            config = ProxyConfig(**{"client_idle_s": 0.3, "stop_deadline_s": 1.0, **settings})
+            app = make_app(chooser, config)
             serving = await serve(app)
             try:
                 await test(chooser, serving.port)
@@ -92,3 +95,56 @@ def test_an_error_has_no_first_token(status: int, first_tokens: int) -> None:
         writer.transport.abort()
 
     before_an_engine(test)
+
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def connect(port: int, data: bytes = b"") -> Connection:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(data)
+    return reader, writer
+
+
+STATUS_LINE = len(b"HTTP/1.1 200")
+
+
+def test_strangers_do_not_keep_those_with_a_key_out() -> None:
+    right = b"GET / HTTP/1.1\r\nHost: r\r\nAuthorization: Bearer key\r\n\r\n"
+
+    async def test(chooser: OneEngine, port: int) -> None:
+        opened: list[Connection] = []
+        for _ in range(2):
+            opened.append(await connect(port, b"GET / HTTP/1.1\r\nHost"))  # no whole request
+            opened.append(await connect(port, b"GET / HTTP/1.1\r\nHost: r\r\n\r\n"))  # no key
+            assert await opened[-1][0].readexactly(STATUS_LINE) == b"HTTP/1.1 401"
+        clients = [await connect(port, right) for _ in range(4)]
+        for reader, _ in clients:
+            assert await reader.readexactly(STATUS_LINE) == b"HTTP/1.1 200"
+        for _, writer in [*opened, *clients]:
+            writer.transport.abort()
+
+    before_an_engine(test, max_connections=4, api_keys=("key",), client_idle_s=PATIENCE_S)
+
+
+def test_the_connection_that_is_idle_longest_makes_room() -> None:
+    request = b"GET / HTTP/1.1\r\nHost: r\r\n\r\n"
+
+    async def ask(connection: Connection) -> None:
+        connection[1].write(request)
+        head = await connection[0].readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200")
+        await connection[0].readexactly(len(ANSWER))
+
+    async def test(chooser: OneEngine, port: int) -> None:
+        first, second = await connect(port), await connect(port)
+        await ask(second)
+        await ask(first)  # idle since then
+        third = await connect(port)
+        await ask(third)
+        await ask(first)
+        assert await second[0].read() == b""
+        for _, writer in (first, second, third):
+            writer.transport.abort()
+
+    before_an_engine(test, max_connections=2, client_idle_s=PATIENCE_S)

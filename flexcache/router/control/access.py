@@ -8,6 +8,7 @@ of the live page.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
@@ -16,6 +17,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from flexcache.config.address import is_loopback
+from flexcache.router.proxy.access import holding
 from flexcache.router.proxy.bodies import BodyRefused
 
 _OPEN_PATHS = ("/healthz", "/readyz")
@@ -53,8 +55,10 @@ def make_gate(host: str, token: str | None) -> Middleware:
         has_body = request.method not in _READING and request.body_exists
         if has_body and request.content_type != "application/json":
             raise web.HTTPUnsupportedMediaType(text="the body must be application/json")
+        keeps = contextlib.nullcontext() if is_open else holding(request)
         try:
-            return await handler(request)
+            with keeps:
+                return await handler(request)
         except BodyRefused as refused:
             answer = web.Response(status=refused.status, text=str(refused))
             answer.force_close()

@@ -19,7 +19,7 @@ class ProxyConfig:
             empty: anyone may send requests.
         tls_cert: Certificate chain (PEM); None: plain HTTP.
         tls_key: Its private key.
-        max_connections: Further connections are closed as they come.
+        max_connections: One more takes the place of the one that is idle longest, if any is.
         max_headers: Number of header fields of a request.
         max_header_bytes: Size of all its header fields together.
         max_body_bytes: Size of a request's body.

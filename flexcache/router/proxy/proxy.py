@@ -19,7 +19,7 @@ from multidict import CIMultiDict
 from flexcache.errors import InternalError
 from flexcache.router.chooser import Arrival, Choice, Chooser, NotRouted, Outcome
 from flexcache.router.proxy import answers, headers
-from flexcache.router.proxy.access import ApiKeys
+from flexcache.router.proxy.access import ApiKeys, holding
 from flexcache.router.proxy.bodies import Bodies, Body, BodyRefused
 from flexcache.router.proxy.config import ProxyConfig
 from flexcache.router.proxy.engines import EngineBook, Engines, NoAnswer, NotTaken
@@ -126,7 +126,7 @@ class Proxy:
             return refusal
         unique_id = f"{self._prefix}-{next(self._numbers)}"
         shown_id = request.headers.get(headers.REQUEST_ID, unique_id)
-        with RequestLife(self._chooser, unique_id) as life:
+        with holding(request), RequestLife(self._chooser, unique_id) as life:
             try:
                 sent = await self._send(request, life, shown_id)
             except BodyRefused as refused:

@@ -7,20 +7,16 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable
-from typing import cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from flexcache.errors import ConfigError
-from flexcache.logs import log_event
 from flexcache.router.chooser import Chooser
+from flexcache.router.proxy.access import Seats
 from flexcache.router.proxy.config import ProxyConfig
 from flexcache.router.proxy.engines import EngineBook
 from flexcache.router.proxy.proxy import Proxy
-from flexcache.router.waiting import OnceAMinute
-
-logger = logging.getLogger(__name__)
 
 PROXY: web.AppKey[Proxy] = web.AppKey("proxy", Proxy)
 CONFIG: web.AppKey[ProxyConfig] = web.AppKey("config", ProxyConfig)
@@ -135,43 +131,19 @@ async def listen(
     max_connections: int,
     context: ssl.SSLContext | None = None,
 ) -> asyncio.Server:
-    """Accept connections at a bound socket; those beyond the limit are closed as they come."""
+    """Accept connections at a bound socket, up to a limit: see `Seats`."""
     if sock.family != socket.AF_UNIX:
         for option, value in _KEEP_ALIVE_PROBES:  # accepted sockets inherit them
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    assert runner.server is not None
+    seats = Seats(runner.server, sock.getsockname(), max_connections)
     return await asyncio.get_running_loop().create_server(
-        _within_limit(runner, sock.getsockname(), max_connections),
+        seats.offer,
         sock=sock,
         ssl=context,
         backlog=_BACKLOG,
         ssl_handshake_timeout=_TLS_HANDSHAKE_S if context else None,
     )
-
-
-class _Turned(asyncio.Protocol):
-    """Closes a connection that is one too many."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast(asyncio.Transport, transport).abort()
-
-
-def _within_limit(
-    runner: web.AppRunner, address: object, limit: int
-) -> Callable[[], asyncio.Protocol]:
-    server = runner.server
-    assert server is not None
-    says_full = OnceAMinute()
-
-    def make() -> asyncio.Protocol:
-        if len(server.connections) < limit:
-            return server()
-        if says_full.is_due():
-            log_event(
-                logger, logging.WARNING, "connections_turned_away", address=address, limit=limit
-            )
-        return _Turned()
-
-    return make
 
 
 def bind(host: str, port: int, reuse_port: bool = False) -> socket.socket:
