@@ -58,7 +58,7 @@ def read_fields(config: Any, hints: Mapping[str, Any]) -> None:
         if read is None:
             is_secret = spec.metadata["is_secret"]
             value = parse(spec.name, value, hints[spec.name], is_secret=is_secret)
-        elif value is not None:
+        elif value is not None or type(None) not in _members(hints[spec.name]):
             value = read(spec.name, value)
         object.__setattr__(config, spec.name, value)
 

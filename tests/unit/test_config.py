@@ -91,6 +91,7 @@ def test_a_bad_model_is_refused_by_name(change: dict[str, Any], named: str) -> N
         ({**BASE, "num_ssd_blocks": 4, "ssd_cache_dirs": ["/tmp", "/tmp"]}, "twice"),
         ({**BASE, "num_ssd_blocks": 4, "ssd_cache_dirs": ["/dev/null/x"]}, "not a directory"),
         ({**BASE, "num_ssd_blocks": 4, "ssd_cache_dirs": 5}, "list of directories"),
+        ({**BASE, "num_ssd_blocks": 4, "ssd_cache_dirs": None}, "list of directories"),
         ({**BASE, "eviction_policy": "mru"}, "eviction_policy = 'mru'.*lru"),
         ({**BASE, "io_engine": "spdk"}, "io_engine = 'spdk'.*io_uring"),
         ({**BASE, "remote_url": "ftp://host/kv"}, "must begin with one of"),

@@ -52,6 +52,9 @@ def test_a_cache_does_not_read_the_routers_variables() -> None:
     "settings",
     [
         {"workers": 7},
+        {"workers": None},
+        {"peers": None},
+        {"api_keys": None},
         {"workers": [{"url": ONE}]},
         {"worker_file": "/does/not/exist"},
         {"allowed_workers": ["("]},
