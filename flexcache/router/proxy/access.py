@@ -66,7 +66,7 @@ class Seats:
     """The connections of a listening socket, up to a limit.
 
     Beyond it the one goes that has waited longest for a request, or has sent none that it may:
-    whoever opens as many as there can be, and sends nothing, must not keep everyone else out. Only
+    a client that opens as many as there can be, and sends nothing, must not keep everyone else out. Only
     if all are being served the new one goes.
     """
 
