@@ -105,8 +105,8 @@ class RemoteTransport:
         self._naming = threading.Lock()
         """Held wherever the next three change."""
         self._weights = Weights(0, config.model_version or "")
-        self._renamed_alone = False
-        """Whether the weights were renamed while there was no server."""
+        self._heard = 0
+        """The last generation that a server gave; later ones were given here, without a server."""
         self._renamed: Callable[[int, str], None] = lambda generation, version: None
         self._tasks: ClientTasks
         self._thread: threading.Thread | None = None
@@ -205,13 +205,9 @@ class RemoteTransport:
                 with self._naming:
                     if self._calls.is_open:
                         continue  # a session began meanwhile, with the former name
-                    generation = self._weights.generation + 1
-                    self._rename(
-                        msgspec.structs.replace(
-                            self._weights, generation=generation, version=version
-                        )
-                    )
-                    self._renamed_alone = True
+                    generation, heard = self._weights.generation + 1, self._heard
+                    self._rename(Weights(generation, version, self._weights.ranks))
+                    self._heard = heard
                     return generation, version
             weights = msgspec.convert(answer, Weights)
             with self._naming:
@@ -221,7 +217,7 @@ class RemoteTransport:
     def _rename(self, weights: Weights) -> None:
         """Name prompts by these from now on, unless later ones came first; with `_naming` held."""
         if weights.generation > self._weights.generation:
-            self._weights = weights
+            self._weights, self._heard = weights, weights.generation
             self._renamed(weights.generation, weights.version)
 
     def take_changes(self) -> list[Change]:
@@ -290,7 +286,7 @@ class RemoteTransport:
         with self._naming:
             return HelloEngine(
                 self._engine, self._client, os.getpid(), self._spec, self._calls_identity,
-                self._calls.scratch.fd, weights=self._weights, renamed_alone=self._renamed_alone,
+                self._calls.scratch.fd, weights=self._weights, heard=self._heard,
                 pid_namespace=pid_namespace(),
             )  # fmt: skip
 
@@ -341,12 +337,13 @@ class RemoteTransport:
         session = SessionId(welcome.session)
         with self._naming:
             self._rename(welcome.weights)
-            if self._weights != welcome.weights:
+            ours, theirs = self._weights, welcome.weights
+            if (ours.generation, ours.version) != (theirs.generation, theirs.version):
                 socket.close()
                 self._fence.close()
                 self._fence = None
                 raise ServerLostError("the weights got another name while it was greeted")
-            self._renamed_alone = False
+            self._weights, self._heard = theirs, theirs.generation
             self._tasks.begin(session)
             self._calls.begin(socket, session, welcome.uses_scratch, welcome.prompt_detail)
         if self._launcher is not None:

@@ -194,8 +194,8 @@ class HelloEngine(msgspec.Struct, tag=True, frozen=True):
     scratch_fd: int = -1
     version: int = PROTOCOL_VERSION
     weights: Weights = Weights()
-    renamed_alone: bool = False
-    """Whether it has renamed its weights while there was no server."""
+    heard: int = 0
+    """The last generation that a server gave it: later ones it has given itself meanwhile."""
     pid_namespace: int = 0
 
 

@@ -216,7 +216,7 @@ class Peers:
         scratch = self._host.map_scratch(hello.pid, hello.scratch_fd)
         # While the registry does not know it: it learns by the Welcome.
         weights = self._weights.greeted(
-            hello.engine, hello.client, hello.weights, hello.renamed_alone, now
+            hello.engine, hello.client, hello.weights, hello.heard, now
         )
         scheduler = Scheduler(
             identity, hello.calls, hello.engine, hello.client, hello.pid, session, scratch, now

@@ -24,6 +24,7 @@ from flexcache.protocol.messages import UNKNOWN_WEIGHTS, Weights
 
 NO_GENERATION = -1
 """The generation of an engine whose weights are unknown: no match is of it."""
+_MAX_ABSENT = 1024
 
 
 @dataclass(slots=True)
@@ -64,6 +65,8 @@ class EngineWeights:
     def __init__(self, changed: Callable[[str, int, bool, float], None]) -> None:
         self._changed = changed
         self._engines: dict[str, _Engine] = {}
+        self._absent: dict[str, None] = {}
+        """Those of them that have no peers, the first to have left first."""
 
     def of(self, engine: str) -> Weights:
         """Return what an engine's weights are called."""
@@ -76,7 +79,7 @@ class EngineWeights:
 
     def rename(self, engine: str, version: str, now: float) -> Weights:
         """Give an engine's weights another name. Returns it with its generation."""
-        state = self._engines.setdefault(engine, _Engine())
+        state = self._state_of(engine)
         is_other, state.version = state.version != version, version
         self._advance(engine, state, state.generation + 1, is_other, now)
         return self.of(engine)
@@ -85,10 +88,12 @@ class EngineWeights:
         self, engine: str, place: int, client: str, number: int, version: str, now: float
     ) -> None:
         """A rank registers, or its weights have changed: this is its update of that number."""
-        state = self._engines.setdefault(engine, _Engine())
+        state = self._state_of(engine)
         known = state.ranks.get(place, _Rank("", 0))
         if (known.client, known.number) == (client, number):
-            known.is_gone = False
+            was_gone, known.is_gone = known.is_gone, False
+            if was_gone and number == UNKNOWN_WEIGHTS:  # the engine may have got a name meanwhile
+                self._advance(engine, state, state.generation, False, now)
             return
         state.ranks[place] = _Rank(client, number, version)
         if not number and not known.number:
@@ -110,27 +115,31 @@ class EngineWeights:
         if state is not None and place in state.ranks:
             state.ranks[place].is_gone = True
 
-    def greeted(
-        self, engine: str, client: str, told: Weights, is_alone: bool, now: float
-    ) -> Weights:
+    def greeted(self, engine: str, client: str, told: Weights, heard: int, now: float) -> Weights:
         """A scheduler begins a session, and tells what it names prompts by.
 
         Args:
-            is_alone: It has renamed its weights since it last heard of a server.
+            heard: The last generation that a server gave it. It has renamed its weights itself if
+                it tells of a later one.
 
         Returns:
             What it has to name them by from now on.
         """
-        state = self._engines.setdefault(engine, _Engine())
+        state = self._state_of(engine)
+        knows_all = heard >= state.generation
         if client != state.scheduler and state.scheduler:  # of an engine that was started again
             state.ranks = {place: r for place, r in state.ranks.items() if not r.is_gone}
+            knows_all = True  # the name was its predecessor's
         state.scheduler = client
-        knows_all = all(told.ranks.get(p) == each for p, each in state.updated().items())
+        knows_all &= all(told.ranks.get(p) == each for p, each in state.updated().items())
+        # Another client is in the place of an updated rank, maybe with the weights of its start.
+        is_doubtful = any(p in state.ranks and not state.ranks[p].number for p in told.ranks)
         for place, (rank_client, number) in told.ranks.items():
             state.ranks.setdefault(place, _Rank(rank_client, number))
         version, generation = told.version, told.generation
-        if not knows_all:  # which of the two came later is not known
-            version = random_version() if is_alone else state.version
+        if is_doubtful or not knows_all:  # which of the two came later may not be known
+            is_unclear = is_doubtful or told.generation > heard
+            version, knows_all = random_version() if is_unclear else state.version, False
         is_same = knows_all and (generation, version) == (state.generation, state.version)
         if not is_same and not (knows_all and not state.generation):
             generation = max(generation, state.generation) + 1
@@ -139,8 +148,24 @@ class EngineWeights:
         return self.of(engine)
 
     def forget(self, engine: str) -> None:
-        """No peer of the engine is left."""
-        self._engines.pop(engine, None)
+        """No peer of the engine is left. Its scheduler may come back, and may not have heard of
+        its last name: that is kept, of so many engines."""
+        state = self._engines.get(engine)
+        if state is None:
+            return
+        for rank in state.ranks.values():
+            rank.is_gone = True
+        if not state.scheduler:
+            del self._engines[engine]
+            return
+        self._absent[engine] = None
+        if len(self._absent) > _MAX_ABSENT:
+            first = next(iter(self._absent))
+            del self._absent[first], self._engines[first]
+
+    def _state_of(self, engine: str) -> _Engine:
+        self._absent.pop(engine, None)
+        return self._engines.setdefault(engine, _Engine())
 
     def _advance(
         self, engine: str, state: _Engine, generation: int, is_other: bool, now: float

@@ -19,8 +19,11 @@ class World:
         self.weights.told("e", place, client or f"rank {place}", number, version, NOW)
         return self.weights.of("e")
 
-    def greeted(self, told: Weights, client: str = "s", is_alone: bool = False) -> Weights:
-        return self.weights.greeted("e", client, told, is_alone, NOW)
+    def greeted(
+        self, told: Weights, client: str = "s", heard: int | None = None, engine: str = "e"
+    ) -> Weights:
+        heard = told.generation if heard is None else heard
+        return self.weights.greeted(engine, client, told, heard, NOW)
 
 
 def test_ranks_that_have_what_they_started_with_change_nothing() -> None:
@@ -107,7 +110,7 @@ def test_an_update_while_there_was_no_server_is_news() -> None:
     assert given.greeted(known).version == "v3"
     given = World()
     given.told(0, 2, "v3")
-    assert given.greeted(known, is_alone=True).version not in ("v2", "v3"), "which came later?"
+    assert given.greeted(known, heard=0).version not in ("v2", "v3"), "which came later?"
 
 
 def test_a_generation_is_never_used_for_two_updates() -> None:
@@ -129,3 +132,78 @@ def test_an_engine_that_starts_again_under_its_name_has_its_first_weights() -> N
     world.told(0, 0, client="new")
     assert world.greeted(Weights(0, "v1"), client="t").version == "v1"
     world.told(1, 0, client="new")
+
+
+def test_a_name_that_its_scheduler_has_not_heard_of_stays() -> None:
+    """Its session ended before it read of it, and all that remains of the engine may have left."""
+    for has_left in (False, True):
+        world = World()
+        known = world.greeted(Weights(5, "v5"))
+        world.weights.rename("e", "step-17", NOW)
+        if has_left:
+            world.weights.forget("e")
+        named = world.greeted(known)
+        assert named.version == "step-17"
+        assert named.generation > known.generation
+
+
+def test_a_name_given_by_each_side_at_the_same_time_is_neither() -> None:
+    world = World()
+    known = world.greeted(Weights(5, "v5"))
+    world.weights.rename("e", "step-17", NOW)
+    alone = Weights(7, "step-19")
+    assert world.greeted(alone, heard=known.generation).version not in ("step-17", "step-19")
+
+
+def test_a_rank_of_another_client_makes_the_name_doubtful_while_the_scheduler_is_away() -> None:
+    world = World()
+    world.told(0, 1, "v2")
+    known = world.greeted(Weights(5, "v5"))
+    world.told(0, 0, client="new")
+    assert world.greeted(known).version not in ("v2", "v5")
+
+
+def test_a_rank_of_another_client_makes_the_name_doubtful_at_the_next_server() -> None:
+    """In either order; and the answer is one that the scheduler can take."""
+    known = Weights(5, "v5", {0: ("rank 0", 3)})
+    for ranks_first in (True, False):
+        after = World()
+        if ranks_first:
+            after.told(0, 0, client="new")
+        after.greeted(known)
+        if not ranks_first:
+            after.told(0, 0, client="new")
+        now = after.weights.of("e")
+        assert now.version not in ("", "v5")
+        assert now.generation > known.generation
+
+
+def test_an_engine_that_starts_again_after_all_has_left_has_its_first_name() -> None:
+    for ranks_first in (True, False):
+        world = World()
+        world.greeted(Weights(0, "v1"))
+        world.told(0, 1)
+        world.weights.forget("e")
+        if ranks_first:
+            world.told(0, 0, client="new")
+        assert world.greeted(Weights(0, "v1"), client="t").version == "v1"
+
+
+def test_names_of_engines_that_have_left_are_bounded() -> None:
+    world = World()
+    for number in range(2000):
+        world.greeted(Weights(5, "v5"), engine=f"e{number}")
+        world.weights.rename(f"e{number}", "v6", NOW)
+        world.weights.forget(f"e{number}")
+    assert world.weights.of("e1999").version == "v6"
+    assert world.weights.of("e0").version == ""
+
+
+def test_a_rank_that_does_not_know_its_weights_comes_back_without_knowing_them() -> None:
+    world = World()
+    world.told(0, UNKNOWN_WEIGHTS)
+    world.weights.rank_gone("e", 0)
+    world.weights.rename("e", "v2", NOW)
+    assert world.changes[-1][1] > 0
+    world.told(0, UNKNOWN_WEIGHTS)
+    assert world.changes[-1][1] == NO_GENERATION
