@@ -264,7 +264,8 @@ def check_version(version: object) -> None:
 
 
 def _check_weights(weights: object, adapter: object) -> None:
-    if weights is not None and (isinstance(weights, bool) or not isinstance(weights, int)):
+    is_number = isinstance(weights, int) and not isinstance(weights, bool)
+    if weights is not None and not (is_number and weights >= 0):  # type: ignore[operator]
         raise ValueError(f"weights = {weights!r}: must be a KVManager.weights_generation")
     if adapter != "":
         check_name("adapter", adapter, MAX_VERSION_LENGTH)

@@ -207,18 +207,22 @@ class Tiers:
             self.journal.cleared_since(mark)
         return dropped
 
-    def retire(self, root: RootId) -> None:
-        """Evict what is kept under a root before all else: the weights it was named by are gone.
+    def retire(self, roots: Sequence[RootId]) -> None:
+        """Evict what is kept under roots before all else: the weights they were named by are gone.
 
         Readers of the journal know blocks by the engine's keys, which are the same under its next
         root: for them the blocks have to go at once.
         """
-        self._retired[root] = None
-        if len(self._retired) > _MAX_RETIRED:
+        if self.journal is None:
+            roots = roots[-_MAX_RETIRED:]  # older ones become due by themselves
+        for root in roots[-_MAX_RETIRED:]:
+            self._retired[root] = None
+        while len(self._retired) > _MAX_RETIRED:
             del self._retired[next(iter(self._retired))]
         kept, self.lost = self.lost, Counter()  # dirty blocks among them are not lost
         for tier in self._tiers:
-            tier.retire_root(root, drop=self.journal is not None)
+            for root in roots:
+                tier.retire_root(root, drop=self.journal is not None)
         self.lost = kept
 
     def unretire(self, root: RootId) -> None:

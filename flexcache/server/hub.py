@@ -123,6 +123,8 @@ class Hub:
             undecodable=self._refuse_undecodable, failed=self._failed, has_data=_has_data,
         )  # fmt: skip
         self._seen_readiness = 0
+        self._has_news = False
+        """What `route` will return, since it was called in between."""
 
     # -- events ----------------------------------------------------------------------------------
 
@@ -162,7 +164,7 @@ class Hub:
         cache = self._slot.cache
         if cache is None:
             return self._slot.failure is not None
-        tasks, has_news = cache.tasks, False
+        tasks, has_news, self._has_news = cache.tasks, self._has_news, False
         while instructions := tasks.take_instructions():
             for instruction in instructions:
                 has_news |= isinstance(instruction, LookUpEnded)
@@ -265,6 +267,8 @@ class Hub:
                 else:
                     op_reports.pass_on(self._slot.tasks, peer.executor, message, now)
             case WeightsChanged() if isinstance(peer, Rank) and peer.serving:
+                # What is planned already is for the weights that it had.
+                self._has_news = self.route(now)
                 self._peers.weights_changed(peer, message, now)
                 self.outbox.send(identity, self.weights.of(peer.engine))
             case Ping() if peer is not None:

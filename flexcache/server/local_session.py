@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from flexcache.cache.block_keys import PromptKeys
 from flexcache.cache.prompt import Prompt
 from flexcache.errors import ClosedError
 from flexcache.ids import TaskId, TaskKind
@@ -39,7 +38,7 @@ class LocalSession:
         keys, start, stop, num_tokens, retain_s, tail_at, session_id, weights, adapter = prompt
         if not self.server.is_open:
             return MatchedTask(self.server.next_id(self.ids), start, 0, {}, 0)
-        if look_up and self._has_store and not self._look_up(kind, keys, stop, may_wait):
+        if look_up and self._has_store and not self._look_up(kind, prompt, may_wait):
             return None
         with self.server.lock, self.server.session() as tasks:
             now = time.monotonic()
@@ -57,12 +56,14 @@ class LocalSession:
     def look_up(self, prompt: Prompt) -> None:
         """Begin to ask the remote store about a prompt; no task is made."""
         if self._has_store and self.server.is_open:
-            self._look_up(TaskKind.GET, prompt.keys, prompt.stop, may_wait=False)
+            self._look_up(TaskKind.GET, prompt, may_wait=False)
 
-    def _look_up(self, kind: TaskKind, keys: PromptKeys, stop: int, may_wait: bool) -> bool:
+    def _look_up(self, kind: TaskKind, prompt: Prompt, may_wait: bool) -> bool:
         """Ask the remote store; whether the match can be made now."""
         with self.server.lock, self.server.session() as tasks:
-            lookup = tasks.look_up(kind, keys, stop, time.monotonic(), self.ids.session)
+            lookup = tasks.look_up(
+                kind, prompt.keys, prompt.stop, time.monotonic(), self.ids.session, prompt.weights
+            )
         if lookup is None or not may_wait:
             return lookup is None
         with self.server.lock, self.server.session() as tasks:

@@ -153,9 +153,13 @@ class Requests:
             check_session_id(request.session_id)
         if not 0 <= request.tail_at <= request.stop:
             raise ValueError(f"a tail behind {request.tail_at} of {request.stop} blocks")
+        if request.weights < 0:
+            raise ValueError(f"weights of generation {request.weights}")
         lookup, tasks = None, self._slot.tasks
         if request.look_up:
-            lookup = tasks.look_up(request.kind, keys, request.stop, now, caller.session)
+            lookup = tasks.look_up(
+                request.kind, keys, request.stop, now, caller.session, request.weights
+            )
         is_pending = lookup is not None
         if request.awaits_loads and not is_pending:
             is_pending = tasks.awaits_load(caller.session, keys, request.stop, now)

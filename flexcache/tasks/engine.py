@@ -287,8 +287,7 @@ class KVTaskEngine:
                     session.named_at = remote.num_clears
             self._cancel_unanswered(self._sessions.of_engine(engine), now)
             if is_other:
-                for root in self._sessions.take_unused_roots(engine):
-                    self.cache.tiers.retire(root)
+                self.cache.tiers.retire(self._sessions.take_unused_roots(engine))
 
         self._take_in(change)
 
@@ -308,7 +307,7 @@ class KVTaskEngine:
 
     def look_up(
         self, kind: TaskKind, keys: PromptKeys, stop: int, now: float,
-        session: SessionId | None = None,
+        session: SessionId | None = None, weights: int = 0,
     ) -> int | None:  # fmt: skip
         """Ask the remote store what it has of a prompt, where that may matter to a `match`.
 
@@ -317,7 +316,7 @@ class KVTaskEngine:
         """
         with self._change:
             owner = None if session is None else self._sessions.get(session)
-            return self._matcher.look_up(kind, keys, stop, now, owner)
+            return self._matcher.look_up(kind, keys, stop, now, owner, weights)
 
     def awaits_load(self, session: SessionId, keys: PromptKeys, stop: int, now: float) -> bool:
         """Whether a get that can wait should ask again a little later (`EarlyTasks`)."""

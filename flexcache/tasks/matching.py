@@ -62,22 +62,28 @@ class Matcher:
         return True
 
     def _place(self, keys: PromptKeys, owner: Session | None) -> None:
-        """Set the root that tiers keep a prompt under."""
+        """Set the root that tiers keep a prompt under, which names the engine's present weights."""
         self._roots.place(keys)
         remote = self._cache.tiers.remote
         if remote is not None and owner is not None and owner.named_at == remote.num_clears:
             remote.keep_plain(keys.root)
 
     def look_up(
-        self, kind: TaskKind, keys: PromptKeys, stop: int, now: float, owner: Session | None = None
-    ) -> int | None:
+        self, kind: TaskKind, keys: PromptKeys, stop: int, now: float,
+        owner: Session | None = None, weights: int = 0,
+    ) -> int | None:  # fmt: skip
         """Ask the remote store what it has of a prompt, where that may matter to a match.
+
+        Args:
+            weights: As of `plan`.
 
         Returns:
             The question to wait for; None if nothing is asked.
         """
         lookups = self._lookups
         if kind is TaskKind.PUT or lookups is None or not self._executors.is_up(REMOTE):
+            return None
+        if owner is not None and not self._sessions.has_weights(owner.engine, weights):
             return None
         self._place(keys, owner)
         if keys.parent_key is not None:
@@ -119,7 +125,8 @@ class Matcher:
             The plan, and what it is for: the keys and the blocks, those of the whole chain where
             the prompt continues one.
         """
-        self._place(keys, owner)
+        has_weights = self._sessions.has_weights(owner.engine, weights)
+        self._place(keys, owner if has_weights else None)
         self._cache.tiers.advance(now)
         num_before = 0
         if keys.parent_key is not None and (chain := self._chain(kind, keys, owner)) is not None:
@@ -128,9 +135,10 @@ class Matcher:
             if kind is TaskKind.PREFETCH:
                 start = 0  # DRAM keeps no block without those before it
             tail_at += num_before if tail_at else 0
-        if self._sessions.has_weights(owner.engine, weights):
-            owner.uses(keys.root)
-            self._cache.tiers.unretire(keys.root)
+        if has_weights:
+            if kind is not TaskKind.PREFETCH:  # an operator's, say, which computes with no weights
+                owner.uses(keys.root)
+                self._cache.tiers.unretire(keys.root)
             plan = self._plan(owner, kind, keys, start, stop, retain_s, tail_at)
         else:
             plan = self._cache.plan_nothing(kind, keys, start, stop, "weights_changed")

@@ -19,6 +19,7 @@ from flexcache.tasks.routes import GPU_LOADS, GPU_STORES, WORKER_OF
 from flexcache.tasks.totals import Totals
 from flexcache.transfer.graph import BlockIds
 
+_MAX_ENGINES = 4096
 _INTERNAL = make_session(0, 0xFFFF)  # no server has the epoch 0
 
 
@@ -160,6 +161,8 @@ class TaskSessions:
 
     def set_weights(self, engine: str, generation: int) -> None:
         """The weights of an engine are of this generation from now on."""
+        if len(self._weights) > _MAX_ENGINES:  # without a session most of them: told again with it
+            self._weights = {e: g for e, g in self._weights.items() if e in self._of_engines}
         self._weights[engine] = generation
 
     def has_weights(self, engine: str, generation: int) -> bool:
@@ -172,8 +175,8 @@ class TaskSessions:
         unused = dict.fromkeys(root for session in own for root in session.roots)
         for session in own:
             session.roots = {}
-        others = [session.roots for session in self.of_engines()]
-        return [root for root in unused if not any(root in roots for roots in others)]
+        others = set().union(*(session.roots for session in self.of_engines()))
+        return [root for root in unused if root not in others]
 
     def is_disputed(self, engine: str) -> bool:
         return engine in self._disputed

@@ -25,6 +25,7 @@ from flexcache.ids import KVStatus, TaskKind
 from flexcache.protocol.fence import Fence
 from flexcache.protocol.messages import (
     MAX_FRAME_BYTES,
+    UNKNOWN_WEIGHTS,
     Answer,
     Cancel,
     CheckInvariants,
@@ -49,6 +50,7 @@ from flexcache.protocol.messages import (
     SessionOver,
     TaskAnswer,
     ToServer,
+    WeightsChanged,
     WelcomeEngine,
     WelcomeRank,
 )
@@ -733,6 +735,38 @@ def test_a_task_answered_over_a_late_rank_is_revoked_and_the_next_session_is_not
     world.close()
     assert permit.is_revoked
     fence.close()
+
+
+def test_an_op_planned_before_an_update_carries_the_number_of_before(world: World) -> None:
+    """Also if it waits to be routed when the news of the update comes."""
+    engine = Engine(world)
+    engine.register()
+    engine.put("ab")
+    task_id, reply = engine.match(TaskKind.GET, "ab")
+    world.hub.cache.tasks.launch([task_id], [np.arange(2)], world.now)  # type: ignore[union-attr]
+    world.send(engine.rank, WeightsChanged(1))
+    executes = [m for m in world.inbox[engine.rank] if isinstance(m, Execute)]
+    assert [each.weights for each in executes] == [0]
+
+
+def test_news_of_an_update_pass_on_that_a_look_up_has_ended(asking: World) -> None:
+    engine = up_with_store(asking)
+    engine.ask("ab", may_wait=True)
+    tasks = asking.hub.cache.tasks  # type: ignore[union-attr]
+    tasks.looked_up(asking.asked[-1], 0, None, asking.now)
+    frames = [msgspec.msgpack.encode(WeightsChanged(1))]
+    asking.hub.take(engine.rank, frames, asking.now)
+    assert asking.hub.route(asking.now), "threads of this process wait for that"
+    assert not asking.hub.route(asking.now)
+
+
+def test_a_match_of_a_negative_generation_is_refused(world: World) -> None:
+    engine = Engine(world)
+    engine.register()
+    world.send(engine.rank, WeightsChanged(UNKNOWN_WEIGHTS))
+    request = Match(5, engine.ids.next(), TaskKind.PUT, ROOT, 0, 2, 32, 8, weights=-1)
+    [reply] = world.send(engine.calls, request, keys("ab"))
+    assert isinstance(reply, Failed) and reply.kind == "value"
 
 
 def test_a_scheduler_that_does_not_read_is_given_up_and_a_rank_is_not(world: World) -> None:

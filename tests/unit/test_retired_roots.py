@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 from builders import OTHER_ROOT, ROOT, key_of, make_cache, prompt
 
+from task_builders import ENGINE, OTHER, World
+
 from flexcache.cache.journal import Removed, Stored
 from flexcache.cache.tier import Tier
+from flexcache.ids import TaskKind
 
 
 def store(tier: Tier, word: str, root: bytes = ROOT) -> None:
@@ -69,7 +72,7 @@ def test_readers_of_events_hear_of_it_at_once() -> None:
     cache = make_cache(8, tokens_per_block=1)
     host = cache.tiers.host
     store(host, "abcd")
-    cache.tiers.retire(ROOT)
+    cache.tiers.retire([ROOT])
     store(host, "abcd", OTHER_ROOT)
     assert cache.tiers.journal is not None
     changes = cache.tiers.journal.take()
@@ -79,3 +82,16 @@ def test_readers_of_events_hear_of_it_at_once() -> None:
     store(host, "efgh", OTHER_ROOT)
     assert not any(isinstance(each, Removed) for each in cache.tiers.journal.take())
     host.check()
+
+
+def test_who_only_prefetches_uses_no_root() -> None:
+    """A router has prompts prefetched by the operator's session, which has no weights."""
+    world = World(cpu=4, ssd=0)
+    world.put("abcd")
+    world.finish_all()
+    world.match(TaskKind.PREFETCH, "abcd", engine=OTHER)
+    world.engine.set_weights(ENGINE, 1, True, world.now)
+    world.match(TaskKind.PREFETCH, "abcd", engine=OTHER)
+    assert world.cache.tiers.is_retired(world.placed("abcd").root)
+    world.finish_all()
+    world.check()

@@ -1035,3 +1035,18 @@ def test_slow_loads_through_dram_do_not_speak_against_those_past_it() -> None:
     task_id = world.get("abcdef")
     assert {run.op.kind for run in world.ops(task_id=task_id)} == {OpKind.DISK2D}
     world.finish_all()
+
+
+def test_a_late_match_of_former_weights_does_not_undo_a_clear() -> None:
+    """It would call its root at the store what it was called before."""
+    world = with_store()
+    root, remote = world.placed("ab").root, world.cache.tiers.remote
+    assert remote is not None
+    world.engine.clear(None)
+    world.engine.set_weights(ENGINE, 1, True, world.now)
+    session = world.ids.session
+    assert world.engine.look_up(TaskKind.GET, keys_of("ab"), 2, world.now, session) is None
+    assert remote.root_at_store(root) != root
+    world.match(TaskKind.GET, "ab")
+    assert remote.root_at_store(root) != root
+    world.check()
