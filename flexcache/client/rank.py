@@ -284,6 +284,7 @@ class KVTPClient:
         self._weights = weights
         self._ops.set_weights(weights.number)
         if self._state is ClientState.SERVING and self._ops.tell(weights):
+            self._told = weights
             return
         connected = (ClientState.REGISTERING, ClientState.SERVING)
         if self._state in connected:
@@ -319,6 +320,7 @@ class KVTPClient:
         self._error = "this process is a fork of the rank's"
         # A thread that this process does not have may be using the others.
         self._changed, self._ends = threading.Condition(), threading.RLock()
+        self._updating = threading.Lock()
         self._tasks = RankTasks(self._tasks.keeps_loads, lambda: None)
         self._ops = RankOps(self._link, self._tasks)
 

@@ -79,7 +79,7 @@ class RankOps:
         self._is_woken = attachment.wakes
         self._tasks.attach(worker, epoch)
         self._line = open_line(self._link.endpoint, server_pid, self._link.identity, self)
-        self._is_torn = False
+        self._is_torn, self._num_reporting = False, 0
         if self._line is not None:
             self._link.ping_rarely()
 
@@ -150,7 +150,7 @@ class RankOps:
                 self._pass_on(line, [*refused, *done])
             finally:
                 with self._turn:
-                    self._num_reporting -= 1
+                    self._num_reporting = max(0, self._num_reporting - 1)
             with self._turn:
                 may_rest = worker.only_lands and worker.failure is None
                 self._rests_until_s = time.monotonic() + _NEXT_DRIVE_S if may_rest else 0.0
@@ -293,7 +293,7 @@ class RankOps:
             self._report(done)
         finally:
             with self._turn:
-                self._num_reporting -= 1
+                self._num_reporting = max(0, self._num_reporting - 1)
         if worker.failure is not None:
             raise DeviceLostError(worker.failure)
 

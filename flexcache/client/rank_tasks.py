@@ -30,7 +30,7 @@ class RankTasks:
 
     def __init__(self, keeps_loads: bool, wake: Callable[[], None]) -> None:
         self.keeps_loads = keeps_loads
-        self.advance: Callable[[DeviceWorker], list[Done]] = DeviceWorker.advance
+        self.advance: Callable[[DeviceWorker], list[Done]]
         """Advances the worker while there is no server."""
         self._wake = wake
         self._changed = threading.Condition()

@@ -6,6 +6,7 @@ from collections import Counter
 
 import msgspec
 
+from flexcache.cache.prompt import MAX_VERSION_LENGTH
 from flexcache.protocol.messages import (
     PROTOCOL_VERSION,
     Greeting,
@@ -17,6 +18,7 @@ from flexcache.protocol.names import MAX_NAME_LENGTH, is_anonymous
 from flexcache.server.guard import Buffer
 from flexcache.storage.shards import Shards
 
+_MAX_GENERATION = 1 << 62  # each change adds one, and it has to fit into 64 bits
 _decoder = msgspec.msgpack.Decoder(Greeting)
 
 
@@ -24,6 +26,12 @@ def malformed_greeting(hello: HelloRank | HelloEngine) -> str | None:
     """What makes a greeting malformed."""
     if len(hello.engine) > MAX_NAME_LENGTH or len(hello.client) > MAX_NAME_LENGTH:
         return "a name is too long"
+    if isinstance(hello, HelloEngine):
+        weights = hello.weights
+        if not 0 <= hello.heard <= weights.generation <= _MAX_GENERATION:
+            return f"its weights are of generation {weights.generation}, it heard of {hello.heard}"
+        if len(weights.version) > MAX_VERSION_LENGTH:
+            return "the version of its weights is too long"
     return None
 
 

@@ -126,6 +126,8 @@ class Peers:
             rank.serving, rank.layout = True, layout
             self._outbox.send(rank.identity, Registered())
             self.weights_changed(rank, WeightsChanged(message.weights, message.version), now)
+            if message.weights:  # who updated them meanwhile waits until that is known here
+                self._outbox.send(rank.identity, self._weights.of(rank.engine))
             self._notices.replay(rank)
             self._slot.tasks.executor_up(rank.executor, message.is_direct)
             log_event(
@@ -346,10 +348,10 @@ class Peers:
     def _forget(self, peer: Peer) -> None:
         self._registry.remove(peer)
         self._outbox.disconnect(peer.identity)
-        if not self._registry.has_engine(peer.engine) and peer.engine != self._config.owner:
-            self._weights.forget(peer.engine)
         if not self._registry.has_engine(peer.engine):
             self._notices.forget(peer.engine)
+            if peer.engine != self._config.owner:
+                self._weights.forget(peer.engine)
 
     def close(self) -> None:
         """Forget every peer. Idempotent."""

@@ -127,3 +127,17 @@ def test_all_is_free_after_the_parent_was_killed_though_a_child_lives(tmp_path: 
             EndpointLock(private_endpoint()).release()  # removes the files of the killed server
         finally:
             os.kill(int(pid), signal.SIGKILL)
+
+
+def name_weights(cluster: Cluster) -> None:
+    with pytest.raises(ClosedError, match=f"process {os.getppid()}"):
+        cluster.manager.new_weights("v2")
+    for client in cluster.clients:
+        client.weights_changed("v2")
+
+
+def test_a_child_of_a_process_that_is_updating_weights_names_none(tmp_path: Path) -> None:
+    with running_cluster([tmp_path / "ssd"]) as cluster:
+        assert cluster.put(TOKENS, SOURCE).mask.all()
+        with cluster.clients[0]._updating, child(lambda: name_weights(cluster)):
+            assert cluster.get(TOKENS, DESTINATION).mask.all()

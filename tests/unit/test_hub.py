@@ -50,6 +50,7 @@ from flexcache.protocol.messages import (
     SessionOver,
     TaskAnswer,
     ToServer,
+    Weights,
     WeightsChanged,
     WelcomeEngine,
     WelcomeRank,
@@ -758,6 +759,24 @@ def test_news_of_an_update_pass_on_that_a_look_up_has_ended(asking: World) -> No
     asking.hub.take(engine.rank, frames, asking.now)
     assert asking.hub.route(asking.now), "threads of this process wait for that"
     assert not asking.hub.route(asking.now)
+
+
+def test_a_rank_that_registers_with_updated_weights_hears_that_they_are_known(world: World) -> None:
+    """Who updated them waits for that."""
+    Engine(world)
+    world.send(b"rank", HelloRank("e", 0, "r", 2))
+    answers = world.send(b"rank", Register("layout", 99, weights=3, version="v3"))
+    assert answers[0] == Registered()
+    [weights] = [each for each in answers if isinstance(each, Weights)]
+    assert weights.ranks == {0: ("r", 3)}
+
+
+@pytest.mark.parametrize("generation", [-1, 2**63, 2**64 - 1])
+def test_a_greeting_with_an_absurd_generation_is_refused(world: World, generation: int) -> None:
+    """Each change adds one, which must fit into a message."""
+    hello = hello_engine(weights=Weights(generation, "v"), heard=max(0, generation))
+    [answer] = world.send(b"events", hello)
+    assert isinstance(answer, Rejected)
 
 
 def test_a_match_of_a_negative_generation_is_refused(world: World) -> None:
