@@ -28,6 +28,7 @@ from flexcache.service_thread import ServiceThread
 
 logger = logging.getLogger(__name__)
 
+_MOST_STRANGERS = 64
 _SHARE = 4  # a socket gets no more than a quarter of the descriptors, however few there are
 _CENSUS_INTERVAL_S = 1.0
 _ZAP = "inproc://zeromq.zap.01"
@@ -54,6 +55,8 @@ class _Door:
     """Inode of each connection by its descriptor."""
     census_due_s: float = 0.0
     is_full: bool = False
+    is_shut: bool = False
+    """Whether connections of other users were closed."""
 
 
 class Doorkeeper:
@@ -71,6 +74,8 @@ class Doorkeeper:
         self._doors: dict[zmq.Socket[bytes], _Door] = {}
         self._strangers: dict[int, int] = {}
         """Connections that are not known to be of our own user: descriptor and user, or -1."""
+        self._most_strangers = min(self._most // _SHARE, _MOST_STRANGERS)
+        """Of them, connections that are not our own user's: they shut nobody else out."""
         self._only_own_user = only_own_user
         self._poller = zmq.Poller()
         self._zap: zmq.Socket[bytes] | None = None
@@ -132,24 +137,42 @@ class Doorkeeper:
             self._look_at(door, fd, endpoint)
 
     def _look_at(self, door: _Door, fd: int, endpoint: str) -> None:
-        """Count a new connection, or close it; find out whose it is."""
+        """Find out whose a new connection is, and count it or close it."""
         try:
             with socket.socket(fileno=os.dup(fd)) as connection:  # ours stays what it is
                 if not _leads_to(connection, endpoint):
                     return  # it is closed, and the descriptor serves something else
                 door.open[fd] = os.fstat(connection.fileno()).st_ino
-                if len(door.open) > self._most and self._is_crowded(door, endpoint):
+                if self._only_own_user:
+                    uid = find_peer(connection.getsockname()[:2], connection.getpeername()[:2])
+                    if uid == os.geteuid():
+                        self._strangers.pop(fd, None)
+                    elif uid is not None:
+                        self._strangers[fd] = uid
+                if self._is_stranger_too_many(door, fd, endpoint):
+                    del door.open[fd]  # its end is reported later
                     connection.shutdown(socket.SHUT_RDWR)
-                    return
-                if not self._only_own_user:
-                    return
-                uid = find_peer(connection.getsockname()[:2], connection.getpeername()[:2])
+                elif len(door.open) > self._most and self._is_crowded(door, endpoint):
+                    connection.shutdown(socket.SHUT_RDWR)
         except OSError:  # it is closed
             return
-        if uid == os.geteuid():
-            self._strangers.pop(fd, None)
-        elif uid is not None:
-            self._strangers[fd] = uid
+
+    def _is_stranger_too_many(self, door: _Door, fd: int, endpoint: str) -> bool:
+        """Whether a connection is another user's, and these have enough."""
+        if fd not in self._strangers:
+            return False
+        num_strangers = len(door.open.keys() & self._strangers.keys())
+        if num_strangers <= self._most_strangers:
+            return False
+        if not door.is_shut:
+            door.is_shut = True
+            whose = describe_stranger(self._strangers[fd])
+            log_event(
+                logger, logging.ERROR, "connections_refused", endpoint=endpoint,
+                limit=self._most_strangers, reason=whose,
+                effect="new connections of other users are closed",
+            )  # fmt: skip
+        return True
 
     def _is_crowded(self, door: _Door, endpoint: str) -> bool:
         """Whether there are too many connections: not all ends are reported to us."""

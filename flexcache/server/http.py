@@ -270,8 +270,11 @@ class _Gate:
 
 def _refuse_stranger(request: Request) -> str | None:
     """Why the client may not use an API without a token, if so. Root may do anything as it is."""
-    ours, theirs = request.scope["server"], request.scope["client"]
-    uid = find_peer(tuple(ours), tuple(theirs))
+    found: dict[str, int | None] = request.scope["state"]["found"]  # of this connection
+    if found.get("uid") is None:
+        ours, theirs = request.scope["server"], request.scope["client"]
+        found["uid"] = find_peer(tuple(ours), tuple(theirs))
+    uid = found["uid"]
     if uid in (0, os.geteuid()):
         return None
     whose = "an unknown user" if uid is None else user_name(uid)

@@ -70,7 +70,7 @@ async def accept_connections(listener: socket.socket, server: uvicorn.Server) ->
     state = server.server_state
 
     def make_connection() -> HttpConnection:
-        app_state: dict[str, Any] = {}
+        app_state: dict[str, Any] = {"found": {}}  # what is known of it, for all its requests
         return HttpConnection(server.config, state, app_state, loop)
 
     is_failing = False

@@ -217,9 +217,7 @@ class Peers:
         session = self._sessions.open(hello.engine)
         scratch = self._host.map_scratch(hello.pid, hello.scratch_fd)
         # While the registry does not know it: it learns by the Welcome.
-        weights = self._weights.greeted(
-            hello.engine, hello.client, hello.weights, hello.heard, now
-        )
+        weights = self._weights.greeted(hello.engine, hello.client, hello.weights, hello.heard, now)
         scheduler = Scheduler(
             identity, hello.calls, hello.engine, hello.client, hello.pid, session, scratch, now
         )

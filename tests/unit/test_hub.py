@@ -743,7 +743,7 @@ def test_an_op_planned_before_an_update_carries_the_number_of_before(world: Worl
     engine = Engine(world)
     engine.register()
     engine.put("ab")
-    task_id, reply = engine.match(TaskKind.GET, "ab")
+    task_id, _ = engine.match(TaskKind.GET, "ab")
     world.hub.cache.tasks.launch([task_id], [np.arange(2)], world.now)  # type: ignore[union-attr]
     world.send(engine.rank, WeightsChanged(1))
     executes = [m for m in world.inbox[engine.rank] if isinstance(m, Execute)]

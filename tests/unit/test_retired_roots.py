@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from builders import OTHER_ROOT, ROOT, key_of, make_cache, prompt
-
 from task_builders import ENGINE, OTHER, World
 
 from flexcache.cache.journal import Removed, Stored

@@ -25,6 +25,7 @@ from flexcache import CacheConfig, KVManager, KVTPClient, ModelConfig
 from flexcache.client.status import read_status
 from flexcache.errors import RegistrationError, UntrustedError
 from flexcache.protocol import trust
+from flexcache.protocol.doorkeeper import Doorkeeper, stranger_of
 from flexcache.protocol.messages import (
     Clear,
     GetStats,
@@ -35,7 +36,7 @@ from flexcache.protocol.messages import (
     WelcomeEngine,
 )
 from flexcache.protocol.runtime import EndpointLock, is_served
-from flexcache.protocol.trust import check_server_process, find_listener
+from flexcache.protocol.trust import check_server_process, find_listener, find_peer
 from flexcache.server.server import KVServer
 
 OTHER_USER = 65_534
@@ -333,3 +334,57 @@ def test_memory_of_another_process_than_the_server_is_refused(path: str) -> None
     check_server_process(pid, [f"/proc/{pid}/fd/7"])
     with pytest.raises(UntrustedError, match="is not memory of server process"):
         check_server_process(pid, [path.format(pid=pid)])
+
+
+def _idle(port: int, count: int, are_there: Event, is_over: Event) -> None:
+    "".encode("idna")  # loads what the other user cannot read
+    os.setgid(OTHER_USER)
+    os.setuid(OTHER_USER)
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), 30))
+        are_there.set()
+        is_over.wait(120)
+
+
+@as_root
+def test_another_users_idle_connections_do_not_shut_the_owner_out() -> None:
+    """Over TCP without keys, where they are accepted before they are told apart."""
+    fork = get_context("fork")
+    are_there, is_over = fork.Event(), fork.Event()
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as door:
+        doorkeeper = Doorkeeper([door], 16, only_own_user=True)
+        port = door.bind_to_random_port("tcp://127.0.0.1")
+        process = fork.Process(target=_idle, args=(port, 40, are_there, is_over))
+        process.start()
+        try:
+            assert are_there.wait(60)
+            with context.socket(zmq.DEALER) as owner:
+                owner.linger = 0
+                owner.connect(f"tcp://127.0.0.1:{port}")
+                owner.send(b"hello")
+                assert door.poll(20_000), "it is not let in"
+                frames = door.recv_multipart(copy=False)
+                assert stranger_of(frames[-1]) is None
+                assert len(str(frames[-1].get("User-Id"))) < 1000
+        finally:
+            is_over.set()
+            process.join(60)
+            doorkeeper.close()
+
+
+@pytest.mark.parametrize(
+    ("bound", "host"), [("127.0.0.1", "127.0.0.1"), ("::", "127.0.0.1"), ("::1", "::1")]
+)
+def test_the_user_at_the_other_end_is_found_in_either_family(bound: str, host: str) -> None:
+    family = socket.AF_INET6 if ":" in bound else socket.AF_INET
+    is_dual = bound == "::"
+    with (
+        socket.create_server((bound, 0), family=family, dualstack_ipv6=is_dual) as listener,
+        socket.create_connection((host, listener.getsockname()[1])) as client,
+        listener.accept()[0] as ours,
+    ):
+        there, here = client.getsockname()[:2], client.getpeername()[:2]
+        assert find_peer(here, there) == os.geteuid()
+        assert find_peer(ours.getsockname()[:2], ours.getpeername()[:2]) == os.geteuid()
+        assert find_peer(here, (host, 1)) is None
