@@ -79,7 +79,7 @@ class RankWeights:
             log_event(
                 logger, logging.WARNING, "weights_unwatched",
                 reason="this vLLM sets its workers up otherwise",
-                remedy="call POST /cache/weights before each update of the weights",
+                remedy="call POST /cache/weights before and after each update of the weights",
             )  # fmt: skip
             return
         missing = [name for name in _NEEDED if not self._watch(worker, name)]
