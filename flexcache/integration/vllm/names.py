@@ -120,8 +120,8 @@ class Names:
         return name
 
     def _computes(self, key: _GpuKey, digest: str) -> None:
-        """Note that vLLM's cache gets blocks of an adapter. They stay when it is loaded anew from
-        other files, and vLLM finds them by name and path for the new one."""
+        """Note that vLLM's cache gets blocks of an adapter. They stay when another is loaded
+        from the same path, and vLLM finds them for that one, too."""
         former = self._adapters_of_gpu.get(key, digest)
         self._adapters_of_gpu[key] = digest if former == digest else _SEVERAL
 
