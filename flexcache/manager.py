@@ -105,7 +105,8 @@ class _WholeCache:
 
         Call it once the weights have changed. Ranks that notice it themselves
         (`KVTPClient.weights_changed`) have called it already; the version given last counts. What
-        other versions have stored is not found, and evicted first. Open tasks are cancelled.
+        other versions have stored is not found, and evicted first. Open tasks are cancelled. The
+        version that they have already changes nothing.
 
         Args:
             version: 1 to 256 characters; None for one that no one else has.

@@ -78,10 +78,15 @@ class EngineWeights:
         self._engines[engine] = _Engine(version=version)
 
     def rename(self, engine: str, version: str, now: float) -> Weights:
-        """Give an engine's weights another name. Returns it with its generation."""
+        """Give an engine's weights another name. Returns it with its generation.
+
+        The name that they have already changes nothing: a trainer that says it again, to be sure,
+        would else have all requests refused that run, and those that hit blocks of before in the
+        engine's own cache.
+        """
         state = self._state_of(engine)
-        is_other, state.version = state.version != version, version
-        self._advance(engine, state, state.generation + 1, is_other, now)
+        if version != state.version:
+            self._name(engine, state, version, now)
         return self.of(engine)
 
     def told(
@@ -107,7 +112,7 @@ class EngineWeights:
                 ),
                 "",
             )  # the same update, whose name another rank knows
-        self.rename(engine, version or random_version(), now)
+        self._name(engine, state, version or random_version(), now)
 
     def rank_gone(self, engine: str, place: int) -> None:
         """A rank has left. The same client may come back, with the weights that it had."""
@@ -166,6 +171,10 @@ class EngineWeights:
     def _state_of(self, engine: str) -> _Engine:
         self._absent.pop(engine, None)
         return self._engines.setdefault(engine, _Engine())
+
+    def _name(self, engine: str, state: _Engine, version: str, now: float) -> None:
+        is_other, state.version = state.version != version, version
+        self._advance(engine, state, state.generation + 1, is_other, now)
 
     def _advance(
         self, engine: str, state: _Engine, generation: int, is_other: bool, now: float

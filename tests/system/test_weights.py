@@ -107,6 +107,15 @@ def test_a_version_given_to_the_manager_names_the_weights(engine: WeightedEngine
     assert engine.get("abcd") == 4
 
 
+def test_a_version_given_again_changes_nothing(engine: WeightedEngine) -> None:
+    engine.manager.new_weights("step-1")
+    engine.weights = "step-1"
+    begun = engine.manager.weights_generation
+    assert engine.manager.new_weights("step-1") == "step-1"
+    assert engine.put("abcd", weights=begun)[1].status is KVStatus.SUCCESS
+    assert engine.get("abcd") == 4
+
+
 def test_a_name_that_one_rank_gives_stands(engine: WeightedEngine) -> None:
     engine.clients[0].weights_changed("step-9")
     engine.clients[1].weights_changed()

@@ -17,6 +17,7 @@ from loop_disk import loop_disk
 from make_models import make_adapter
 from paths import MODELS
 from probe_offloading import read_digests
+from safetensors.torch import load_file, save_file
 
 from flexcache.config import CacheConfig
 from flexcache.errors import ConfigError
@@ -98,6 +99,26 @@ def test_an_adapter_retrained_in_place_and_weights_of_before_a_reset_are_not_fou
         engine.settle()
         engine.reset()
         assert engine.generate(PROMPT) == (plain, 0)
+
+
+def test_what_is_computed_after_an_update_without_a_reset_is_not_found_by_the_old_weights(
+    tmp_path: Path,
+) -> None:
+    config = {"num_ssd_blocks": 64, "ssd_cache_dirs": [str(tmp_path / "ssd")]}
+    before, after = (shutil.copytree(MODELS / "tiny", tmp_path / name) for name in ("old", "new"))
+    weights = load_file(after / "model.safetensors")
+    name = "model.layers.1.self_attn.k_proj.weight"
+    save_file({**weights, name: -weights[name]}, after / "model.safetensors", {"format": "pt"})
+    late = make_prompt(700, 2)
+    with offloading_engine(tmp_path, engine={"model": str(before)}, **config) as engine:
+        old, _ = engine.generate(PROMPT)
+        engine.settle()
+        engine.update(str(after))
+        engine.generate(late)
+        engine.settle()
+    with offloading_engine(tmp_path, engine={"model": str(before)}, **config) as engine:
+        assert engine.generate(PROMPT) == (old, CACHED)
+        assert engine.generate(late)[1] == 0
 
 
 def prompt_digests(tmp_path: Path) -> list[list[str]]:

@@ -226,6 +226,21 @@ def test_an_adapter_loaded_again_in_place_is_another(
     assert new == answers_of(tmp_path, checkpoints[0], adapter) != old
 
 
+def test_what_vllm_still_has_of_a_retrained_adapter_is_not_stored_as_the_new_ones(
+    adapter: Path, checkpoints: tuple[Path, Path], tmp_path: Path
+) -> None:
+    with running(start(tmp_path, checkpoints[0], **LORA)) as engine:
+        engine.generate(PROMPT, adapter=str(adapter))
+        retrain(adapter)
+        engine.generate(make_prompt(300, 5), adapter=str(adapter), reloads=True)
+        _, cached = engine.generate(PROMPT, adapter=str(adapter))
+        assert cached == CACHED  # of the former: vLLM tells adapters apart by name and path only
+        engine.settle()
+        engine.forget("GPU")
+        tokens = engine.generate(PROMPT, adapter=str(adapter))
+    assert tokens == (answers_of(tmp_path, checkpoints[0], adapter), 0)
+
+
 def test_an_adapter_is_found_at_another_path_by_the_first_prompt_after_a_restart(
     adapter: Path, checkpoints: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -5,18 +5,36 @@ A request's KV is stored under the weights that it began with, and not at all if
     the weights changed while it ran          -> the cache refuses it by its generation
     blocks came from vLLM's own cache, which
     has not been reset since they changed     -> mixed
+    or has blocks of another adapter of this
+    name and path                             -> mixed
     its adapter is not what the ranks loaded  -> mixed
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
+
+from vllm.v1.core import kv_cache_utils
 
 from flexcache.errors import InternalError
 from flexcache.integration.identity.checkpoint import find_adapter, identify_adapter
 from flexcache.integration.identity.files import ANY_TIME, FileDigests, UnknownContentError
 from flexcache.integration.vllm.metadata import AdapterUse
+
+_GpuKey = tuple[Any, ...]
+_SEVERAL = ""
+"""The digest of no adapter."""
+
+
+def _gpu_key(adapter: Any) -> _GpuKey:
+    """Return what vLLM's hashes of an adapter's blocks have of it: its name, and its path in later
+    releases than 0.28."""
+    read = getattr(kv_cache_utils, "_gen_lora_extra_hash_keys", None)
+    if read is None:  # too many adapters count as one then
+        return (adapter.lora_name,)
+    return tuple(read(SimpleNamespace(lora_request=adapter)))
 
 
 class RequestName:
@@ -67,6 +85,10 @@ class Names:
         self._digests = FileDigests(since_ns=ANY_TIME, waits=False)
         self._of_gpu: int | None = None
         """The weights that vLLM's own cached blocks are of; None while it has none."""
+        self._adapters_of_gpu: dict[_GpuKey, str] = {}
+        """The adapter that those of a name and path are of; `_SEVERAL` if they are of several."""
+        self._gpu_keys: dict[int, _GpuKey] = {}
+        """What vLLM's hashes have of each adapter that requests have begun with, by its number."""
 
     def of(self, request: Any) -> RequestName:
         name = self._names.get(request.request_id)
@@ -87,8 +109,21 @@ class Names:
         name.weights = self._generation()
         if self._of_gpu is None:  # from now on vLLM's cache has blocks
             self._of_gpu = name.weights
-        name.is_mixed = bool(num_on_gpu) and self._of_gpu != name.weights
+        is_other = self._of_gpu != name.weights
+        if request.lora_request is not None:
+            key = _gpu_key(request.lora_request)
+            self._gpu_keys[request.lora_request.lora_int_id] = key
+            if adapter is not None:
+                self._computes(key, adapter)
+            is_other |= self._adapters_of_gpu.get(key) != adapter
+        name.is_mixed = bool(num_on_gpu) and is_other
         return name
+
+    def _computes(self, key: _GpuKey, digest: str) -> None:
+        """Note that vLLM's cache gets blocks of an adapter. They stay when another is loaded
+        from the same path, and vLLM finds them for that one, too."""
+        former = self._adapters_of_gpu.get(key, digest)
+        self._adapters_of_gpu[key] = digest if former == digest else _SEVERAL
 
     def use_of(self, request: Any) -> AdapterUse | None:
         """Return the adapter that a load is for, if any."""
@@ -104,10 +139,15 @@ class Names:
     def gpu_reset(self) -> None:
         """Note that vLLM's own cache is empty."""
         self._of_gpu = None
+        self._adapters_of_gpu.clear()
+        self._gpu_keys.clear()
 
     def adapters_loaded(self, digests: Mapping[int, str]) -> None:
         """Take what adapters the last step was computed with."""
         self._loaded = digests
+        for number, key in self._gpu_keys.items():  # also of requests that have ended by now
+            if number in digests:
+                self._computes(key, digests[number])
         for name in self._names.values():
             adapter = name.request.lora_request
             if adapter is not None and adapter.lora_int_id in digests:

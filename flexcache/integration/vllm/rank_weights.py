@@ -4,8 +4,9 @@ vLLM tells no connector. So the worker's own methods are watched, those of vLLM 
 model's, which RL frameworks call directly:
 
     worker   reload_weights, update_weights, start_weight_update, start_draft_weight_update,
-             finish_weight_update, sleep from level 2 on, discard, load_model
-    model    load_weights, load_state_dict, also of the draft model
+             finish_weight_update, sleep from level 2 on, discard, reset_weights, load_model
+    model    load_weights, load_state_dict, also of the draft model; within the wrappers of CUDA
+             graphs, since worker extensions reach through them
     LoRA     the manager's _load_adapter: the one function that reads an adapter's files
 
 They run on the worker's thread, so no step runs meanwhile.
@@ -40,7 +41,7 @@ _NEEDED = (
     "reload_weights", "update_weights", "start_weight_update", "finish_weight_update", "sleep",
     "load_model",
 )  # fmt: skip
-_ALSO = ("start_draft_weight_update", "discard")
+_ALSO = ("start_draft_weight_update", "discard", "reset_weights")
 _OF_MODELS = ("load_weights", "load_state_dict")
 _KEEPS_WEIGHTS = 1
 """The level of sleep that does."""
@@ -50,17 +51,18 @@ class RankWeights:
     """Watches the worker in whose call stack it is made.
 
     Args:
-        changed: Called right before weights change; with a reason if from now on they may change
-            unnoticed, because this vLLM lacks a method to watch.
+        changed: Called right before weights change.
 
     Attributes:
+        unwatched: Why weights that have changed once may change unnoticed from then on: this vLLM
+            lacks a method to watch.
         num_updates: How often weights have changed.
     """
 
-    def __init__(self, changed: Callable[[str | None], None]) -> None:
+    def __init__(self, changed: Callable[[], None]) -> None:
         self._changed = changed
         self._depth = 0
-        self._unwatched: str | None = None
+        self.unwatched: str | None = None
         self.num_updates = 0
         self._lora: Any = None
         self._digests = FileDigests(since_ns=ANY_TIME, waits=False)
@@ -77,23 +79,21 @@ class RankWeights:
             log_event(
                 logger, logging.WARNING, "weights_unwatched",
                 reason="this vLLM sets its workers up otherwise",
-                remedy="call POST /cache/weights before each update of the weights",
+                remedy="call POST /cache/weights before and after each update of the weights",
             )  # fmt: skip
             return
         missing = [name for name in _NEEDED if not self._watch(worker, name)]
         for name in _ALSO:
             self._watch(worker, name)
         runner = worker.model_runner
-        models = [getattr(runner, "model", None), _draft_of(runner)]
-        for model in models:
-            if model is not None:
-                missing += [name for name in _OF_MODELS if not self._watch(model, name)]
+        for model in _models_of(runner):
+            missing += [name for name in _OF_MODELS if not self._watch(model, name)]
         self._watch(runner, "reload_weights")
         self._lora = getattr(runner, "lora_manager", None)
         if self._lora is not None:
             self._watch_adapters(self._lora)
         if missing:
-            self._unwatched = f"this vLLM has no {', '.join(missing)}"
+            self.unwatched = f"this vLLM has no {', '.join(missing)}"
 
     # -- weights ---------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class RankWeights:
         self.num_updates += 1
         if self.num_updates == 1:
             log_event(logger, logging.INFO, "weights_changed", by=name)
-        self._changed(self._unwatched)
+        self._changed()
 
     # -- adapters --------------------------------------------------------------------------------
 
@@ -176,14 +176,14 @@ class RankWeights:
     def _load(self, load: Callable[[], Any], path: str) -> tuple[Any, str]:
         """Load an adapter; also return the digest of its files, or a random one if they changed."""
         try:
-            path = find_adapter(path)
-            before = stats_of(adapter_files(path))
+            before = stats_of(adapter_files(find_adapter(path)))
         except (UnknownContentError, OSError):
             return load(), uuid.uuid4().hex
         adapter = load()
         try:
-            digest = identify_adapter(path, self._digests)
-            if stats_of(adapter_files(path)) == before:
+            found = find_adapter(path)  # vLLM may have fetched a later commit from the hub
+            digest = identify_adapter(found, self._digests)
+            if stats_of(adapter_files(found)) == before:
                 return adapter, digest
         except (UnknownContentError, OSError):
             pass
@@ -216,6 +216,14 @@ def _find_worker() -> Any:
     return None
 
 
-def _draft_of(runner: Any) -> Any:
-    get = getattr(runner, "get_draft_model", None)
-    return get() if callable(get) else None
+def _models_of(runner: Any) -> list[Any]:
+    """Return the model and the draft model, without the wrappers of CUDA graphs first: these hand
+    calls on to what they wrap. A call through both is one update."""
+    found = [_call(runner, "get_model"), getattr(runner, "model", None)]
+    found.append(_call(runner, "get_draft_model"))
+    return list({id(model): model for model in found if model is not None}.values())
+
+
+def _call(owner: Any, name: str) -> Any:
+    method = getattr(owner, name, None)
+    return method() if callable(method) else None

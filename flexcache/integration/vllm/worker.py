@@ -74,7 +74,7 @@ class FlexCacheWorker:
             holds_adapter=self._weights.holds,
         )
         if self._is_renamed:
-            self._weights_changed(None)
+            self._weights_changed()
         self.client.register_kv_caches(
             kv_caches,
             layout_description=describe_layout(self._vllm_config, self._kv_cache_config),
@@ -108,14 +108,14 @@ class FlexCacheWorker:
         if self.client is None and self._kv_caches:
             self.register(self._kv_caches)
 
-    def _weights_changed(self, unwatched: str | None) -> None:
+    def _weights_changed(self) -> None:
         """Have the cache use other names. Before the weights change, on the worker's thread."""
         self._is_renamed = self.client is None
         if self.client is None:
             return
         self.client.weights_changed()
-        if unwatched is not None:
-            self.client.weights_unknown(unwatched)
+        if self._weights.unwatched is not None:
+            self.client.weights_unknown(self._weights.unwatched)
 
     def begin_step(self, metadata: FlexCacheMetadata) -> None:
         """Take the step's new tasks and open their gates to the GPU. Idempotent."""

@@ -51,6 +51,13 @@ _METRICS = {
     _LOADED: OffloadingCounterMetadata("Chunks loaded into vLLM's DRAM tier.", ("worker",)),
     _DROPPED: OffloadingCounterMetadata("Chunks that were not stored.", ("reason",)),
 }
+_KEEP_WEIGHTS = {
+    "compute_weight_checksums", "get_model_inspection", "init_weight_transfer_engine",
+    "release_late_interaction_query_cache", "shutdown_weight_transfer_engine",
+    "synchronize_device", "update_max_model_len",
+}  # fmt: skip
+"""Calls of vLLM's to its workers that leave the weights alone. Any other may be an update: what
+worker extensions call theirs is not known."""
 _RESULTS = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.RETRY}
 
 
@@ -89,7 +96,9 @@ class FlexCacheSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
         self._refused: list[JobResult] = []
         self._digests = FileDigests(waits=False)
         self._epoch = b""
-        """Keeps apart what was stored since vLLM was reset: its weights may be others."""
+        """Keeps apart what was stored since vLLM was reset, or since a call that may have updated
+        its weights. Random: what is stored then is of no use to other engines and later runs."""
+        self._watch_updates()
 
     @property
     def host(self) -> TierHost:
@@ -195,6 +204,32 @@ class FlexCacheSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
         """Wait for open jobs: vLLM's own tier is reset. The weights may have changed."""
         self._host.wait_idle()
         self._epoch = os.urandom(16)
+
+    def _watch_updates(self) -> None:
+        """Have updates of the weights begin another epoch. vLLM tells its tiers only of a reset,
+        which it does not need to go on: KV of new weights would be kept as that of the old ones.
+
+        The engine core is constructing its scheduler now; this side cannot see the workers.
+        """
+        for frame, _ in traceback.walk_stack(inspect.currentframe()):
+            core: Any = frame.f_locals.get("self")
+            if hasattr(core, "model_executor") and hasattr(core, "collective_rpc"):
+                break
+        else:
+            log_event(
+                logger, logging.WARNING, "weights_unwatched",
+                reason="this vLLM constructs its tiers otherwise",
+                remedy="after each update of the weights reset vLLM's cache with reset_connector",
+            )  # fmt: skip
+            return
+        call = core.collective_rpc
+
+        def watched(method: Any, *arguments: Any, **options: Any) -> Any:
+            if method not in _KEEP_WEIGHTS:
+                self._epoch = os.urandom(16)
+            return call(method, *arguments, **options)
+
+        core.collective_rpc = watched
 
     def shutdown(self) -> None:
         self._host.close()
