@@ -7,7 +7,7 @@ wrappers of CUDA graphs, an adapter that is fetched from the hub while it loads.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,8 +96,14 @@ def test_updates_in_place_each_with_a_reset_are_stored(requests: Requests) -> No
 
 
 class Model:
-    def __init__(self) -> None:
+    def __init__(self, *parts: Model) -> None:
         self.loads = 0
+        self.parts = parts
+
+    def modules(self) -> Iterator[Model]:
+        yield self
+        for part in self.parts:
+            yield from part.modules()
 
     def load_weights(self, weights: Any) -> None:
         self.loads += 1
@@ -146,7 +152,7 @@ class Worker:
     """As vLLM's worker, of which only the names of methods count."""
 
     def __init__(self) -> None:
-        self.model = Model()
+        self.model = Model(Model(Model()))
         self.model_runner = Runner(self.model)
         self.changes = 0
         self.weights = RankWeights(self._changed)
@@ -179,6 +185,15 @@ def test_an_update_of_a_wrapped_model_is_noticed_once(update: Callable[[Worker],
     weights = worker.set_up()
     update(worker)
     assert (worker.changes, weights.num_updates, worker.model.loads) == (1, 1, 1)
+
+
+def test_an_update_of_a_part_of_the_model_is_noticed_once() -> None:
+    worker = Worker()
+    worker.set_up()
+    [layers] = worker.model.parts
+    layers.load_weights([])
+    layers.parts[0].load_state_dict({})
+    assert worker.changes == 2
 
 
 def test_weights_that_are_zeroed_are_noticed() -> None:

@@ -86,8 +86,12 @@ class RankWeights:
         for name in _ALSO:
             self._watch(worker, name)
         runner = worker.model_runner
-        for model in _models_of(runner):
+        models = _models_of(runner)
+        for model in models:
             missing += [name for name in _OF_MODELS if not self._watch(model, name)]
+        for part in _parts_of(models):
+            for name in _OF_MODELS:
+                self._watch(part, name)
         self._watch(runner, "reload_weights")
         self._lora = getattr(runner, "lora_manager", None)
         if self._lora is not None:
@@ -222,6 +226,15 @@ def _models_of(runner: Any) -> list[Any]:
     found = [_call(runner, "get_model"), getattr(runner, "model", None)]
     found.append(_call(runner, "get_draft_model"))
     return list({id(model): model for model in found if model is not None}.values())
+
+
+def _parts_of(models: list[Any]) -> list[Any]:
+    """Return the modules of the models, which can be given weights by themselves."""
+    parts: dict[int, Any] = {}
+    for model in models:
+        if callable(modules := getattr(model, "modules", None)):
+            parts.update((id(part), part) for part in modules())
+    return [part for part in parts.values() if not any(part is model for model in models)]
 
 
 def _call(owner: Any, name: str) -> Any:

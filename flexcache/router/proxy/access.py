@@ -66,8 +66,8 @@ class Seats:
     """The connections of a listening socket, up to a limit.
 
     Beyond it the one goes that has waited longest for a request, or has sent none that it may:
-    a client that opens as many as there can be, and sends nothing, must not keep everyone else out. Only
-    if all are being served the new one goes.
+    a client that opens as many as there can be, and sends nothing, must not keep everyone else out.
+    Only if all are being served the new one goes.
     """
 
     def __init__(self, server: web.Server, address: object, limit: int) -> None:
