@@ -291,15 +291,21 @@ def test_a_light_sleep_keeps_the_weights(vllm_worker: Any) -> None:
         assert scene.manager.get_match(TOKENS)[1].all()
 
 
+@pytest.mark.parametrize("sleeps", [False, True])
 def test_a_vllm_that_lacks_a_method_to_watch_is_cached_for_until_its_first_update(
-    vllm_worker: Any,
+    sleeps: bool, vllm_worker: Any
 ) -> None:
     del vllm_worker.update_weights
     with ExitStack() as stack:
         scene = start_scene(vllm_worker, stack)
         assert scene.put() is KVStatus.SUCCESS
         assert scene.manager.get_match(TOKENS)[1].all()
+        if sleeps:  # then there is no client to tell
+            scene.worker.unregister()
         vllm_worker.reload_weights()
+        if sleeps:
+            scene.worker.restore()
+            scene.manager.wait_ready(WAIT_S)
         for _ in range(2):
             assert not scene.manager.get_match(TOKENS)[1].any()
             assert not scene.manager.put_match(TOKENS)[1].any()
