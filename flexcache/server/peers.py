@@ -16,6 +16,7 @@ from collections import Counter
 from flexcache.errors import ConfigError, MissingDependencyError, RegistrationError
 from flexcache.logs import log_event
 from flexcache.protocol.messages import (
+    UNKNOWN_WEIGHTS,
     HelloEngine,
     HelloRank,
     Readiness,
@@ -138,7 +139,13 @@ class Peers:
         self._readiness.changed()
 
     def weights_changed(self, rank: Rank, message: WeightsChanged, now: float) -> None:
-        """A rank tells which weights it has: ops that it is given from now on are for those."""
+        """A rank tells which weights it has: ops that it is given from now on are for those.
+
+        It may tell twice, by its line and by its socket, and the earlier news may come last.
+        """
+        is_unknown = rank.weights == UNKNOWN_WEIGHTS
+        if message.number != UNKNOWN_WEIGHTS and (is_unknown or message.number < rank.weights):
+            return
         rank.weights = message.number
         self._weights.told(
             rank.engine, rank.rank, rank.client, message.number, message.version, now

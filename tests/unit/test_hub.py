@@ -750,6 +750,18 @@ def test_an_op_planned_before_an_update_carries_the_number_of_before(world: Worl
     assert [each.weights for each in executes] == [0]
 
 
+@pytest.mark.parametrize("last", [3, UNKNOWN_WEIGHTS])
+def test_news_of_an_earlier_update_that_come_last_change_nothing(world: World, last: int) -> None:
+    engine = Engine(world)
+    engine.register()
+    world.send(engine.rank, WeightsChanged(2))
+    world.send(engine.rank, WeightsChanged(last, "v3"))
+    before = world.hub.weights.of("e")
+    world.send(engine.rank, WeightsChanged(2))
+    assert world.hub.weights.of("e") == before
+    assert before.ranks[0][1] == last
+
+
 def test_news_of_an_update_pass_on_that_a_look_up_has_ended(asking: World) -> None:
     engine = up_with_store(asking)
     engine.ask("ab", may_wait=True)
