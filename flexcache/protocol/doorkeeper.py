@@ -75,7 +75,7 @@ class Doorkeeper:
         self._strangers: dict[int, int] = {}
         """Connections that are not known to be of our own user: descriptor and user, or -1."""
         self._most_strangers = min(self._most // _SHARE, _MOST_STRANGERS)
-        """Of them, connections that are not our own user's: they shut nobody else out."""
+        """Connections of other users among them: they do not shut out our own."""
         self._only_own_user = only_own_user
         self._poller = zmq.Poller()
         self._zap: zmq.Socket[bytes] | None = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+from errno import ENOTDIR
 from pathlib import Path
 
 
@@ -19,7 +21,7 @@ def make_directory(path: Path, mode: int = 0o700) -> None:
         path.mkdir(mode & 0o700)
     except FileExistsError:
         if not path.is_dir():
-            raise
+            raise NotADirectoryError(ENOTDIR, os.strerror(ENOTDIR), str(path)) from None
         return  # another process made it a moment ago
     if mode & 0o077:
         with contextlib.suppress(FileNotFoundError):
