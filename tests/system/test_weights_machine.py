@@ -11,6 +11,7 @@ import tempfile
 from itertools import count
 from pathlib import Path
 
+import pytest
 from cluster import PATIENCE_S, until
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -28,6 +29,9 @@ from flexcache import CacheConfig, KVStatus
 from flexcache.protocol.runtime import private_endpoint
 from flexcache.server.local_lines import withdraw_lines
 from flexcache.server.server import KVServer
+
+pytestmark = pytest.mark.whole
+
 
 SHARED = ("a", "b")
 OWN = "c"
