@@ -21,7 +21,6 @@ from huggingface_hub import constants
 
 from flexcache.integration.identity import files
 from flexcache.integration.identity.checkpoint import (
-    find_adapter,
     identify_adapter,
     identify_checkpoint,
 )
@@ -29,7 +28,6 @@ from flexcache.integration.identity.files import (
     ANY_TIME,
     FileDigests,
     NotKeptError,
-    UnknownContentError,
 )
 
 CONFIG = {"hidden_size": 64, "transformers_version": "5.1", "torch_dtype": "bfloat16"}
@@ -310,8 +308,7 @@ def test_what_comes_from_modelscope_is_not_looked_for_in_the_hubs_cache(
     adapter = make_snapshot(hub, LATER)
     point(hub, LATER)
     (adapter / "adapter_config.json").write_text("{}")
-    with pytest.raises(UnknownContentError):
-        find_adapter("org/name")
+    assert identify_adapter("org/name", FileDigests(since_ns=ANY_TIME, store=store)) is None
     assert read(adapter, store)[0]  # a path is what it is
 
 
@@ -346,8 +343,7 @@ def test_an_adapter_is_its_content_wherever_it_is(tmp_path: Path, store: Path) -
     assert identify_adapter(str(adapter), digests) != first
     (moved / "adapter_config.json").write_text('{"r": 8}')
     assert identify_adapter(str(moved), digests) != first
-    with pytest.raises(UnknownContentError):
-        identify_adapter(str(tmp_path / "nowhere"), digests)
+    assert identify_adapter(str(tmp_path / "nowhere"), digests) is None
 
 
 def test_an_engines_own_thread_does_not_wait_for_another_process_that_hashes(

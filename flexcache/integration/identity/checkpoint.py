@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import os
 import re
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from flexcache.integration.identity.files import FileDigests, UnknownContentError
+from flexcache.integration.identity.files import FileDigests, UnknownContentError, stats_of
 from flexcache.integration.identity.settings import digest
 
 _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/([0-9a-f]{40})/?")
 """Path of a model in the hub's cache; offline, vLLM knows the model only by this path."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SETTINGS = ("config.json", "params.json")
+_OF_ADAPTER = "adapter_config.json"
 _MODELSCOPE = ("VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE")
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".npz", ".tensors"}
 _CONFIGS = {
@@ -80,56 +83,68 @@ def identify_checkpoint(
         digests.note_unknown(str(error))
 
 
-def identify_adapter(path: str, digests: FileDigests) -> str:
-    """Digest an adapter, wherever it is.
+def identify_adapter(path: str, digests: FileDigests) -> str | None:
+    """Return the digest of an adapter, wherever it is; None if it is not here, or unknown.
 
     Raises:
-        UnknownContentError: It has no files, or they change.
         NotKeptError: Files would have to be read.
     """
-    return digest({file.name: digests.of(file) for file in adapter_files(path)})
-
-
-def adapter_files(path: str) -> list[Path]:
-    """Return what an engine loads of an adapter.
-
-    Raises:
-        UnknownContentError: There is nothing.
-    """
     try:
-        files = sorted(
-            file
-            for file in Path(path).iterdir()
-            if file.name == "adapter_config.json" or _is_weights(file.name)
-        )
-    except OSError as error:
-        raise UnknownContentError(f"{path}: {error}") from None
-    if len(files) < 2:
-        raise UnknownContentError(f"{path}: no adapter")
-    return files
+        files = {file.name: digests.of(file) for file in _files_of_adapter(path)}
+    except (OSError, UnknownContentError):
+        return None
+    return digest(files) if files else None
 
 
-def find_adapter(path: str) -> str:
-    """Return an adapter's directory; of one on the hub, in its cache.
+class LoadedAdapter:
+    """An adapter that an engine loads. To be made right before.
 
-    Raises:
-        UnknownContentError: It is not on this host.
+    Args:
+        path: Where it is loaded from; empty if that is not known.
+        name: What to call it while its files are not known; by default, at random.
+
+    Attributes:
+        files: What changes if its files do; empty if there are none.
+        name: Its digest, once `identify` has found the files that were loaded.
     """
+
+    def __init__(self, path: str, name: str = "") -> None:
+        self.name = name or uuid.uuid4().hex
+        self.files = _read_stats(path)
+        self._path = path
+
+    def identify(self, digests: FileDigests) -> None:
+        """Name it by its files, if they are those of before: it has been loaded by now, for which
+        the engine may have fetched a later commit from the hub."""
+        found = identify_adapter(self._path, digests)
+        if found is not None and self.files and self.files == _read_stats(self._path):
+            self.name = found
+
+
+def _read_stats(path: str) -> list[Any]:
+    try:
+        return stats_of(_files_of_adapter(path))
+    except OSError:
+        return []
+
+
+def _files_of_adapter(path: str) -> list[Path]:
+    """Return what an engine loads of an adapter, from a directory or from the hub's cache: nothing
+    if it is not there."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     directory = os.path.expanduser(path)
-    if os.path.isdir(directory):
-        return directory
-    if _uses_modelscope():
-        raise UnknownContentError(f"{path}: an adapter from ModelScope")
-    try:
-        found = try_to_load_from_cache(path, "adapter_config.json")
-    except HFValidationError:
-        found = None
-    if not isinstance(found, str):
-        raise UnknownContentError(f"{path}: no such adapter on this host")
-    return os.path.dirname(found)
+    if not os.path.isdir(directory):
+        try:
+            found = None if _uses_modelscope() else try_to_load_from_cache(path, _OF_ADAPTER)
+        except HFValidationError:
+            found = None
+        if not isinstance(found, str):
+            return []
+        directory = os.path.dirname(found)
+    files = [f for f in Path(directory).iterdir() if f.name == _OF_ADAPTER or _is_weights(f.name)]
+    return sorted(files) if len(files) > 1 else []
 
 
 def _find_fetched(

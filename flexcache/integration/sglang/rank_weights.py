@@ -19,23 +19,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import pkgutil
-import uuid
 import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from flexcache.integration.identity.checkpoint import (
-    adapter_files,
-    find_adapter,
-    identify_adapter,
-)
-from flexcache.integration.identity.files import (
-    ANY_TIME,
-    FileDigests,
-    UnknownContentError,
-    stats_of,
-)
+from flexcache.integration.identity.checkpoint import LoadedAdapter
+from flexcache.integration.identity.files import ANY_TIME, FileDigests
 from flexcache.integration.sglang.rank_cache import RankCache
 from flexcache.logs import log_event
 
@@ -75,7 +65,8 @@ class RankWeights:
         self._has_pages = False
         """Whether SGLang's own cache has pages, or some are being computed."""
         self._has_old_pages = False
-        self._adapters: dict[str, _Adapter] = {}
+        self._adapters: dict[str, LoadedAdapter] = {}
+        """By SGLang's number."""
         self._digests = FileDigests(since_ns=ANY_TIME, waits=False)
 
     def install(self, register: Callable[[str, Callable[..., Any], str], None]) -> None:
@@ -176,7 +167,7 @@ class RankWeights:
     # -- adapters --------------------------------------------------------------------------------
 
     def _load_adapter(self, original: Callable[..., Any], manager: Any, adapter: Any) -> Any:
-        loading = _Adapter(adapter.lora_path)
+        loading = LoadedAdapter(adapter.lora_path or "")
         result = original(manager, adapter)
         if result.success:
             self._adapters[adapter.lora_id] = loading
@@ -189,7 +180,8 @@ class RankWeights:
     ) -> Any:
         result = original(manager, adapter, *rest, **options)
         if result.success:
-            self._adapters[adapter.lora_id] = _Adapter(None, adapter.lora_id)
+            # The number is random here, and the same on all ranks.
+            self._adapters[adapter.lora_id] = LoadedAdapter("", adapter.lora_id)
         return result
 
     def _request_made(self, result: object, request: Any, *rest: Any, **options: Any) -> None:
@@ -200,43 +192,10 @@ class RankWeights:
             return
         adapter = self._adapters.get(number)
         if adapter is None:  # loaded by a method that this SGLang has and we do not watch
-            adapter = self._adapters[number] = _Adapter(None)
-        request.extra_key = request.extra_key.removesuffix(number) + adapter.name
-
-
-class _Adapter:
-    """A loaded adapter.
-
-    Args:
-        path: Where SGLang loads it from; None if that is not known.
-        number: SGLang's, if it is random: all ranks have it.
-
-    Attributes:
-        name: Its name in keys, as long as SGLang's number: of its content, or random.
-    """
-
-    def __init__(self, path: str | None, number: str | None = None) -> None:
-        self.name = number or uuid.uuid4().hex
-        self._path = path
-        self._before = None if path is None else self._stats()
-
-    def identify(self, digests: FileDigests) -> None:
-        """Name it by its files, if they are still those that were loaded."""
-        if self._before is None or self._path is None:
-            return
-        try:
-            found = identify_adapter(find_adapter(self._path), digests)
-        except UnknownContentError:
-            found = ""
-        if found and self._stats() == self._before:
-            self.name = hashlib.blake2b(found.encode(), digest_size=16).hexdigest()
-        self._before = None
-
-    def _stats(self) -> Any:
-        try:
-            return stats_of(adapter_files(find_adapter(self._path or "")))
-        except (UnknownContentError, OSError):
-            return None
+            adapter = self._adapters[number] = LoadedAdapter("")
+        # As long as the number, so that salts before it remain distinct.
+        name = hashlib.blake2b(adapter.name.encode(), digest_size=16).hexdigest()
+        request.extra_key = request.extra_key.removesuffix(number) + name
 
 
 RANK = RankWeights()

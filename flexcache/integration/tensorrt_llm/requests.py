@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from flexcache.integration.identity.checkpoint import (
-    adapter_files,
-    find_adapter,
-    identify_adapter,
-)
-from flexcache.integration.identity.files import FileDigests, UnknownContentError, stats_of
+from flexcache.integration.identity.checkpoint import LoadedAdapter
+from flexcache.integration.identity.files import FileDigests
 from flexcache.request_info import RequestInfo
 
 _MEDIA = ("multimodal_positions", "multimodal_lengths", "multimodal_embedding")
@@ -45,8 +40,8 @@ class Scopes:
 
     def __init__(self) -> None:
         self._digests = FileDigests(waits=False)
-        self._adapters: dict[int, tuple[Any, str]] = {}
-        """By TensorRT-LLM's number, an adapter's files as they were first seen, and its name."""
+        self._adapters: dict[int, LoadedAdapter] = {}
+        """By TensorRT-LLM's number, as they were first seen."""
 
     def read(self, request: Any) -> tuple[str, ...] | None:
         """Return the namespace of a request's tokens: salt, LoRA and media keep prompts apart.
@@ -80,19 +75,11 @@ class Scopes:
     def _name_adapter(self, number: int, path: str | None) -> str | None:
         """Name an adapter by its files if they are older than the engine, so that it has loaded
         these; else at random. None if they have changed since: which it has loaded is unknown."""
-        try:
-            place = find_adapter(path or "")
-            files: Any = stats_of(adapter_files(place))
-        except (UnknownContentError, OSError):
-            place, files = "", None
-        known = self._adapters.get(number)
+        now, known = LoadedAdapter(path or ""), self._adapters.get(number)
         if known is None:
-            try:
-                name = identify_adapter(place, self._digests) if place else uuid.uuid4().hex
-            except UnknownContentError:
-                name = uuid.uuid4().hex
-            known = self._adapters[number] = (files, name)
-        return known[1] if known[0] == files else None
+            known = self._adapters[number] = now
+            known.identify(self._digests)
+        return known.name if known.files == now.files else None
 
 
 def describe(request: Any) -> RequestInfo:

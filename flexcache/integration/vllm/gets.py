@@ -28,6 +28,7 @@ from flexcache.integration.vllm.calls import CacheCalls, NoMatch
 from flexcache.integration.vllm.early_loads import EarlyLoads
 from flexcache.integration.vllm.early_lookups import EarlyLookUps
 from flexcache.integration.vllm.metadata import Load
+from flexcache.integration.vllm.names import RequestName
 from flexcache.integration.vllm.requests import Get, RequestRecord, StepLoad
 from flexcache.integration.vllm.siblings import is_served_by_sibling
 from flexcache.integration.vllm.step_budget import StepBudget
@@ -131,7 +132,7 @@ class Gets:
         self.early.asked(request.request_id)
         self.early_loads.asked(request.request_id)
         record = self._requests.setdefault(request.request_id, RequestRecord())
-        get = self._open_get(request, record, num_computed, (name.weights, name.adapter))
+        get = self._open_get(request, record, num_computed, name)
         if get is None:
             return (0 if record.asked_s is None else None), False
         if get.launched or get.num_tokens == 0:
@@ -157,13 +158,13 @@ class Gets:
         return is_open and self.budget.has_room(num_loaded, num_left, time.monotonic())
 
     def _open_get(
-        self, request: Any, record: RequestRecord, num_computed: int, name: tuple[int, str | None]
+        self, request: Any, record: RequestRecord, num_computed: int, name: RequestName
     ) -> Get | None:
         """Return the request's get for the tokens after ``num_computed``, if it has one."""
         get = record.get
         if get is not None:
             is_fresh = time.monotonic() - get.matched_s < self._match_ttl_s / 2
-            is_same = (get.num_computed, get.name) == (num_computed, name)
+            is_same = get.num_computed == num_computed and get.name is name
             if get.launched or (is_same and is_fresh):
                 return get
             self._cancel(record)
@@ -203,8 +204,7 @@ class Gets:
         task_id, num_found, sources = found
         self.early_loads.is_on |= self._may_load_early and not sources.keys() <= {TierName.CPU}
         name = self._cache.names.of(request)
-        named = name.weights, name.adapter
-        return Get(task_id, num_computed, num_found, sources, time.monotonic(), named)
+        return Get(task_id, num_computed, num_found, sources, time.monotonic(), name)
 
     def _withdraw(self, request_id: str) -> None:
         """Cancel a request's get, if vLLM has not acted on it."""

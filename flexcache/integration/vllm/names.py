@@ -19,8 +19,8 @@ from typing import Any
 from vllm.v1.core import kv_cache_utils
 
 from flexcache.errors import InternalError
-from flexcache.integration.identity.checkpoint import find_adapter, identify_adapter
-from flexcache.integration.identity.files import ANY_TIME, FileDigests, UnknownContentError
+from flexcache.integration.identity.checkpoint import identify_adapter
+from flexcache.integration.identity.files import ANY_TIME, FileDigests
 from flexcache.integration.vllm.metadata import AdapterUse
 
 _GpuKey = tuple[Any, ...]
@@ -101,12 +101,12 @@ class Names:
 
     def begins(self, request: Any, num_on_gpu: int) -> RequestName:
         """Name a request that is to be computed from now on, but for the first ``num_on_gpu``
-        tokens: vLLM has those. Called again while it waits, and after it was preempted."""
+        tokens: vLLM has those. Called again while it waits, and after it was preempted: its name is
+        the same object as long as it means the same."""
         name, adapter = self.of(request), self._find_adapter(request.lora_request)
-        if name.adapter != adapter:
+        if (name.weights, name.adapter) != (self._generation(), adapter):
             self._names.pop(request.request_id)
             name = self.of(request)
-        name.weights = self._generation()
         if self._of_gpu is None:  # from now on vLLM's cache has blocks
             self._of_gpu = name.weights
         is_other = self._of_gpu != name.weights
@@ -165,10 +165,7 @@ class Names:
         loaded = self._loaded.get(adapter.lora_int_id)
         if loaded is not None and not getattr(adapter, "load_inplace", False):
             return loaded or None
-        try:
-            return identify_adapter(find_adapter(adapter.lora_path), self._digests)
-        except (UnknownContentError, OSError):
-            return None
+        return identify_adapter(adapter.lora_path, self._digests)
 
     def check_idle(self) -> None:
         """Raise `InternalError` if a request is still remembered; all must have ended."""

@@ -15,23 +15,13 @@ They run on the worker's thread, so no step runs meanwhile.
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
-import uuid
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from flexcache.integration.identity.checkpoint import (
-    adapter_files,
-    find_adapter,
-    identify_adapter,
-)
-from flexcache.integration.identity.files import (
-    ANY_TIME,
-    FileDigests,
-    UnknownContentError,
-    stats_of,
-)
+from flexcache.integration.identity.checkpoint import LoadedAdapter
+from flexcache.integration.identity.files import ANY_TIME, FileDigests
+from flexcache.integration.vllm.callers import locals_of_callers
 from flexcache.integration.vllm.metadata import AdapterUse
 from flexcache.logs import log_event
 
@@ -169,29 +159,14 @@ class RankWeights:
             return
 
         def load_adapter(request: Any) -> Any:
+            loading = LoadedAdapter(request.lora_path)
             # Looked up now: RL frameworks replace it in the class, to load from memory.
-            load = functools.partial(kind._load_adapter, manager, request)
-            adapter, digest = self._load(load, request.lora_path)
-            self._note_adapter(request.lora_int_id, digest)
+            adapter = kind._load_adapter(manager, request)
+            loading.identify(self._digests)
+            self._note_adapter(request.lora_int_id, loading.name)
             return adapter
 
         manager._load_adapter = load_adapter
-
-    def _load(self, load: Callable[[], Any], path: str) -> tuple[Any, str]:
-        """Load an adapter; also return the digest of its files, or a random one if they changed."""
-        try:
-            before = stats_of(adapter_files(find_adapter(path)))
-        except (UnknownContentError, OSError):
-            return load(), uuid.uuid4().hex
-        adapter = load()
-        try:
-            found = find_adapter(path)  # vLLM may have fetched a later commit from the hub
-            digest = identify_adapter(found, self._digests)
-            if stats_of(adapter_files(found)) == before:
-                return adapter, digest
-        except (UnknownContentError, OSError):
-            pass
-        return adapter, uuid.uuid4().hex
 
     def _note_adapter(self, number: int, digest: str) -> None:
         self._loaded[number] = digest
@@ -210,14 +185,11 @@ def _level(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> int:
 
 
 def _find_worker() -> Any:
-    """Return vLLM's worker, which is setting its connector up; connectors are not given it."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        found = frame.f_locals.get("self")
-        if hasattr(found, "model_runner") and hasattr(found, "load_model"):
-            return found
-        frame = frame.f_back
-    return None
+    """Return vLLM's worker, which is setting its connector up; None if it is not found."""
+    objects = (names.get("self") for names in locals_of_callers())
+    return next(
+        (o for o in objects if hasattr(o, "model_runner") and hasattr(o, "load_model")), None
+    )
 
 
 def _models_of(runner: Any) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexcache.ids import TierName
+from flexcache.integration.vllm.names import RequestName
 
 
 @dataclass(slots=True)
@@ -16,7 +17,7 @@ class Get:
         num_tokens: Tokens found; 0 if none.
         sources: Tokens that each tier supplies.
         by_layer: Last answer to vLLM: whether the load runs within the request's first step.
-        name: The weights and the adapter that it was matched for.
+        name: What the request's KV was called when it was matched.
     """
 
     task_id: int
@@ -24,7 +25,7 @@ class Get:
     num_tokens: int
     sources: dict[TierName, int]
     matched_s: float
-    name: tuple[int, str | None]
+    name: RequestName
     launched: bool = False
     by_layer: bool = False
 

@@ -7,14 +7,13 @@ of them does not know yet.
 
 from __future__ import annotations
 
-import inspect
-import traceback
 from collections.abc import Iterable
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from flexcache.errors import ConfigError
+from flexcache.integration.vllm.callers import locals_of_callers
 
 _NAME = "FlexCacheConnectorV1"
 
@@ -26,8 +25,8 @@ def read_transfer_config(vllm_config: Any) -> Any:
     the parent, which is the caller then.
     """
     transfer = vllm_config.kv_transfer_config
-    for frame, _ in traceback.walk_stack(inspect.currentframe()):
-        caller = frame.f_locals.get("self")
+    for names in locals_of_callers():
+        caller = names.get("self")
         if isinstance(caller, MultiConnector):
             transfer = caller._vllm_config.kv_transfer_config  # the outermost one counts
     return transfer
@@ -58,10 +57,8 @@ def _count_ours(connectors: Iterable[Any]) -> int:
 
 def is_among_siblings() -> bool:
     """Whether `MultiConnector` is asking, on behalf of all its children."""
-    callers = (
-        frame.f_locals.get("cls") for frame, _ in traceback.walk_stack(inspect.currentframe())
-    )
-    return any(isinstance(each, type) and issubclass(each, MultiConnector) for each in callers)
+    classes = (names.get("cls") for names in locals_of_callers())
+    return any(isinstance(each, type) and issubclass(each, MultiConnector) for each in classes)
 
 
 def is_served_by_sibling(request: Any) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import traceback
 from functools import partial
 from typing import Any
 
@@ -12,6 +10,7 @@ from vllm.config import VllmConfig
 from flexcache.config import CacheConfig
 from flexcache.errors import ConfigError
 from flexcache.integration.identity.late import identify_now
+from flexcache.integration.vllm.callers import locals_of_callers
 from flexcache.integration.vllm.engine import read_key_namespace, why_uncached
 from flexcache.integration.vllm.identity import read_model_id
 from flexcache.storage.kv_identity import KVIdentity
@@ -54,8 +53,8 @@ def read_chunk_identity(spec: Any, chunk_bytes: int, settings: CacheConfig) -> K
 
 def _find_vllm_config() -> VllmConfig:
     """Return the engine's config, which only the connector under construction has."""
-    for frame, _ in traceback.walk_stack(inspect.currentframe()):
-        for found in frame.f_locals.values():
+    for names in locals_of_callers():
+        for found in names.values():
             if isinstance(found, VllmConfig):
                 return found
     raise ConfigError("the model cannot be identified: this vLLM constructs its tiers otherwise")

@@ -7,11 +7,9 @@ the way. For vLLM 0.32 and later.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import time
-import traceback
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -35,8 +33,9 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from flexcache.config import CacheConfig
 from flexcache.ids import BlockKey
-from flexcache.integration.identity.checkpoint import find_adapter, identify_adapter
-from flexcache.integration.identity.files import FileDigests, UnknownContentError
+from flexcache.integration.identity.checkpoint import identify_adapter
+from flexcache.integration.identity.files import FileDigests
+from flexcache.integration.vllm.callers import locals_of_callers
 from flexcache.integration.vllm.secondary_tier.host import TierHost
 from flexcache.integration.vllm.secondary_tier.identity import read_chunk_identity
 from flexcache.logs import log_event
@@ -167,8 +166,8 @@ class FlexCacheSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
         This side cannot see which adapters the ranks have loaded. So one that changed since the
         engine's process began is unknown.
         """
-        for frame, _ in traceback.walk_stack(inspect.currentframe()):
-            request = frame.f_locals.get("request")
+        for names in locals_of_callers():
+            request = names.get("request")
             if getattr(request, "request_id", None) == req_id:
                 break
         else:
@@ -176,10 +175,8 @@ class FlexCacheSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
         adapter = getattr(request, "lora_request", None)
         if adapter is None:
             return b""
-        try:
-            return identify_adapter(find_adapter(adapter.lora_path), self._digests).encode()
-        except (UnknownContentError, OSError):
-            return None
+        digest = identify_adapter(adapter.lora_path, self._digests)
+        return None if digest is None else digest.encode()
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         with self._host.use() as tiers:
@@ -211,8 +208,8 @@ class FlexCacheSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
 
         The engine core is constructing its scheduler now; this side cannot see the workers.
         """
-        for frame, _ in traceback.walk_stack(inspect.currentframe()):
-            core: Any = frame.f_locals.get("self")
+        for names in locals_of_callers():
+            core: Any = names.get("self")
             if hasattr(core, "model_executor") and hasattr(core, "collective_rpc"):
                 break
         else:

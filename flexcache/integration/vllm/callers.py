@@ -1,0 +1,14 @@
+"""Variables of the calling functions: vLLM gives its connectors and tiers less than they need."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+def locals_of_callers() -> Iterator[Mapping[str, Any]]:
+    """Yield the local variables of each function in the call stack, the innermost first."""
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
+        yield frame.f_locals
