@@ -141,8 +141,7 @@ class EngineClient:
         """Name the engine's weights; also before `start`, and while the server is away."""
         if self._is_parents:  # a thread that this process does not have may hold its locks
             self._require_open()
-        generation, version = self.transport.new_weights(version)
-        self._tasks.renamed(generation, version)
+        self.transport.new_weights(version)
         return version
 
     # -- the cache as a whole --------------------------------------------------------------------

@@ -37,6 +37,9 @@ class LocalTransport(LocalSession):
         ids = self.server.start(tasks)
         assert ids is not None
         self.ids = ids
+        with self.server.lock:  # later names come after this one
+            weights = self.server.hub.weights.of(self._engine)
+            tasks.renamed(weights.generation, weights.version)
 
     def is_ready(self) -> bool:
         return not self.server.stopping and not self.server.missing(self._engine)
@@ -50,9 +53,8 @@ class LocalTransport(LocalSession):
     def clear(self, tier: str | None) -> int:
         return self.server.clear(tier, self._engine)
 
-    def new_weights(self, version: str) -> tuple[int, str]:
-        weights = self.server.new_weights(self._engine, version)
-        return weights.generation, weights.version
+    def new_weights(self, version: str) -> None:
+        self.server.new_weights(self._engine, version)
 
     def stats(self) -> dict[str, Any]:
         return to_plain(self.server.stats(self.ids.session))

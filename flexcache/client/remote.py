@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -107,8 +107,8 @@ class RemoteTransport:
         self._weights = Weights(0, config.model_version or "")
         self._heard = 0
         """The last generation that a server gave; later ones were given here, without a server."""
-        self._renamed: Callable[[int, str], None] = lambda generation, version: None
-        self._tasks: ClientTasks
+        self._tasks = ClientTasks()
+        """Others once it is started."""
         self._thread: threading.Thread | None = None
 
     @property
@@ -121,9 +121,8 @@ class RemoteTransport:
         """Look for the server, or start one; returns at once."""
         if self._thread is not None:
             raise ValueError("the client was started before")
-        self._tasks = tasks
         with self._naming:
-            self._renamed = tasks.renamed
+            self._tasks = tasks
             tasks.renamed(self._weights.generation, self._weights.version)
         name = f"flexcache-{self._engine}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -197,7 +196,7 @@ class RemoteTransport:
     def session_hint(self, session_id: str, over: bool, returns_in_s: float | None) -> bool:
         return bool(self._calls.request(SessionHint(0, session_id, over, returns_in_s)))
 
-    def new_weights(self, version: str) -> tuple[int, str]:
+    def new_weights(self, version: str) -> None:
         while True:
             try:
                 answer = self._calls.request(NewWeights(0, version))
@@ -208,17 +207,16 @@ class RemoteTransport:
                     generation, heard = self._weights.generation + 1, self._heard
                     self._rename(Weights(generation, version, self._weights.ranks))
                     self._heard = heard
-                    return generation, version
-            weights = msgspec.convert(answer, Weights)
+                    return
             with self._naming:
-                self._rename(weights)
-            return weights.generation, weights.version
+                self._rename(msgspec.convert(answer, Weights))
+            return
 
     def _rename(self, weights: Weights) -> None:
         """Name prompts by these from now on, unless later ones came first; with `_naming` held."""
         if weights.generation > self._weights.generation:
             self._weights, self._heard = weights, weights.generation
-            self._renamed(weights.generation, weights.version)
+            self._tasks.renamed(weights.generation, weights.version)
 
     def take_changes(self) -> list[Change]:
         """Nothing: what a shared cache stores and loses is published by its server."""

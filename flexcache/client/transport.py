@@ -63,8 +63,8 @@ class Transport(Protocol):
     def session_hint(self, session_id: str, over: bool, returns_in_s: float | None) -> bool:
         """Pass on what a user says of its session; whether the session is known."""
 
-    def new_weights(self, version: str) -> tuple[int, str]:
-        """Name the engine's weights; return the generation and the version. At any time."""
+    def new_weights(self, version: str) -> None:
+        """Name the engine's weights. At any time; what was named before `start` counts from it."""
 
     def take_changes(self) -> list[Change]:
         """What the tiers have stored and lost since the last call."""
