@@ -283,6 +283,10 @@ class KVTPClient:
         the engine's next request begins under the new name."""
         self._weights = weights
         self._ops.set_weights(weights.number)
+        # By the line a server in this process knows it before any op planned after it, however busy
+        # its loop is. By the socket the rank's thread tells other servers, and what was not told
+        # here: while it registered, or as this thread was interrupted. It must not wait for this
+        # one, which a handler of a signal may have close the client: so a server may be told twice.
         if self._state is ClientState.SERVING and self._ops.tell(weights):
             self._told = weights
             return
