@@ -29,9 +29,6 @@ _FRESH_NS = 2_000_000_000
 """A file that changed this recently may change again within one tick of a coarse clock: it is read
 each time, in this process also, for it is so for two seconds only."""
 _MAX_KEPT = 8192
-_FIRST_LOAD_NS = 100_000_000
-"""No process has loaded weights this soon after it began; the kernel tells its start in ticks of 10
-ms, so a file written right before it may seem younger."""
 _LOCK_PATIENCE_S = 120.0
 """How long another process may hash before this one does so too."""
 _FORMAT = "flexcache-file-digests/2"
@@ -75,7 +72,7 @@ class FileDigests:
         waits: bool = True,
     ) -> None:  # fmt: skip
         self._may_read = may_read
-        self._since_ns = _began_ns() + _FIRST_LOAD_NS if since_ns is None else since_ns
+        self._since_ns = _began_ns() if since_ns is None else since_ns
         self._store = _Store(store or _user_store(), _LOCK_PATIENCE_S if waits else 0.0)
         self.problem: str | None = None
 
@@ -189,9 +186,9 @@ _METHODS: dict[str, Callable[[Any, int], str]] = {
 
 
 def _began_ns() -> int:
-    """Return when this process began, by the clock that stamps files."""
+    """Return when this process had begun, by the clock that stamps files."""
     with open("/proc/self/stat", "rb") as stream:
-        ticks = int(stream.read().rpartition(b")")[2].split()[19])
+        ticks = int(stream.read().rpartition(b")")[2].split()[19]) + 1  # 10 ms, rounded down
     age_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - ticks * 10**9 // os.sysconf("SC_CLK_TCK")
     return time.time_ns() - age_ns
 
