@@ -45,12 +45,19 @@ class WeightedEngine:
     Attributes:
         weights: Stands for the bytes of its weights.
         adapters: Stand for the bytes of the adapters that it has loaded.
+
+    Args:
+        version: Names the weights before the manager is started.
     """
 
-    def __init__(self, config: CacheConfig, engine_id: str, weights: str = "base") -> None:
+    def __init__(
+        self, config: CacheConfig, engine_id: str, weights: str = "base", version: str | None = None
+    ) -> None:
         self.weights = weights
         self.adapters: set[str] = set()
         self.manager = KVManager(MODEL, config, engine_id=engine_id)
+        if version is not None:
+            self.manager.new_weights(version)
         shape = (NUM_GPU_BLOCKS, 2, TOKENS_PER_BLOCK, 1, MODEL.head_size)
         self.kv = [
             {f"layer.{i}": torch.zeros(shape) for i in range(MODEL.num_layers)}

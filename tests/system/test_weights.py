@@ -107,6 +107,24 @@ def test_a_version_given_to_the_manager_names_the_weights(engine: WeightedEngine
     assert engine.get("abcd") == 4
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_version_given_before_the_start_names_the_weights(is_shared: bool) -> None:
+    with serving() as server:
+        endpoint = server.endpoint if is_shared else None
+        config = CacheConfig(**{**SIZES, "endpoint": endpoint})  # type: ignore[arg-type]
+        engine = WeightedEngine(config, "one", version="step-1")
+        engine.wait_ready()
+        engine.put("abcd")
+        assert engine.get("abcd") == 4
+        engine.manager.new_weights("step-2")
+        engine.weights = "step-2"
+        assert engine.get("abcd") == 0
+        engine.manager.new_weights("step-1")
+        engine.weights = "base"
+        assert engine.get("abcd") == 4
+        engine.close()
+
+
 def test_a_version_given_again_changes_nothing(engine: WeightedEngine) -> None:
     engine.manager.new_weights("step-1")
     engine.weights = "step-1"
