@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import groupby
@@ -17,12 +18,15 @@ from flexcache.events.wire import (
     EventBatch,
     low_64_bits,
 )
+from flexcache.logs import log_event
 from flexcache.router.disk_names import DiskNames
 from flexcache.router.holders import Holder
 from flexcache.router.index import IndexPart, KVIndexer
 from flexcache.router.keys import Space, chain_of, pack, pack_extra_keys
 from flexcache.router.names import BlockNames, NamesPart, Run
 from flexcache.router.workers import Tier
+
+logger = logging.getLogger(__name__)
 
 TIER_OF: Mapping[str | None, Tier] = {
     None: Tier.GPU,
@@ -99,6 +103,8 @@ class EventApplier:
         """By source: which groups of layers need whole prefixes."""
         self._sizes: dict[str, int] = {}
         """By source: the size of its first blocks."""
+        self._crowded_out: set[str] = set()
+        """Sources one of whose sizes was one too many."""
         self._places: dict[tuple[str, int | None, str | None], Holder] = {}
         """By source, rank and medium."""
 
@@ -146,6 +152,7 @@ class EventApplier:
             self._forget(holder)
         self._groups.pop(source, None)
         self._sizes.pop(source, None)
+        self._crowded_out.discard(source)
         self._places = {place: each for place, each in self._places.items() if place[0] != source}
 
     def sweep(self, num_blocks: int) -> bool:
@@ -252,12 +259,27 @@ class EventApplier:
         if table is None:
             if len(self._names) >= _MAX_SIZES:
                 self._names = {size: each for size, each in self._names.items() if each}
-            if block_size < 1 or len(self._names) >= _MAX_SIZES:
-                self.ignored["malformed" if block_size < 1 else "block_size"] += 1
+            if block_size < 1:
+                self.ignored["malformed"] += 1
+                return None
+            if len(self._names) >= _MAX_SIZES:
+                self.ignored["block_size"] += 1
+                self._crowd_out(source, block_size)
                 return None
             table = self._names[block_size] = BlockNames(self.index, on_disk=self.on_disk)
         self._sizes.setdefault(source, block_size)
         return table
+
+    def _crowd_out(self, source: str, block_size: int) -> None:
+        if source in self._crowded_out:
+            return
+        self._crowded_out.add(source)
+        log_event(
+            logger, logging.WARNING, "block_size_ignored", publisher=source, block_size=block_size,
+            known=sorted(self._names), effect="its blocks of this size are not found",
+            remedy=f"a router knows blocks of {_MAX_SIZES} sizes at a time: end the publishers of "
+            "sizes that no engine has, or give engines of other sizes a router of their own",
+        )  # fmt: skip
 
     def _run(self, event: BlockStored, names: list[int]) -> Run | None:
         """Return what the event says of its blocks' content; None unless it says all."""

@@ -23,7 +23,7 @@ from flexcache.server.hub import Hub
 from flexcache.server.idle_exit import IdleExit
 from flexcache.server.outbox import PeerMessage, make_execute
 from flexcache.server.reactor import EndReport, Reactor
-from flexcache.server.router_socket import RouterSocket, Sent
+from flexcache.server.router_socket import FLUSH_INTERVAL_S, RouterSocket, Sent
 from flexcache.server.workers import WorkerPool
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.instructions import RunOp
@@ -110,6 +110,8 @@ class EventLoop:
     def _next_due(self, now: float) -> float | None:
         """When there is something to do though nothing happens."""
         times = [self._pool.next_start()]
+        if self._socket.has_unsent or self._pool.has_unsent:
+            times.append(now + FLUSH_INTERVAL_S)
         with self._changed:
             if self._hub.peers:
                 times.append(self._census_due_s)
@@ -137,6 +139,7 @@ class EventLoop:
                 self._route()
                 self._availability_log.update(cache.tasks)
             to_peers, to_workers, jobs = self._hub.outbox.take()
+        self._socket.flush()
         for instruction in to_workers:
             self._pool.carry_out(instruction)
         for job in jobs:
@@ -226,3 +229,4 @@ class EventLoop:
             if time.monotonic() > deadline:
                 break
             time.sleep(_HANG_UP_POLL_S)
+            self._socket.flush()

@@ -137,11 +137,17 @@ class Hub:
         self._guard.pass_on(identity, message, b"", now)
 
     def does_not_read(self, identity: bytes, now: float) -> None:
-        """Messages for a peer pile up. A scheduler is given up; a rank's ops have deadlines."""
+        """Messages for a peer were dropped, as it does not read them.
+
+        A scheduler is given up, whichever of its sockets it is. A rank may be copying: it begins
+        again once it reads again, as it may have missed ops and their ends.
+        """
         self.counters["unread_messages"] += 1
-        peer = self._registry.peer(identity)
+        peer = self._registry.peer(identity) or self._registry.caller(identity)
         if isinstance(peer, Scheduler):
             self._peers.lose(peer, "does not read its messages", now)
+        elif peer is not None:
+            peer.has_missed = True
 
     def peer_died(self, identity: bytes, now: float) -> None:
         """A peer's process has ended."""
@@ -271,6 +277,8 @@ class Hub:
                 self._has_news = self.route(now)
                 self._peers.weights_changed(peer, message, now)
                 self.outbox.send(identity, self.weights.of(peer.engine))
+            case Ping() if isinstance(peer, Rank) and peer.has_missed:
+                self._reject(identity, "unread", "messages were dropped, as they were not read")
             case Ping() if peer is not None:
                 self.outbox.send(identity, Pong())
             case HelloRank() | HelloEngine():

@@ -49,6 +49,8 @@ class Rank:
     """Its KV layout, once it serves."""
     weights: int = 0
     """Number of its last update, as far as is known."""
+    has_missed: bool = False
+    """Whether messages for it were dropped."""
 
     @property
     def executor(self) -> str:
@@ -71,6 +73,8 @@ class Scheduler:
     session: SessionId
     scratch: Scratch | None
     heard_s: float
+    is_parked: bool = False
+    """Whether a match of it waits for the remote store."""
     place: ClassVar[str] = "the scheduler"
 
 

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -49,9 +50,18 @@ from flexcache.transfer.messages import unpack_ids
 
 logger = logging.getLogger(__name__)
 
-_MAX_PARKED = 1024
+_MAX_PARKED_BYTES = 256 << 20
 
 SessionRequest = Match | Clear | SessionHint | NewWeights | CheckInvariants
+
+
+class _Parked(NamedTuple):
+    """A match that waits for a look-up."""
+
+    caller: Scheduler
+    request: Match
+    keys: PromptKeys
+    num_bytes: int
 
 
 class Requests:
@@ -76,9 +86,9 @@ class Requests:
         self._counters = counters
         self._unasked: set[TaskId] = set()
         """Tasks that were cancelled before their launch: their clients need no answer."""
-        self._parked: dict[int, list[tuple[Scheduler, Match, PromptKeys]]] = {}
-        """Matches by the look-up that they wait for."""
-        self._num_parked = 0
+        self._parked: dict[int, list[_Parked]] = {}
+        """Matches by the look-up that they wait for, one of a session at most."""
+        self._parked_bytes = 0
 
     def answer(self, caller: Scheduler, request: SessionRequest, data: Buffer, now: float) -> None:
         """Answer a request, at once or when its look-up or background job has ended."""
@@ -165,10 +175,13 @@ class Requests:
             is_pending = tasks.awaits_load(caller.session, keys, request.stop, now)
         if is_pending and not request.may_wait:
             return Matched(request.request_id, request.start, 0, {}, is_pending=True)
-        if lookup is not None and self._num_parked < _MAX_PARKED:
+        num_bytes = request.scratch_bytes + request.token_bytes + len(data)
+        has_room = self._parked_bytes + num_bytes <= _MAX_PARKED_BYTES
+        if lookup is not None and has_room and not caller.is_parked:
             own = self._read_keys(caller, request, data, copies=True)  # the client may overwrite it
-            self._parked.setdefault(lookup, []).append((caller, request, own))
-            self._num_parked += 1
+            self._parked.setdefault(lookup, []).append(_Parked(caller, request, own, num_bytes))
+            self._parked_bytes += num_bytes
+            caller.is_parked = True
             return None
         return self._make_task(caller, request, keys, now)
 
@@ -203,8 +216,9 @@ class Requests:
 
     def look_up_ended(self, lookup_id: int, now: float) -> None:
         """The remote store has answered, or is late: go on with the matches that waited."""
-        for caller, request, keys in self._parked.pop(lookup_id, ()):
-            self._num_parked -= 1
+        for caller, request, keys, num_bytes in self._parked.pop(lookup_id, ()):
+            self._parked_bytes -= num_bytes
+            caller.is_parked = False
             if self._registry.is_connected(caller):
                 self._reply(caller, request, partial(self._make_task, caller, request, keys, now))
 
@@ -279,8 +293,11 @@ class Requests:
 
     def check(self) -> None:
         """Raise `InternalError` if the parked matches are miscounted."""
-        if self._num_parked != sum(map(len, self._parked.values())):
-            raise InternalError(f"{self._num_parked} parked matches are counted, not as many kept")
+        parked = [each for of_lookup in self._parked.values() for each in of_lookup]
+        if self._parked_bytes != sum(each.num_bytes for each in parked):
+            raise InternalError(f"{self._parked_bytes} bytes of parked matches are counted wrongly")
+        if len({each.caller.calls for each in parked}) != len(parked):
+            raise InternalError("a session has two parked matches")
 
 
 def _check_owner(caller: Scheduler, task_id: int) -> TaskId:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import msgspec
@@ -16,7 +18,10 @@ logger = logging.getLogger(__name__)
 
 _MOST_CONNECTIONS = 4096  # of 1,024 clients with two each, and of those that are on their way
 _RECEIVE_QUEUE = 64  # messages of one client that wait here; more wait at the client
-_SEND_QUEUE = 10_000
+_SEND_QUEUE = 256  # messages for one client that libzmq keeps, whatever their sizes; more wait here
+_MOST_UNSENT_BYTES = 16 << 20  # for one client, beside those: more than all answers to its tasks
+_UNSENT_COST_BYTES = 128  # what keeping a message takes, beside its bytes
+FLUSH_INTERVAL_S = 0.005
 _LINGER_MS = 200  # for the last Stop
 _READABLE = int(zmq.POLLIN)  # plain numbers: an operation on zmq's enums costs more than a look
 _NOW, _NOW_AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -27,15 +32,28 @@ class Sent(Enum):
 
     QUEUED = auto()
     UNREAD = auto()
-    """The peer's queue is full."""
+    """The peer has left too much unread: this message is dropped, and what waited for it."""
     GONE = auto()
     """The peer is not connected."""
 
 
+@dataclass(slots=True)
+class _Unsent:
+    """Messages that libzmq does not take for a peer yet; none once it was given up."""
+
+    messages: deque[bytes] = field(default_factory=deque)
+    num_bytes: int = 0
+
+
 class RouterSocket:
-    """Messages from and to many peers, by identity."""
+    """Messages from and to many peers, by identity.
+
+    libzmq bounds the number of messages that it keeps for a peer, not their bytes. So it keeps few,
+    and others wait here: `flush` must be called every `FLUSH_INTERVAL_S` while it `has_unsent`.
+    """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._unsent: dict[bytes, _Unsent] = {}
         self._doorkeeper: Doorkeeper | None = None
         self._only_own_user = False
         self._refused_users: set[int] = set()
@@ -88,6 +106,46 @@ class RouterSocket:
 
     def send(self, identity: bytes, data: bytes) -> Sent:
         """Queue a message of one frame."""
+        unsent = self._unsent.get(identity)
+        if unsent is None or not unsent.messages:
+            sent = self._offer(identity, data)
+            if sent is not Sent.UNREAD:
+                self._unsent.pop(identity, None)
+                return sent
+            unsent = self._unsent.setdefault(identity, _Unsent())
+        is_news = unsent.num_bytes <= _MOST_UNSENT_BYTES
+        unsent.num_bytes += len(data) + _UNSENT_COST_BYTES
+        if unsent.num_bytes <= _MOST_UNSENT_BYTES:
+            unsent.messages.append(data)
+            return Sent.QUEUED
+        unsent.messages.clear()  # as it cannot have all of them
+        if is_news:
+            log_event(
+                logger, logging.ERROR, "client_does_not_read", identity=identity.hex(),
+                unread_bytes=unsent.num_bytes, effect="what waits for it is dropped, its session "
+                "ends; a rank registers again once it reads",
+            )  # fmt: skip
+        return Sent.UNREAD
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether messages wait for a `flush`."""
+        return any(unsent.messages for unsent in self._unsent.values())
+
+    def flush(self) -> None:
+        """Send what peers have room for by now."""
+        for identity, unsent in list(self._unsent.items()):
+            sent = Sent.UNREAD
+            while unsent.messages:
+                sent = self._offer(identity, unsent.messages[0])
+                if sent is not Sent.QUEUED:
+                    break
+                unsent.num_bytes -= len(unsent.messages.popleft()) + _UNSENT_COST_BYTES
+            if sent is not Sent.UNREAD:
+                del self._unsent[identity]
+
+    def _offer(self, identity: bytes, data: bytes) -> Sent:
+        """Have libzmq send a message, if it has room for it."""
         try:
             self.zmq_socket.send(identity, _NOW_AND_MORE)
             self.zmq_socket.send(data, _NOW)

@@ -87,6 +87,11 @@ class WorkerPool:
         """Workers that are not up."""
         return [f"{name} worker" for name, w in self._workers.items() if not w.is_ready]
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether messages wait until a worker has read others."""
+        return self._socket is not None and self._socket.has_unsent
+
     # -- events ----------------------------------------------------------------------------------
 
     def next_start(self) -> float | None:
@@ -104,6 +109,7 @@ class WorkerPool:
         """Take in what workers have sent."""
         if self._socket is None:
             return
+        self._socket.flush()
         for _ in range(_MAX_MESSAGES_A_TURN):
             frames = self._socket.receive()
             if frames is None:

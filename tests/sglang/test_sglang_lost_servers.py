@@ -23,6 +23,8 @@ from sglang_linker import (
 )
 from test_windows import engine_with_windows, kv_bytes
 
+from flexcache.client.rank import ClientState
+
 pytestmark = pytest.mark.whole
 
 
@@ -93,14 +95,17 @@ def test_windows_are_loaded_whole_though_the_server_is_killed(tmp_path: Path) ->
 def check_stopped_server(directory: str) -> None:
     engine = engine_with_linker(endpoint=f"ipc://{directory}/cache.sock")
     linker, manager = linker_of(engine), manager_of(engine)
+    client = linker.cache.client
     cold = remember(engine, TOKENS)
     pid = manager.stats()["server_pid"]
     for method, num_cached in (("load", 0), ("start_layer_wise_loading", 192)):
         forget_gpu(engine)
         before(linker, method, lambda: os.kill(pid, signal.SIGSTOP))
         check_again(engine, TOKENS, num_cached, cold)
-        until(lambda: not manager.is_ready())
+        until(lambda: not manager.is_ready() and client.state is not ClientState.SERVING)
         os.kill(pid, signal.SIGCONT)
+        # The server may greet the scheduler before it hears that the rank had left.
+        client.wait_registered(PATIENCE_S)
         manager.wait_ready(PATIENCE_S)
 
 

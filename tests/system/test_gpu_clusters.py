@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster import Cluster, load_by_layer, running_cluster, until
+import torch
+from cluster import PATIENCE_S, Cluster, load_by_layer, running_cluster, until
 from engine_memory import DeviceMemory, device_memory
 from fake_gpu import FakeGpu, Memory
 from fake_torch_cuda import FakeStream
 
-from flexcache import KVStatus
+from flexcache import KVStatus, KVTPClient
+from flexcache.client import rank, rank_ops
 from flexcache.client.rank import ClientState
 
 
@@ -99,6 +102,47 @@ def test_a_store_without_a_gate_takes_what_is_queued_on_the_stream_of_the_engine
         step = queue_step(memory, compute, cluster)
         task_id, _ = cluster.manager.put_async(tokens, cluster.slots(blocks))
         check_stored_with_step(memory.gpu, step, cluster, task_id)
+
+
+def write_kv(cluster: Cluster, blocks: list[int]) -> None:
+    """Compute something else, as an engine does whose blocks are its own."""
+    for tensor in cluster.kv[0].values():
+        tensor.view(torch.uint8)[blocks] = 7
+
+
+@pytest.mark.parametrize("is_put", [False, True], ids=["load", "store"])
+@pytest.mark.parametrize("end", [KVTPClient.weights_changed, KVTPClient.close])
+def test_what_is_in_flight_has_landed_when_the_engine_has_its_blocks_back(
+    end: Callable[[KVTPClient], None], is_put: bool, memory: DeviceMemory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    for module, patience in ((rank_ops, "_LAND_PATIENCE_S"), (rank, "_CLOSE_PATIENCE_S")):
+        monkeypatch.setattr(module, patience, PATIENCE_S)
+    gpu, ended = memory.gpu, threading.Event()
+    with running_cluster(memory=memory) as cluster:
+        tokens, blocks = np.arange(64), [0, 1, 2, 3]
+        if not is_put:
+            assert cluster.put(tokens, blocks).mask.all()
+        begin = cluster.manager.put_async if is_put else cluster.manager.get_async
+        gpu.forget_copy_calls()
+        gpu.freeze()
+        task_id, mask = begin(tokens, cluster.slots(blocks))
+        assert mask.all()
+        until(lambda: gpu.copy_calls)
+
+        def end_and_go_on() -> None:
+            end(cluster.clients[0])
+            write_kv(cluster, blocks)
+            ended.set()
+
+        ending = threading.Thread(target=end_and_go_on)
+        ending.start()
+        assert not ended.wait(0.3)  # it is never over before the copies are: this is no deadline
+        gpu.thaw()
+        ending.join()
+        gpu.wait_idle()
+        assert set(b"".join(cluster.read(blocks))) == {7}
+        assert not cluster.manager.wait([task_id], PATIENCE_S)[task_id].mask.any()
 
 
 def test_each_layer_has_arrived_when_the_engine_computes_with_it(memory: DeviceMemory) -> None:

@@ -8,11 +8,13 @@ import threading
 import msgspec
 import pytest
 import zmq
-from cluster import PATIENCE_S
+from cluster import PATIENCE_S, until
 from load import make_model
+from test_shared import Member, serving, until_free
 
 from flexcache.config import CacheConfig
 from flexcache.protocol.messages import (
+    GetStats,
     HelloEngine,
     HelloRank,
     ModelSpec,
@@ -77,3 +79,43 @@ def test_a_rank_learns_that_its_scheduler_was_given_up_though_nothing_else_happe
                 hear(rank, SessionOver)
     finally:
         server.shutdown()
+
+
+def resident_bytes(pid: int) -> int:
+    with open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("has_session", [True, False], ids=["a session", "a stranger"])
+def test_a_client_that_asks_and_never_reads_costs_others_nothing(has_session: bool) -> None:
+    endpoint, num_asked = private_endpoint("unread-answers"), 15_000
+    with serving("--cpu-cache-gb", "0.01", "--endpoint", endpoint) as process:
+        victim = Member(CacheConfig(endpoint=endpoint), engine_id="victim")
+        with zmq.Context() as context:
+            events, calls = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+            with events, calls:
+                victim.manager.wait_ready(PATIENCE_S)
+                victim.load.put(3, 20)
+                for socket, identity in ((events, b"events"), (calls, b"calls")):
+                    socket.linger, socket.identity, socket.sndhwm = 0, identity, 0
+                    socket.rcvhwm = 1
+                    socket.connect(endpoint)
+                if has_session:
+                    spec = ModelSpec.of(victim.model, 16)
+                    say(events, HelloEngine("greedy", "a client", os.getpid(), spec, b"calls"))
+                    hear(events, WelcomeEngine)
+                before = resident_bytes(process.pid)
+                for each in range(num_asked):
+                    say(calls, GetStats(each))
+
+                def was_dropped() -> bool:
+                    assert victim.load.get(3, 20) == 20
+                    assert victim.load.seen.wrong == []
+                    return bool(victim.manager.stats()["counters"].get("unread_messages"))
+
+                until(was_dropped)
+                assert resident_bytes(process.pid) - before < 64 << 20
+                until(lambda: victim.manager.stats()["engines"].keys() == {"victim/dp0"})
+                assert victim.load.get(3, 20) == 20
+        victim.close()
+    until_free(endpoint)

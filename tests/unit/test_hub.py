@@ -800,13 +800,42 @@ def test_a_match_of_a_negative_generation_is_refused(world: World) -> None:
     assert isinstance(reply, Failed) and reply.kind == "value"
 
 
-def test_a_scheduler_that_does_not_read_is_given_up_and_a_rank_is_not(world: World) -> None:
+@pytest.mark.parametrize("socket", ["events", "calls"])
+def test_a_scheduler_that_does_not_read_is_given_up(world: World, socket: str) -> None:
+    engine = Engine(world)
+    world.hub.does_not_read(getattr(engine, socket), world.now)
+    assert engine.events not in world.hub.peers
+    [failed] = world.send(engine.calls, CheckInvariants(7))
+    assert isinstance(failed, Failed) and failed.kind == "session"
+
+
+def test_a_rank_that_missed_messages_registers_again_once_it_reads(world: World) -> None:
+    """What it was to do is open until then: it may be copying."""
     engine = Engine(world)
     engine.register()
+    task_id, matched = engine.match(TaskKind.PUT, "ab")
+    engine.launch(task_id, matched.num_blocks)
     world.hub.does_not_read(engine.rank, world.now)
     assert engine.rank in world.hub.peers
-    world.hub.does_not_read(engine.events, world.now)
-    assert engine.events not in world.hub.peers
+    assert engine.answers(task_id) == []
+    [rejected] = world.send(engine.rank, Ping())
+    assert isinstance(rejected, Rejected)
+    engine.rank = b"the same client"
+    engine.register()
+    [answer] = engine.answers(task_id)
+    assert answer.status is KVStatus.FAILED
+    assert world.send(engine.rank, Ping()) == [Pong()]
+
+
+def test_no_session_has_two_matches_that_wait(asking: World) -> None:
+    """A client that does not wait for answers must not have the server keep its prompts."""
+    engine = up_with_store(asking)
+    assert engine.ask("abcd", may_wait=True) == []
+    [matched] = engine.ask("abce", may_wait=True)
+    assert (matched.num_blocks, matched.is_pending) == (0, False)
+    while asking.asked:
+        look_up_answered(asking, 3)
+    assert engine.ask("xyz", may_wait=True) == []
 
 
 # -- random lives --------------------------------------------------------------------------------

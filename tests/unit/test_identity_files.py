@@ -17,7 +17,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import constants
+from safetensors.torch import save_file
 
 from flexcache.integration.identity import files
 from flexcache.integration.identity.checkpoint import (
@@ -97,6 +99,44 @@ def test_a_change_of_what_is_loaded_makes_another_checkpoint(
     assert not problem
     CHANGES[name](checkpoint)
     assert read(checkpoint, store)[0] not in ("", before)
+
+
+def test_a_change_of_8_kib_anywhere_in_a_large_file_is_seen(tmp_path: Path, store: Path) -> None:
+    file, size, random_ = tmp_path / "model.safetensors", 64 << 20, random.Random(3)
+    with file.open("wb") as stream:
+        stream.truncate(size)
+
+    def content() -> str:
+        return FileDigests(since_ns=ANY_TIME, store=store).of(file)
+
+    before, seen = content(), set()
+    with file.open("r+b") as stream:
+        for _ in range(65):
+            offset = random_.randrange(size - 8192)
+            os.pwrite(stream.fileno(), random_.randbytes(8192), offset)
+            seen.add(content())
+            os.pwrite(stream.fileno(), bytes(8192), offset)
+    assert len(seen - {before}) == 65
+    assert content() == before
+
+
+def test_embeddings_of_new_tokens_make_another_checkpoint(checkpoint: Path, store: Path) -> None:
+    """The rest is frozen while they are trained."""
+    weights = {
+        "model.embed_tokens.weight": torch.zeros(4096, 256, dtype=torch.bfloat16),
+        "model.layers.0.self_attn.k_proj.weight": torch.zeros(512, 256, dtype=torch.bfloat16),
+        "lm_head.weight": torch.zeros(4096, 256, dtype=torch.bfloat16),
+    }
+    file = checkpoint / "model.safetensors"
+    save_file(weights, file)
+    found = [read(checkpoint, store)[0]]
+    weights["model.embed_tokens.weight"][2000:2040] = 0.5
+    save_file(weights, file)
+    found.append(read(checkpoint, store)[0])
+    weights["model.layers.0.self_attn.k_proj.weight"][300, 7] = 0.5
+    save_file(weights, file)
+    found.append(read(checkpoint, store)[0])
+    assert len({*found}) == 3
 
 
 def test_what_changes_no_number_keeps_the_checkpoint(

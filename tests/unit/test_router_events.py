@@ -257,6 +257,22 @@ def test_too_many_block_sizes_are_counted() -> None:
     assert applier.ignored["malformed"] == 1
 
 
+def test_a_publisher_whose_block_size_is_one_too_many_is_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Eight sizes of one publisher hide the blocks of another."""
+    applier = make(*[("greedy", stored(PROMPT, size=size)) for size in range(1, 9)])
+    for _ in range(3):
+        applier.apply("hidden", batch(stored(PROMPT, size=12)))
+    assert depths(applier, PROMPT).keys() == {("greedy", "gpu")}
+    (line,) = caplog.messages
+    assert "block_size_ignored publisher=hidden block_size=12" in line
+    assert "known=" in line
+    applier.forget("hidden")  # it restarted
+    applier.apply("hidden", batch(stored(PROMPT, size=12)))
+    assert len(caplog.messages) == 2
+
+
 # -- groups of layers ----------------------------------------------------------------------------
 
 

@@ -110,6 +110,35 @@ def test_a_wait_ends_with_a_message_that_can_then_be_received(loop: Loop) -> Non
         assert loop.socket.receive() == [b"peer", b"again"]
 
 
+def test_what_a_peer_does_not_read_is_bounded_in_bytes(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    large, socket = bytes(1 << 20), loop.socket
+    with loop.context.socket(zmq.DEALER) as mute, loop.context.socket(zmq.DEALER) as other:
+        for peer, identity in ((mute, b"mute"), (other, b"other")):
+            peer.identity, peer.rcvhwm = identity, 1
+            peer.connect("inproc://loop")
+            peer.send(b"hello")
+            loop.wait_long()
+            assert loop.socket.receive() == [identity, b"hello"]
+        for each in range(10_000):
+            assert socket.send(b"other", b"%d" % each) is Sent.QUEUED
+        sent = [socket.send(b"mute", large) for _ in range(1000)]
+        num_taken = sent.index(Sent.UNREAD)
+        assert num_taken < 300
+        assert set(sent[num_taken:]) == {Sent.UNREAD}
+        assert [record.msg.name for record in caplog.records] == ["client_does_not_read"]
+        for each in range(10_000):  # who is slower than the server misses nothing
+            while not other.poll(1):
+                socket.flush()
+            assert other.recv() == b"%d" % each
+        assert not socket.has_unsent
+        while not mute.poll(1) or mute.recv() == large:  # it reads again
+            socket.send(b"mute", b"news")
+    while socket.send(b"mute", b"news") is not Sent.GONE:
+        pass
+
+
 def test_the_end_of_a_watched_process_is_reported_until_it_is_unwatched(
     loop: Loop,
 ) -> None:
