@@ -18,7 +18,7 @@ A Hello may be repeated while the server is still considering it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -37,6 +37,10 @@ _MAX_RANKS = 1024
 _MAX_MODEL_ID_LENGTH = 4096
 MAX_FRAME_BYTES = 16 << 20
 """Two million token ids. A larger frame is refused."""
+
+# What the server keeps of a peer's texts, or tells others, must not be as large as a frame.
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+Layout = Annotated[str, msgspec.Meta(max_length=64 << 10)]
 
 
 class ModelSpec(msgspec.Struct, frozen=True):
@@ -97,7 +101,7 @@ class HelloRank(msgspec.Struct, tag=True, frozen=True):
     """The same in every connection of one client, so that it can reclaim its own place."""
     pid: int
     version: int = PROTOCOL_VERSION
-    layout: str = ""
+    layout: Layout = ""
     """How the rank lays out KV, once known. A conflict is then refused before it maps the pool."""
     block_bytes: int = 0
     """Bytes of one of its blocks. Counts where the model leaves sizes to the ranks."""
@@ -132,12 +136,12 @@ class Register(msgspec.Struct, tag=True, frozen=True):
     """The rank is ready to move blocks, unless ``problem`` says why it is not; ``is_direct``: past
     the host pool too."""
 
-    layout: str
+    layout: Layout
     num_blocks: int
     problem: str | None = None
     is_direct: bool = False
     weights: int = 0
-    version: str = ""
+    version: Name = ""
     """As in `WeightsChanged`."""
 
 
@@ -150,7 +154,7 @@ class WeightsChanged(msgspec.Struct, tag=True, frozen=True):
     `UNKNOWN_WEIGHTS`. ``version`` names them, if the rank knows that. Answered with `Weights`."""
 
     number: int
-    version: str = ""
+    version: Name = ""
 
 
 class Weights(msgspec.Struct, tag=True, frozen=True):
@@ -315,7 +319,7 @@ class Clear(msgspec.Struct, tag=True, frozen=True):
     """
 
     request_id: int
-    tier: str | None
+    tier: Name | None
 
 
 class SessionHint(msgspec.Struct, tag=True, frozen=True):

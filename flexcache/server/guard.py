@@ -18,6 +18,8 @@ from flexcache.protocol.messages import MAX_FRAME_BYTES
 
 logger = logging.getLogger(__name__)
 
+_MAX_TEXT = 500
+
 Buffer = bytes | memoryview
 Message = TypeVar("Message")
 
@@ -65,7 +67,7 @@ class SocketGuard(Generic[Message]):
             message = self._decoder.decode(frames[0]) if frames else None
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # also of bad UTF-8
             if self._undecodable is None or not self._undecodable(sender, frames[0]):
-                self._refuse(sender, "malformed", str(error))
+                self._refuse(sender, "malformed", str(error)[:_MAX_TEXT])  # it may quote the frame
             return
         if message is None or len(frames) != 1 + self._is_followed(message):
             self._refuse(sender, "malformed", f"{len(frames)} frames")

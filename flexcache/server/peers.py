@@ -43,6 +43,7 @@ from flexcache.tasks.instructions import device
 logger = logging.getLogger(__name__)
 
 _MAX_PEERS = 1024
+_MAX_PROBLEM = 4096  # characters of a rank's own text, which others are told
 
 
 class Peers:
@@ -116,6 +117,7 @@ class Peers:
     def register(self, rank: Rank, message: Register, now: float) -> None:
         """Let a greeted rank serve, or refuse it for its layout or its own problem."""
         problem, final, layout = message.problem, True, message.layout
+        problem = problem and problem[:_MAX_PROBLEM]
         if problem is None and (problem := self._layout_conflict(rank.rank, layout)) is not None:
             final = False  # it may register once the others have left
         if problem is None:

@@ -102,7 +102,7 @@ def test_a_change_of_what_is_loaded_makes_another_checkpoint(
 
 
 def test_a_change_of_8_kib_anywhere_in_a_large_file_is_seen(tmp_path: Path, store: Path) -> None:
-    file, size, random_ = tmp_path / "model.safetensors", 64 << 20, random.Random(3)
+    file, size, random_ = tmp_path / "model.safetensors", 16 << 20, random.Random(3)
     with file.open("wb") as stream:
         stream.truncate(size)
 
