@@ -241,7 +241,11 @@ class KVServer:
             self._pool.add_store_workers(store, endpoint.worker_address)
             self._pool.start_due(time.monotonic())
 
-        cache.open(begin_workers)
+        try:
+            cache.open(begin_workers)
+        except BaseException:
+            self._pool.discard()  # they hold the directories' locks, and the next try makes others
+            raise
         self._cache = cache
         self._observers.follow(cache)
         return cache

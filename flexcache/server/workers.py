@@ -167,6 +167,12 @@ class WorkerPool:
         for worker in running:
             self._end(worker, patience_s)
 
+    def discard(self) -> None:
+        """End all workers at once and forget them: their store could not be opened."""
+        for worker in self._workers.values():
+            self._end(worker, 0)
+        self._workers.clear()
+
     def close(self) -> None:
         """End what still runs, and close the socket. Idempotent."""
         for worker in self._workers.values():

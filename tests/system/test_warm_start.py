@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from cluster import running_cluster
+from cluster import PATIENCE_S, running_cluster
+from test_shared import Member
 
-from flexcache import ModelConfig
+from flexcache import CacheConfig, ModelConfig
 from flexcache.errors import ConfigError
+from flexcache.protocol.runtime import private_endpoint
+from flexcache.server.server import KVServer
+from flexcache.tasks.engine import KVTaskEngine
 
 TOKENS = np.arange(24 * 16)
 SOURCE = list(range(24))
@@ -94,3 +99,31 @@ def test_another_block_size_is_refused_by_name_or_cleared(
         assert cluster.manager.stats()["tiers"]["SSD"]["indexed"] == 0
         assert "ssd_directory_cleared" in caplog.text
         assert cluster.put(TOKENS, SOURCE).mask.all()
+
+
+def test_a_cache_that_failed_to_open_leaves_no_worker_and_opens_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its workers run by then, and hold the directory."""
+    restore, failures = KVTaskEngine.restore, [MemoryError()]
+
+    def restore_at_last(self: KVTaskEngine, *arguments: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return restore(self, *arguments)
+
+    monkeypatch.setattr(KVTaskEngine, "restore", restore_at_last)
+    config = CacheConfig(
+        num_cpu_blocks=64, num_ssd_blocks=64, ssd_cache_dirs=[str(tmp_path / "ssd")]
+    )
+    server = KVServer(config, private_endpoint("opens-again"))
+    server.start()
+    member = Member(CacheConfig(endpoint=server.endpoint), engine_id="one")
+    try:
+        member.manager.wait_ready(PATIENCE_S)
+        assert not failures
+        member.load.put(1, 8)
+        assert member.load.get(1, 8) == 8
+    finally:
+        member.close()
+        server.shutdown()
