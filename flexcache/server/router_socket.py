@@ -39,7 +39,7 @@ class Sent(Enum):
 
 @dataclass(slots=True)
 class _Unsent:
-    """Messages that libzmq does not take for a peer yet; none once it was given up."""
+    """Messages that libzmq does not take for a peer yet."""
 
     messages: deque[bytes] = field(default_factory=deque)
     num_bytes: int = 0
@@ -107,30 +107,27 @@ class RouterSocket:
     def send(self, identity: bytes, data: bytes) -> Sent:
         """Queue a message of one frame."""
         unsent = self._unsent.get(identity)
-        if unsent is None or not unsent.messages:
+        if unsent is None:
             sent = self._offer(identity, data)
             if sent is not Sent.UNREAD:
-                self._unsent.pop(identity, None)
                 return sent
-            unsent = self._unsent.setdefault(identity, _Unsent())
-        is_news = unsent.num_bytes <= _MOST_UNSENT_BYTES
+            unsent = self._unsent[identity] = _Unsent()
+        unsent.messages.append(data)
         unsent.num_bytes += len(data) + _UNSENT_COST_BYTES
         if unsent.num_bytes <= _MOST_UNSENT_BYTES:
-            unsent.messages.append(data)
             return Sent.QUEUED
-        unsent.messages.clear()  # as it cannot have all of them
-        if is_news:
-            log_event(
-                logger, logging.ERROR, "client_does_not_read", identity=identity.hex(),
-                unread_bytes=unsent.num_bytes, effect="what waits for it is dropped, its session "
-                "ends; a rank registers again once it reads",
-            )  # fmt: skip
+        del self._unsent[identity]  # as it cannot have all of them
+        log_event(
+            logger, logging.ERROR, "client_does_not_read", identity=identity.hex(),
+            unread_bytes=unsent.num_bytes, effect="what waits for it is dropped, its session "
+            "ends; a rank registers again once it reads",
+        )  # fmt: skip
         return Sent.UNREAD
 
     @property
     def has_unsent(self) -> bool:
         """Whether messages wait for a `flush`."""
-        return any(unsent.messages for unsent in self._unsent.values())
+        return bool(self._unsent)
 
     def flush(self) -> None:
         """Send what peers have room for by now."""

@@ -124,19 +124,20 @@ def test_what_a_peer_does_not_read_is_bounded_in_bytes(
         for each in range(10_000):
             assert socket.send(b"other", b"%d" % each) is Sent.QUEUED
         sent = [socket.send(b"mute", large) for _ in range(1000)]
-        num_taken = sent.index(Sent.UNREAD)
-        assert num_taken < 300
-        assert set(sent[num_taken:]) == {Sent.UNREAD}
-        assert [record.msg.name for record in caplog.records] == ["client_does_not_read"]
+        assert sent.index(Sent.UNREAD) < 300
+        num_dropped = sent.count(Sent.UNREAD)
+        assert num_dropped >= 700 // 17  # 16 MiB at a time
+        assert [r.msg.name for r in caplog.records] == ["client_does_not_read"] * num_dropped
         for each in range(10_000):  # who is slower than the server misses nothing
             while not other.poll(1):
                 socket.flush()
             assert other.recv() == b"%d" % each
-        assert not socket.has_unsent
         while not mute.poll(1) or mute.recv() == large:  # it reads again
             socket.send(b"mute", b"news")
+            socket.flush()
     while socket.send(b"mute", b"news") is not Sent.GONE:
-        pass
+        socket.flush()
+    assert not socket.has_unsent
 
 
 def test_the_end_of_a_watched_process_is_reported_until_it_is_unwatched(
