@@ -182,7 +182,7 @@ def test_weights_updated_in_place(kind: str, place: str, models: Path, tmp_path:
         apart(check_restart, *arguments)
 
 
-RUNNING = [prompt(100 + 16 * seed, seed) for seed in range(20, 27)]
+RUNNING = [prompt(100 + 16 * number, seed=20 + number) for number in range(7)]
 LAST = prompt(900, 27)
 """Computed in steps: the update comes between them."""
 AT_ONCE = {"max_running_requests": 8, "max_total_tokens": 8192, "chunked_prefill_size": 128}
