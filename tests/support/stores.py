@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-import pytest
 from ports import free_ports
 
 START_S = 60.0
@@ -195,6 +194,8 @@ def store_server(kind: str, segment_gb: float = 0.25) -> Iterator[StoreServer]:
 @contextmanager
 def store_at(kind: str, directory: Path) -> Iterator[str]:
     """Run a store, or skip the test; yield its URL. A ``file`` store is below the directory."""
+    import pytest  # benchmarks, which import this module, do without
+
     if kind == "file":
         yield f"file://{directory}/store"
         return
