@@ -200,6 +200,8 @@ def check_running(kind: str, directory: str, ssd: str, mode: str) -> None:
     assert not any(request.finished() for request in requests)
     if mode != "none":
         engine.scheduler.pause_generation(io_struct.PauseGenerationReqInput(mode=mode))
+    while mode == "retract" and not engine.scheduler.is_fully_idle(ignore_waiting=True):
+        engine.tree.check_hicache_events()  # SGLang refuses to flush while HiCache copies
     engine.update_weights(second, flush=mode == "retract")
     manager_of(kind, engine).new_weights("v2")
     if mode != "none":

@@ -271,7 +271,7 @@ def test_requests_that_run_across_an_update_leave_nothing_of_two_weights(
 ) -> None:
     before, after = checkpoints
     # The last one is computed in steps: the update comes between them.
-    prompts = [make_prompt(100 + 20 * seed, seed) for seed in range(60, 67)]
+    prompts = [make_prompt(100 + 20 * number, 60 + number) for number in range(7)]
     prompts.append(make_prompt(1500, 67))
     whole = [len(prompt) // 32 * 32 for prompt in prompts]
     steps = {"max_num_seqs": 8, "max_num_batched_tokens": 256}
@@ -327,8 +327,9 @@ class AtStore:
         """Have a prompt loaded from the store."""
         self.engine.forget("DRAM")
         before = self.engine.stats()["hit_blocks"].get("REMOTE", 0)
-        assert self.engine.generate(prompt, **adapter) == (expected, CACHED)
-        assert self.engine.stats()["hit_blocks"]["REMOTE"] - before == CACHED // 32
+        answer, stats = self.engine.generate(prompt, **adapter), self.engine.stats()
+        assert answer == (expected, CACHED), stats["remote"]
+        assert stats["hit_blocks"]["REMOTE"] - before == CACHED // 32
 
     def update(self, checkpoint: Path, version: str | None = None) -> None:
         self.engine.update(str(checkpoint))
