@@ -15,9 +15,9 @@ from sglang_linker import (
     manager_of,
     remember,
 )
+from stores import PATIENT
 
 NEAR, FAR = prompt(200), prompt(200, seed=1)
-PATIENT = {"remote_lookup_timeout_s": 20.0, "server_timeout_s": 60.0}
 
 
 def write(path: Path, results: Any) -> None:

@@ -6,7 +6,8 @@ import fcntl
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,10 +17,11 @@ import torch
 from make_models import make_adapter, make_model
 from paths import MODELS
 from safetensors.torch import load_file, save_file
-from sglang_engine import TinyEngine, apart, prompt
+from sglang_engine import PAGE, TinyEngine, apart, prompt
 from sglang_linker import linker_options
 from sglang_linker import manager_of as manager_of_linker
 from sglang_linker import settle as settle_linker
+from stores import PATIENT, store_at
 from test_hicache_storage import manager_of as manager_of_storage
 from test_hicache_storage import settle as settle_storage
 from test_hicache_storage import storage_options
@@ -28,12 +30,21 @@ KINDS = ["linker", "storage"]
 BEFORE, AFTER, LONGER, FRESH = prompt(200), prompt(200, seed=4), prompt(300), prompt(200, seed=9)
 
 
-def start(kind: str, ssd: Path, **more: Any) -> TinyEngine:
-    """Start an engine with an SSD tier that outlives it."""
+def start(kind: str, place: str, **more: Any) -> TinyEngine:
+    """Start an engine with a tier that outlives it: an SSD's directory, or the URL of a store."""
+    if "://" in place:
+        extra: dict[str, Any] = {"remote_url": place, **PATIENT}
+    else:
+        extra = {"num_ssd_blocks": 400, "ssd_cache_dirs": [place]}
     if kind == "linker":
-        extra = {"num_ssd_blocks": 400, "ssd_cache_dirs": [str(ssd)], "skip_slow_loads": False}
-        return TinyEngine(**linker_options(num_cpu_blocks=200, **extra), **more)
-    return TinyEngine(**storage_options("page_first_direct", str(ssd)), **more)
+        extra = {"num_cpu_blocks": 200, "skip_slow_loads": False, **extra}
+        engine = TinyEngine(**linker_options(**extra), **more)
+    else:
+        extra = {"num_cpu_blocks": 64, **extra}
+        engine = TinyEngine(**storage_options("page_first_direct", flexcache=extra), **more)
+    if "://" in place:
+        engine.step_until(lambda: manager_of(kind, engine).stats()["tiers"]["REMOTE"]["available"])
+    return engine
 
 
 def manager_of(kind: str, engine: TinyEngine) -> Any:
@@ -77,9 +88,9 @@ def retrain(model: Path) -> None:
     save_file(weights, file, {"format": "pt"})
 
 
-def check_reference(path: str, answers: str) -> None:
+def check_reference(path: str, answers: str, prompts: list[list[int]]) -> None:
     engine = TinyEngine(path=path)
-    found = [list(engine.generate(tokens).output_ids) for tokens in (BEFORE, AFTER)]
+    found = [list(engine.generate(tokens).output_ids) for tokens in prompts]
     Path(answers).write_text(json.dumps(found))
 
 
@@ -91,15 +102,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("first", "second"):
         shutil.copytree(tiny, made / name)
     retrain(made / "second")
-    apart(check_reference, str(made / "second"), str(made / "answers"))
+    apart(check_reference, str(made / "second"), str(made / "answers"), [BEFORE, AFTER])
     return made
 
 
-def check_updates(kind: str, directory: str, ssd: str, seen: str) -> None:
+def check_updates(kind: str, directory: str, place: str, seen: str) -> None:
     models = Path(directory)
     first, second = str(models / "first"), str(models / "second")
     of_before, of_after = json.loads((models / "answers").read_text())
-    engine = start(kind, Path(ssd), path=first)
+    engine = start(kind, place, path=first)
     _, cold = ask(kind, engine, BEFORE)
     assert cold != of_before
     engine.update_weights(second)
@@ -128,10 +139,10 @@ def check_updates(kind: str, directory: str, ssd: str, seen: str) -> None:
     close(kind, engine)
 
 
-def check_restart(kind: str, directory: str, ssd: str, seen: str) -> None:
+def check_restart(kind: str, directory: str, place: str, seen: str) -> None:
     cold, again = json.loads(Path(seen).read_text())
     _, of_after = json.loads((Path(directory) / "answers").read_text())
-    engine = start(kind, Path(ssd), path=str(Path(directory) / "first"))
+    engine = start(kind, place, path=str(Path(directory) / "first"))
     expect(kind, engine, BEFORE, 192, cold)
     num_cached, answer = ask(kind, engine, AFTER)
     assert num_cached == 0, f"{num_cached} cached, {answer}; the second model's is {of_after}"
@@ -146,15 +157,118 @@ def check_restart(kind: str, directory: str, ssd: str, seen: str) -> None:
     close(kind, engine)
 
 
+AT_STORES = [
+    pytest.param(kind, place, marks=pytest.mark.whole)
+    for kind in KINDS
+    for place in ("file", "mooncake")
+]
+
+
+@contextmanager
+def outliving(place: str, tmp_path: Path) -> Iterator[str]:
+    """Return what `start` takes: a directory, or the URL of a store that runs."""
+    if place == "ssd":
+        yield str(tmp_path / "ssd")
+    else:
+        with store_at(place, tmp_path) as url:
+            yield url
+
+
+@pytest.mark.parametrize(("kind", "place"), [*((kind, "ssd") for kind in KINDS), *AT_STORES])
+def test_weights_updated_in_place(kind: str, place: str, models: Path, tmp_path: Path) -> None:
+    with outliving(place, tmp_path) as tier:
+        arguments = kind, str(models), tier, str(tmp_path / "seen")
+        apart(check_updates, *arguments)
+        apart(check_restart, *arguments)
+
+
+RUNNING = [prompt(100 + 16 * number, seed=20 + number) for number in range(7)]
+LAST = prompt(900, 27)
+"""Computed in steps: the update comes between them."""
+AT_ONCE = {"max_running_requests": 8, "max_total_tokens": 8192, "chunked_prefill_size": 128}
+
+
+def check_running(kind: str, directory: str, ssd: str, mode: str) -> None:
+    from sglang.srt.managers import io_struct
+
+    second, expected = str(Path(directory) / "second"), answers_of(directory, "second")
+    engine = start(kind, ssd, path=str(Path(directory) / "first"), **AT_ONCE)
+    requests = [engine.add(tokens, 40) for tokens in RUNNING]
+    engine.step_until(lambda: all(len(request.output_ids) for request in requests))
+    requests.append(engine.add(LAST, 40))
+    engine.step_until(lambda: engine.scheduler.chunked_req is not None)
+    assert not any(request.finished() for request in requests)
+    if mode != "none":
+        engine.scheduler.pause_generation(io_struct.PauseGenerationReqInput(mode=mode))
+    while mode == "retract" and not engine.scheduler.is_fully_idle(ignore_waiting=True):
+        engine.tree.check_hicache_events()  # SGLang refuses to flush while HiCache copies
+    engine.update_weights(second, flush=mode == "retract")
+    manager_of(kind, engine).new_weights("v2")
+    if mode != "none":
+        engine.scheduler.continue_generation(io_struct.ContinueGenerationReqInput())
+    engine.step_until(lambda: all(request.finished() for request in requests))
+    assert all(len(request.output_ids) == 40 for request in requests)
+    settle(kind, engine)
+    engine.flush()
+    for tokens, answer in zip([*RUNNING, LAST], expected, strict=True):
+        num_cached, found = ask(kind, engine, tokens)
+        assert found == answer
+        assert not num_cached or mode == "retract", "computed again, with the second model alone"
+    engine.flush()
+    manager_of(kind, engine).clear("CPU")
+    expect_all(kind, engine, expected)
+    close(kind, engine)
+
+
+def answers_of(directory: str, model: str) -> Any:
+    return json.loads(Path(directory, f"{model}-running").read_text())
+
+
+def expect_all(kind: str, engine: TinyEngine, expected: list[list[int]]) -> None:
+    """Check that each prompt comes from SSD, all that SGLang loads of it."""
+    before = manager_of(kind, engine).stats()["engine"]["hit_blocks"].get("SSD", 0)
+    wanted = 0
+    for tokens, answer in zip([*RUNNING, LAST], expected, strict=True):
+        expect(kind, engine, tokens, (len(tokens) - 1) // PAGE * PAGE, answer)
+        wanted += (len(tokens) - 1) // PAGE
+    found = manager_of(kind, engine).stats()["engine"]["hit_blocks"]["SSD"] - before
+    assert found >= wanted, f"{found} blocks from SSD, not {wanted}"
+
+
+def check_after_running(kind: str, directory: str, ssd: str) -> None:
+    engine = start(kind, ssd, path=str(Path(directory) / "first"), **AT_ONCE)
+    for tokens, answer in zip([*RUNNING, LAST], answers_of(directory, "first"), strict=True):
+        assert ask(kind, engine, tokens)[1] == answer
+    engine.update_weights(str(Path(directory) / "second"))
+    manager_of(kind, engine).new_weights("v2")
+    expect_all(kind, engine, answers_of(directory, "second"))
+    close(kind, engine)
+
+
+@pytest.fixture(scope="module")
+def running(models: Path) -> Path:
+    """The models, and what each answers without a cache to prompts that run together."""
+    for name in ("first", "second"):
+        apart(
+            check_reference, str(models / name), str(models / f"{name}-running"), [*RUNNING, LAST]
+        )
+    assert answers_of(str(models), "first") != answers_of(str(models), "second")
+    return models
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("mode", ["none", "in_place", "retract"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_updated_in_place(kind: str, models: Path, tmp_path: Path) -> None:
-    paths = str(models), str(tmp_path / "ssd"), str(tmp_path / "seen")
-    apart(check_updates, kind, *paths)
-    apart(check_restart, kind, *paths)
+def test_requests_that_run_across_an_update_leave_nothing_of_two_weights(
+    kind: str, mode: str, running: Path, tmp_path: Path
+) -> None:
+    arguments = kind, str(running), str(tmp_path / "ssd")
+    apart(check_running, *arguments, mode)
+    apart(check_after_running, *arguments)
 
 
 def start_with_adapters(
-    kind: str, ssd: str, adapters: dict[str, str]
+    kind: str, place: str, adapters: dict[str, str]
 ) -> tuple[TinyEngine, list[str]]:
     """Start an engine with adapters, by their names; return it and SGLang's numbers of them."""
     from sglang.srt.lora.lora_registry import LoRARef
@@ -164,14 +278,14 @@ def start_with_adapters(
         for name, path in adapters.items()
     ]
     engine = start(
-        kind, Path(ssd), enable_lora=True, lora_backend="torch_native", max_loras_per_batch=4,
+        kind, place, enable_lora=True, lora_backend="torch_native", max_loras_per_batch=4,
         lora_paths=loaded,
     )  # fmt: skip
     return engine, [adapter.lora_id for adapter in loaded]
 
 
-def check_adapter(kind: str, tuned: str, ssd: str, seen: str) -> None:
-    engine, (number,) = start_with_adapters(kind, ssd, {"tuned": tuned})
+def check_adapter(kind: str, tuned: str, place: str, seen: str) -> None:
+    engine, (number,) = start_with_adapters(kind, place, {"tuned": tuned})
     base, answer = ask(kind, engine, BEFORE), ask(kind, engine, BEFORE, lora_id=number)
     assert base[0] == answer[0] == 0
     assert base[1] != answer[1]
@@ -179,9 +293,9 @@ def check_adapter(kind: str, tuned: str, ssd: str, seen: str) -> None:
     close(kind, engine)
 
 
-def check_retrained(kind: str, tuned: str, former: str, ssd: str, seen: str) -> None:
+def check_retrained(kind: str, tuned: str, former: str, place: str, seen: str) -> None:
     answer = json.loads(Path(seen).read_text())
-    engine, numbers = start_with_adapters(kind, ssd, {"tuned": tuned, "other": former})
+    engine, numbers = start_with_adapters(kind, place, {"tuned": tuned, "other": former})
     retrained = ask(kind, engine, BEFORE, lora_id=numbers[0])
     assert retrained[0] == 0, f"{retrained}; the former adapter's answer was {answer}"
     assert retrained[1] != answer
@@ -192,22 +306,26 @@ def check_retrained(kind: str, tuned: str, former: str, ssd: str, seen: str) -> 
     close(kind, engine)
 
 
-@pytest.mark.parametrize("kind", ["linker", pytest.param("storage", marks=pytest.mark.whole)])
-def test_an_adapter_is_known_by_its_content(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [("linker", "ssd"), pytest.param("storage", "ssd", marks=pytest.mark.whole), *AT_STORES],
+)
+def test_an_adapter_is_known_by_its_content(kind: str, place: str, tmp_path: Path) -> None:
     tuned, former = tmp_path / "tuned", tmp_path / "former"
     shutil.copytree(make_adapter(MODELS, 1), tuned)
     shutil.copytree(tuned, former)
-    ssd, seen = str(tmp_path / "ssd"), str(tmp_path / "seen")
-    apart(check_adapter, kind, str(tuned), ssd, seen)
-    retrain(tuned)
-    apart(check_retrained, kind, str(tuned), str(former), ssd, seen)
+    with outliving(place, tmp_path) as tier:
+        seen = str(tmp_path / "seen")
+        apart(check_adapter, kind, str(tuned), tier, seen)
+        retrain(tuned)
+        apart(check_retrained, kind, str(tuned), str(former), tier, seen)
 
 
 def check_other_updates(directory: str, ssd: str) -> None:
     from sglang.srt.managers import io_struct
     from sglang.srt.utils import MultiprocessingSerializer
 
-    engine = start("linker", Path(ssd), path=str(Path(directory) / "first"))
+    engine = start("linker", ssd, path=str(Path(directory) / "first"))
     updater = engine.scheduler.weight_updater
     _, cold = ask("linker", engine, BEFORE)
     engine.flush()
@@ -282,7 +400,7 @@ def check_unknown(directory: str, ssd: str) -> None:
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
     del WeightUpdater.update_weights_from_ipc
-    engine = start("linker", Path(ssd), path=str(Path(directory) / "first"))
+    engine = start("linker", ssd, path=str(Path(directory) / "first"))
     _, cold = ask("linker", engine, BEFORE)
     engine.flush()
     assert ask("linker", engine, BEFORE) == (192, cold)

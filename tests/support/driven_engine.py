@@ -146,7 +146,7 @@ class DrivenEngine:
 
     def answers(
         self, prompts: list[list[int]], num_generated: int, without: str | None = None,
-        aborted: Sequence[int] = (), resets: bool = False, kill: int = 0,
+        aborted: Sequence[int] = (), resets: bool = False, kill: int = 0, updated: str = "",
     ) -> dict[int, list[int]]:  # fmt: skip
         """Serve prompts together until nothing is left to do; return the tokens by position.
 
@@ -155,10 +155,11 @@ class DrivenEngine:
             aborted: Positions of prompts that are aborted on the way.
             resets: Whether the caches are reset again and again meanwhile.
             kill: A process to kill while FlexCache copies from the GPU.
+            updated: A checkpoint whose weights the engine is given once all prompts run.
         """
         seen = self._call(
             "answers", prompts=prompts, num_generated=num_generated, without=without,
-            aborted=list(aborted), resets=resets, kill=kill,
+            aborted=list(aborted), resets=resets, kill=kill, updated=updated,
         )  # fmt: skip
         return {int(position): tokens for position, tokens in seen.items()}
 
@@ -178,6 +179,10 @@ class DrivenEngine:
                 call.
         """
         self._call("update", path=path, way=way)
+
+    def new_weights(self, version: str) -> None:
+        """Name the engine's weights, as a trainer does."""
+        self._call("new_weights", version=version)
 
     def reset(self) -> None:
         """Reset the engine's caches as vLLM's documentation says, with ``reset_connector``."""
@@ -392,7 +397,7 @@ class Commands(Engine):
 
     def answers(
         self, prompts: list[list[int]], num_generated: int, without: str | None,
-        aborted: list[int], resets: bool, kill: int,
+        aborted: list[int], resets: bool, kill: int, updated: str,
     ) -> dict[int, list[int]]:  # fmt: skip
         from vllm import SamplingParams
 
@@ -414,7 +419,11 @@ class Commands(Engine):
                 if kill and self.scheduler.connector.has_pending_push_work():
                     os.kill(kill, signal.SIGKILL)
                     kill = 0
+                if updated and len(self.scheduler.running) == len(prompts):
+                    self.update(updated, "reload_weights")
+                    updated = ""
             self.drain()
+        assert not updated, "they did not run together"
         return {position: seen for position, seen in tokens.items() if position not in aborted}
 
     def gpu_blocks(self) -> dict[str, int]:
@@ -490,6 +499,9 @@ class Commands(Engine):
             layerwise.finalize_layerwise_reload(model, self.llm.llm_engine.model_config)
 
         self.llm.apply_model(load)
+
+    def new_weights(self, version: str) -> None:
+        self.manager.new_weights(version)
 
     def stats(self) -> dict[str, Any]:
         return {} if self.manager is None else self.manager.stats()

@@ -159,10 +159,12 @@ class TinyEngine:
         self.step_until(self.scheduler.flush_cache)
 
     def update_weights(self, path: str, flush: bool = True) -> None:
-        """Load another checkpoint's weights, and empty the radix tree or not."""
+        """Load another checkpoint's weights, and empty the radix tree or not. Before that requests
+        end, unless they are paused."""
         from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
-        self.step_until(lambda: self.scheduler.is_fully_idle() or not flush)
+        if flush and not self.scheduler._engine_paused:
+            self.step_until(self.scheduler.is_fully_idle)
         request = UpdateWeightFromDiskReqInput(
             model_path=path, load_format="auto", flush_cache=flush
         )

@@ -20,6 +20,8 @@ from pathlib import Path
 from ports import free_ports
 
 START_S = 60.0
+PATIENT = {"remote_lookup_timeout_s": 20.0, "remote_timeout_s": 60.0, "server_timeout_s": 60.0}
+"""Settings of an engine above a store: a busy machine is no slow store."""
 _MOONCAKE_SEGMENT = """
 import sys
 from flexcache.storage.remote import open_remote_store
@@ -187,6 +189,21 @@ def store_server(kind: str, segment_gb: float = 0.25) -> Iterator[StoreServer]:
         with mooncake_master(segment_gb) as server, mooncake_segment(server.url):
             server.url = f"{server.url.partition('?')[0]}?segment_gb=0"
             yield server
+
+
+@contextmanager
+def store_at(kind: str, directory: Path) -> Iterator[str]:
+    """Run a store, or skip the test; yield its URL. A ``file`` store is below the directory."""
+    import pytest  # benchmarks, which import this module, do without
+
+    if kind == "file":
+        yield f"file://{directory}/store"
+        return
+    absent = missing("obstore", "weed") if kind == "s3" else missing("mooncake", "mooncake_master")
+    if absent:
+        pytest.skip(absent)
+    with store_server(kind) as server:
+        yield server.url
 
 
 def _identities(credentials: dict[str, str]) -> str:

@@ -216,8 +216,14 @@ def test_a_hub_name_is_identified_by_the_fetched_commit(
         assert ids[-1] == read_model_id(stand_in(revision="main"))
         assert ids[-1] == read_model_id(stand_in(revision=commit))
         assert ids[-1] == read_model_id(stand_in(revision=None, model=str(snapshots / commit)))
-        assert ids[-1].startswith(f"org/name|revision={commit}|")
+        # As releases called it that looked at no file of a snapshot: what they stored is found.
+        numbers = "dtype=bfloat16|positions=34f21c7ca614f825|kv=bfloat16"
+        assert ids[-1] == f"org/name|revision={commit}|{numbers}"
     assert ids[0] != ids[1]
+    config = stand_in(revision=None)
+    draft = stand_in(model=str(snapshots / commits[0]), revision=None).model_config
+    config.speculative_config = SimpleNamespace(method="eagle", draft_model_config=draft)
+    assert read_model_id(config) == f"{ids[1]}|draft=eagle:e37ffb1cb207c03e"
     assert "|revision=v2|" in read_model_id(stand_in(revision="v2", model="org/never-fetched"))
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from driven_engine import DrivenEngine, running
+from driven_engine import DidNotRun, DrivenEngine, running
 from engine_systems import FLEXCACHE, Settings
 from engines import Engine, make_prompt
 from paths import MODELS
@@ -206,6 +206,16 @@ def test_a_second_flexcache_is_refused_by_name() -> None:
         )
         with pytest.raises(ConfigError, match="FlexCacheConnectorV1 is there 2 times"):
             MultiConnector(config, KVConnectorRole.SCHEDULER, None)
+
+
+def test_an_engine_with_a_second_flexcache_says_why_it_does_not_start(tmp_path: Path) -> None:
+    tiers = {**CONFIG, "num_ssd_blocks": 128, "ssd_cache_dirs": [str(tmp_path / "ssd")]}
+    twice = settings(more=tiers, connectors=[{}, {}])
+    with (
+        pytest.raises(DidNotRun, match="FlexCacheConnectorV1 is there 2 times"),
+        running(DrivenEngine(twice, tmp_path / "log")),
+    ):
+        pass
 
 
 def test_a_connector_alone_reads_its_own_policy() -> None:

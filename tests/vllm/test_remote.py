@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ from driven_engine import DrivenEngine, driven_engines
 from engines import make_prompt
 from paths import MODELS
 from probe_connector import compare_probes
-from stores import missing, store_server
+from stores import PATIENT, store_at
 
 pytestmark = pytest.mark.whole
 
@@ -27,18 +25,6 @@ def _model() -> None:
     from make_models import make_model
 
     make_model(MODELS, "tiny")
-
-
-@contextmanager
-def store(kind: str, tmp_path: Path) -> Iterator[str]:
-    if kind == "file":
-        yield f"file://{tmp_path}/store"
-        return
-    absent = missing("obstore", "weed") if kind == "s3" else missing("mooncake", "mooncake_master")
-    if absent:
-        pytest.skip(absent)
-    with store_server(kind) as server:
-        yield server.url
 
 
 def until_it_stores(engine: DrivenEngine, first_seed: int) -> None:
@@ -62,15 +48,12 @@ def test_one_engine_loads_what_the_other_has_stored(kind: str, tmp_path: Path) -
             "num_ssd_blocks": 512,
             "ssd_cache_dirs": [str(tmp_path / name)],
             "remote_url": url,
-            # A busy machine is no slow store.
-            "remote_lookup_timeout_s": 20.0,
-            "remote_timeout_s": 60.0,
-            "server_timeout_s": 60.0,
+            **PATIENT,
             "skip_slow_loads": False,
         }
 
     with (
-        store(kind, tmp_path) as url,
+        store_at(kind, tmp_path) as url,
         driven_engines(
             config("one", url), config("two", url), probe_dir=probe_dir, log=tmp_path / "log"
         ) as (one, two),

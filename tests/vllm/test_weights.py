@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,12 @@ from engines import make_prompt
 from make_models import make_adapter, make_model
 from paths import MODELS
 from safetensors.torch import load_file, save_file
+from stores import PATIENT, store_at
+from test_remote import until_it_stores
 
 PROMPT = make_prompt(300, 1)
 CACHED = 288  # whole blocks of 32
+SHARED = [make_prompt(300, seed) for seed in range(10, 15)]
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 
 
@@ -53,7 +57,10 @@ def sockets() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def start(directory: Path, model: Path, more: dict[str, Any] | None = None, **engine: Any) -> Any:
+def start(
+    directory: Path, model: Path, more: dict[str, Any] | None = None, system: str = "FlexCache",
+    **engine: Any,
+) -> Any:  # fmt: skip
     """Start an engine that computes with 32 bits: other steps then give equal tokens."""
     common = {
         "dtype": "float32", "max_model_len": 2048, "kv_cache_memory_bytes": 32 << 20, "seed": 0,
@@ -61,7 +68,7 @@ def start(directory: Path, model: Path, more: dict[str, Any] | None = None, **en
     }  # fmt: skip
     directory.mkdir(exist_ok=True)
     settings = Settings(
-        "FlexCache", "tiny", None, dram_gb=None, engine={**common, **engine}, num_threads=1,
+        system, "tiny", None, dram_gb=None, engine={**common, **engine}, num_threads=1,
         more={"skip_slow_loads": False, **(more or {"cpu_cache_gb": 0.1})},
     )  # fmt: skip
     return DrivenEngine(settings, directory / "log")
@@ -73,11 +80,16 @@ def on_ssd(directory: Path) -> dict[str, Any]:
 
 def answers_of(tmp_path: Path, model: Path, adapter: Path | None = None) -> list[int]:
     """What an engine that has cached nothing answers."""
-    lora = {} if adapter is None else LORA
-    with running(start(tmp_path / "fresh", model, **lora)) as engine:
-        tokens, cached = engine.generate(PROMPT, adapter=adapter and str(adapter))
-    assert cached == 0
-    return tokens
+    return computed(tmp_path, model, (PROMPT, adapter))[0]
+
+
+def computed(tmp_path: Path, model: Path, *asked: tuple[list[int], Path | None]) -> list[list[int]]:
+    """What an engine without a cache answers to prompts, each with an adapter or none."""
+    lora = LORA if any(adapter for _, adapter in asked) else {}
+    with running(start(tmp_path / "fresh", model, system="alone", **lora)) as engine:
+        answers = [engine.generate(p, adapter=adapter and str(adapter)) for p, adapter in asked]
+    assert not any(cached for _, cached in answers)
+    return [tokens for tokens, _ in answers]
 
 
 @pytest.mark.parametrize("way", ["reload_weights", "load_weights"])
@@ -188,8 +200,8 @@ def adapter(tmp_path: Path) -> Path:
     return tmp_path / "adapter"
 
 
-def retrain(adapter: Path) -> None:
-    shutil.copy(make_adapter(MODELS, 2) / "adapter_model.safetensors", adapter)
+def retrain(adapter: Path, number: int = 2) -> None:
+    shutil.copy(make_adapter(MODELS, number) / "adapter_model.safetensors", adapter)
 
 
 def test_an_adapter_retrained_in_place_is_another_after_a_restart(
@@ -251,3 +263,167 @@ def test_an_adapter_is_found_at_another_path_by_the_first_prompt_after_a_restart
     moved = shutil.copytree(adapter, tmp_path / "elsewhere")
     with running(start(tmp_path, model, on_ssd(tmp_path), **LORA)) as engine:
         assert engine.generate(PROMPT, adapter=str(moved)) == (tokens, CACHED)
+
+
+@pytest.mark.whole
+def test_requests_that_run_across_an_update_leave_nothing_of_two_weights(
+    checkpoints: tuple[Path, Path], tmp_path: Path
+) -> None:
+    before, after = checkpoints
+    # The last one is computed in steps: the update comes between them.
+    prompts = [make_prompt(100 + 20 * number, 60 + number) for number in range(7)]
+    prompts.append(make_prompt(1500, 67))
+    whole = [len(prompt) // 32 * 32 for prompt in prompts]
+    steps = {"max_num_seqs": 8, "max_num_batched_tokens": 256}
+    old, new = (computed(tmp_path, m, *((p, None) for p in prompts)) for m in checkpoints)
+    assert all(a != b for a, b in zip(old, new, strict=True))
+    with running(start(tmp_path, before, on_ssd(tmp_path), **steps)) as engine:
+        answers = engine.answers(prompts, 40, updated=str(after))
+        assert [len(answers[position]) for position in range(8)] == [40] * 8
+        engine.new_weights("v2")
+        engine.forget("GPU")
+        assert [engine.generate(p) for p in prompts] == [(tokens, 0) for tokens in new]
+        engine.forget("DRAM")
+        found = [engine.generate(prompt) for prompt in prompts]
+        assert found == list(zip(new, whole, strict=True))
+        assert engine.stats()["hit_blocks"]["SSD"] >= sum(whole) // 32
+    with running(start(tmp_path, before, on_ssd(tmp_path), **steps)) as engine:
+        assert [engine.generate(prompt)[0] for prompt in prompts] == old
+        engine.update(str(after))
+        engine.new_weights("v2")
+        engine.forget("GPU")
+        found = [engine.generate(prompt) for prompt in prompts]
+        assert found == list(zip(new, whole, strict=True))
+
+
+@pytest.mark.whole
+def test_recording_on_ssd_goes_on_after_a_reset(
+    checkpoints: tuple[Path, Path], tmp_path: Path
+) -> None:
+    with running(start(tmp_path, checkpoints[0], on_ssd(tmp_path))) as engine:
+        expected, _ = engine.generate(PROMPT)
+        engine.reset()
+        engine.new_weights("v1")
+        assert engine.generate(PROMPT) == (expected, 0)
+        engine.settle()
+    with running(start(tmp_path, checkpoints[0], on_ssd(tmp_path))) as engine:
+        engine.new_weights("v1")
+        assert engine.generate(PROMPT) == (expected, CACHED)
+
+
+class AtStore:
+    """An engine with a cache of its own above a store that others use, too."""
+
+    def __init__(self, engine: DrivenEngine) -> None:
+        self.engine = engine
+
+    def put(self, prompt: list[int], expected: list[int], **adapter: Any) -> None:
+        """Have a prompt computed whole and stored."""
+        assert self.engine.generate(prompt, **adapter) == (expected, 0)
+        self.engine.settle()
+
+    def get(self, prompt: list[int], expected: list[int], **adapter: Any) -> None:
+        """Have a prompt loaded from the store."""
+        self.engine.forget("DRAM")
+        before = self.engine.stats()["hit_blocks"].get("REMOTE", 0)
+        answer, stats = self.engine.generate(prompt, **adapter), self.engine.stats()
+        assert answer == (expected, CACHED), stats["remote"]
+        assert stats["hit_blocks"]["REMOTE"] - before == CACHED // 32
+
+    def update(self, checkpoint: Path, version: str | None = None) -> None:
+        self.engine.update(str(checkpoint))
+        if version is not None:
+            self.engine.new_weights(version)
+        self.engine.forget("GPU")
+
+
+@contextmanager
+def at_store(directory: Path, model: Path, url: str) -> Iterator[AtStore]:
+    more = {"num_cpu_blocks": 256, "remote_url": url, **PATIENT}
+    with running(start(directory, model, more, **LORA)) as engine:
+        until_it_stores(engine, first_seed=100)
+        yield AtStore(engine)
+
+
+@pytest.fixture(scope="module")
+def computed_by_both(
+    checkpoints: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    """What engines without a cache answer to `SHARED`: the old weights, the new ones, and to
+    `PROMPT` the old ones with three adapters."""
+    directory, (before, after) = tmp_path_factory.mktemp("computed"), checkpoints
+    asked = [(prompt, None) for prompt in SHARED]
+    adapters = [(PROMPT, make_adapter(MODELS, number)) for number in (1, 2, 3)]
+    both = computed(directory, before, *asked, *adapters)
+    old, new, tuned = both[: len(asked)], computed(directory, after, *asked), both[len(asked) :]
+    assert all(a != b for a, b in zip(old, new, strict=True))
+    assert len({tuple(tokens) for tokens in (*tuned, old[0])}) == 4
+    return old, new, tuned
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("kind", ["file", "mooncake"])
+def test_what_engines_find_in_a_store_is_of_their_weights(
+    kind: str,
+    checkpoints: tuple[Path, Path],
+    adapter: Path,
+    computed_by_both: tuple[list[list[int]], list[list[int]], list[list[int]]],
+    tmp_path: Path,
+) -> None:
+    before, after = checkpoints
+    old, new, tuned = computed_by_both
+    model = tmp_path / "model"
+    shutil.copytree(before, model)
+    moved, ours = shutil.copytree(adapter, tmp_path / "elsewhere"), str(adapter)
+    theirs = str(moved)
+    with store_at(kind, tmp_path) as url:
+        with at_store(tmp_path / "a", model, url) as a, at_store(tmp_path / "b", model, url) as b:
+            # Weights and adapters of the start.
+            a.put(SHARED[0], old[0])
+            b.get(SHARED[0], old[0])
+            a.put(PROMPT, tuned[0], adapter=ours)
+            b.get(PROMPT, tuned[0], adapter=theirs)
+            # An adapter that is trained again, and loaded again.
+            retrain(adapter)
+            a.engine.forget("GPU")
+            a.put(PROMPT, tuned[1], adapter=ours, reloads=True)
+            a.get(PROMPT, tuned[1], adapter=ours)
+            b.get(PROMPT, tuned[0], adapter=theirs)
+            b.get(PROMPT, tuned[1], adapter=ours)
+            # A is updated, B not yet; without a name, and then with one.
+            a.update(after)
+            a.put(SHARED[0], new[0])
+            a.get(SHARED[0], new[0])
+            b.get(SHARED[0], old[0])
+            b.put(SHARED[1], old[1])
+            a.put(SHARED[1], new[1])
+            a.update(after, "v2")
+            a.put(SHARED[2], new[2])
+            b.put(SHARED[2], old[2])
+            # Both are, and say so.
+            b.update(after, "v2")
+            b.get(SHARED[2], new[2])
+            b.put(SHARED[3], new[3])
+            a.get(SHARED[3], new[3])
+            # Both are, and do not say to what; then a reset.
+            a.update(after)
+            b.update(after)
+            a.put(SHARED[4], new[4])
+            b.put(SHARED[4], new[4])
+            a.get(SHARED[4], new[4])
+            b.engine.reset()
+            b.put(SHARED[4], new[4])
+            b.get(SHARED[4], new[4])
+        retrain(adapter, 3)
+        with at_store(tmp_path / "a", model, url) as a:
+            a.get(SHARED[0], old[0])
+            a.put(SHARED[3], old[3])
+            a.put(PROMPT, tuned[2], adapter=ours)
+            a.get(PROMPT, tuned[0], adapter=theirs)
+            a.update(after, "v2")
+            a.get(SHARED[3], new[3])
+        train(model)
+        with at_store(tmp_path / "a", model, url) as a:
+            for position in range(5):
+                a.put(SHARED[position], new[position])
+            assert a.engine.generate(PROMPT, adapter=theirs)[1] == 0
