@@ -24,7 +24,7 @@ from test_hicache_storage import manager_of as manager_of_storage
 from test_hicache_storage import settle as settle_storage
 from test_hicache_storage import storage_options
 
-KINDS = ["linker", "storage"]
+KINDS = ["linker", pytest.param("storage", marks=pytest.mark.whole)]
 BEFORE, AFTER, LONGER, FRESH = prompt(200), prompt(200, seed=4), prompt(300), prompt(200, seed=9)
 
 
@@ -192,7 +192,7 @@ def check_retrained(kind: str, tuned: str, former: str, ssd: str, seen: str) -> 
     close(kind, engine)
 
 
-@pytest.mark.parametrize("kind", ["linker", pytest.param("storage", marks=pytest.mark.whole)])
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_adapter_is_known_by_its_content(kind: str, tmp_path: Path) -> None:
     tuned, former = tmp_path / "tuned", tmp_path / "former"
     shutil.copytree(make_adapter(MODELS, 1), tuned)

@@ -394,6 +394,7 @@ def test_status_with_wrong_keys_ends_with_a_message(tmp_path: Path) -> None:
     assert "curve_keys" in shown.stdout
 
 
+@pytest.mark.whole
 def test_stale_files_of_a_dead_server_are_removed() -> None:
     config = CacheConfig(**CONFIG)
     zero = Member(config)
