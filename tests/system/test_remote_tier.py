@@ -93,8 +93,12 @@ def put_into_the_store(cluster: Cluster, tokens: np.ndarray = TOKENS) -> list[by
     until_it_stores(cluster)
     before = remote(cluster, "stored_blocks")
     expected = cluster.read(BLOCKS)
-    assert cluster.put(tokens, BLOCKS).mask.all()
-    assert remote(cluster, "stored_blocks") - before == NUM_BLOCKS
+
+    def are_stored() -> bool:
+        assert cluster.put(tokens, BLOCKS).mask.all()  # again: what a slow store did not take
+        return remote(cluster, "stored_blocks") - before >= NUM_BLOCKS
+
+    until(are_stored)
     return expected
 
 
