@@ -1,4 +1,5 @@
-"""Run the lanes of checks and tests one after the other, all of them even if one fails.
+"""Run the lanes of tests one after the other, all of them even if one fails. The checks run beside
+the first, which leaves them a core.
 
     python scripts/run_tests.py [fast | all] [PYTEST ARGUMENT]...
 
@@ -84,23 +85,33 @@ class Outcome:
 
 
 def main(arguments: list[str]) -> int:
+    checks = {}
+    # SGLang's engines are all bound to the first core: the checks have the other.
+    lanes = sorted(TESTS, key=lambda lane: lane != "sglang")
     match arguments:
         case ["fast", *others]:
             commands = commands_for([*CHANGE, "--hypothesis-profile=fast", *others], ["unit"])
         case ["all"]:
-            commands = {**CHECKS, **commands_for([], TESTS)}
+            checks, commands = CHECKS, commands_for([], lanes)
         case []:
-            commands = {**CHECKS, **commands_for([*CHANGE, "--durations=20"], TESTS)}
+            checks, commands = CHECKS, commands_for([*CHANGE, "--durations=20"], lanes)
         case _:
             commands = commands_for(arguments, TESTS)
     outcomes: list[Outcome] = []
+    beside = [Run(lane, command, is_shown=False) for lane, command in checks.items()]
     try:
         for lane, command in commands.items():
             outcomes.append(run(lane, command))
+            while beside:
+                outcomes.append(beside.pop(0).finish())
+        while beside:
+            outcomes.append(beside.pop(0).finish())
     except KeyboardInterrupt:
         print("\ninterrupted")
         return 128 + signal.SIGINT
     finally:
+        for each in beside:
+            each.end()
         print_table(outcomes)
     statuses = {outcome.status for outcome in outcomes}
     if statuses <= {NOTHING_SELECTED, NOT_SET_UP}:
@@ -149,77 +160,102 @@ def selected_in(directories: Sequence[str], paths: Sequence[str]) -> list[str]:
 
 
 def run(lane: str, command: Sequence[str]) -> Outcome:
-    """Run a lane in a session of its own, so that an interrupt reaches it once and ends it."""
-    print(f"\n=== {lane}: {shlex.join(command)}", flush=True)
     if not Path(command[0]).exists():
-        print(f"skipped: there is no {command[0]}; `bash scripts/test.sh` sets it up")
+        print(f"\n=== {lane}\nskipped: there is no {command[0]}; `bash scripts/test.sh` sets it up")
         return Outcome(lane, NOT_SET_UP, 0.0)
-    started = time.monotonic()
-    colors = {"PY_COLORS": "1"} if sys.stdout.isatty() else {}
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, **colors},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    output = Output(process.stdout)
-    try:
-        output.start()
-        status = process.wait(LANE_S)
-        output.join(TO_END_S)
-    except KeyboardInterrupt:
-        end(process, output)
-        raise
-    except subprocess.TimeoutExpired:
-        print(f"\nended: not done within {LANE_S:.0f} s", flush=True)
-        end(process, output)
-        status = OVERDUE
-    if output.is_alive():  # a process that a test has left running holds the pipe
-        send(process, signal.SIGKILL)
-        output.join(TO_END_S)
-    closing_lines = CLOSING_LINE.findall(output.tail) if lane in TESTS else []
-    seconds = time.monotonic() - started
-    return Outcome(lane, status, seconds, closing_lines[-1] if closing_lines else "")
+    return Run(lane, command).finish()
+
+
+class Run:
+    """A lane that runs, in a session of its own, so that an interrupt reaches it once and ends it.
+
+    Args:
+        is_shown: Whether its output is printed as it comes, or by `finish`.
+    """
+
+    def __init__(self, lane: str, command: Sequence[str], is_shown: bool = True) -> None:
+        self._lane = lane
+        self._head = f"\n=== {lane}: {shlex.join(command)}"
+        self._is_shown = is_shown
+        if is_shown:
+            print(self._head, flush=True)
+        self._started = time.monotonic()
+        colors = {"PY_COLORS": "1"} if sys.stdout.isatty() else {}
+        self._process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **colors},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        self._output = Output(self._process.stdout, is_shown)
+        self._output.start()
+
+    def finish(self) -> Outcome:
+        """Wait until it has ended; it is ended itself if it takes too long."""
+        process, output = self._process, self._output
+        try:
+            status = process.wait(LANE_S)
+            output.join(TO_END_S)
+        except KeyboardInterrupt:
+            self.end()
+            raise
+        except subprocess.TimeoutExpired:
+            print(f"\nended: {self._lane} was not done within {LANE_S:.0f} s", flush=True)
+            self.end()
+            status = OVERDUE
+        if output.is_alive():  # a process that a test has left running holds the pipe
+            self._send(signal.SIGKILL)
+            output.join(TO_END_S)
+        if not self._is_shown:
+            print(f"{self._head}\n{output.text}", flush=True)
+        closing_lines = CLOSING_LINE.findall(output.text[-4096:]) if self._lane in TESTS else []
+        seconds = output.last_s - self._started
+        return Outcome(self._lane, status, seconds, closing_lines[-1] if closing_lines else "")
+
+    def end(self) -> None:
+        """Interrupt all that the lane has started; kill what does not end, at a second interrupt at
+        once."""
+        for number in (signal.SIGINT, signal.SIGKILL):
+            self._send(number)
+            with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+                self._process.wait(TO_END_S)
+                self._output.join(TO_END_S)
+
+    def _send(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
 
 class Output(threading.Thread):
-    """Passes on what a lane prints, and keeps the last of it.
+    """Keeps what a lane prints, and passes it on if it is to be shown.
 
     A lane may leave a process that never closes the pipe, so that only a thread may wait for it.
+
+    Attributes:
+        last_s: When something was printed or the pipe was closed for the last time.
     """
 
-    def __init__(self, pipe: IO[bytes]) -> None:
+    def __init__(self, pipe: IO[bytes], is_shown: bool) -> None:
         super().__init__(daemon=True)
-        self._pipe, self._last = pipe, b""
+        self._pipe, self._is_shown, self._content = pipe, is_shown, bytearray()
+        self.last_s = time.monotonic()
 
     @property
-    def tail(self) -> str:
-        return self._last.decode(errors="replace")
+    def text(self) -> str:
+        return self._content.decode(errors="replace")
 
     def run(self) -> None:
         with self._pipe:  # closed if standard output fails, or the lane would wait for a reader
             while chunk := os.read(self._pipe.fileno(), 1 << 16):
-                self._last = (self._last + chunk)[-4096:]
-                sys.stdout.buffer.write(chunk)
-                sys.stdout.flush()
-
-
-def end(process: subprocess.Popen[bytes], output: Output) -> None:
-    """Interrupt all that the lane has started; kill what does not end, at a second interrupt at
-    once."""
-    for sent in (signal.SIGINT, signal.SIGKILL):
-        send(process, sent)
-        with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
-            process.wait(TO_END_S)
-            output.join(TO_END_S)
-
-
-def send(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
+                self._content += chunk
+                self.last_s = time.monotonic()
+                if self._is_shown:
+                    sys.stdout.buffer.write(chunk)
+                    sys.stdout.flush()
+        self.last_s = time.monotonic()
 
 
 def print_table(outcomes: Sequence[Outcome]) -> None:

@@ -14,6 +14,8 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 cd "$ROOT"
 export REQUIRE_VLLM=1 MODELS_DIR=$ROOT/.models
+# Set in some images. Each worker would then compile all test modules again, half of its start.
+unset PYTHONDONTWRITEBYTECODE
 
 # Unpacks a package's wheel into a directory of its own, to be tested beside the version installed.
 fetch_beside() { # package version directory

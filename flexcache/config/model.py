@@ -1,15 +1,20 @@
-"""ModelConfig: the shape of a model's KV cache. The only module of the package that needs torch."""
+"""ModelConfig: the shape of a model's KV cache.
+
+torch is imported when there is a model: commands that talk to a server start without it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from flexcache.config.groups import KVGroup
 from flexcache.config.values import reject
+
+if TYPE_CHECKING:
+    import torch
 
 LAYOUT_VERSION = 1
 """Increases when FlexCache stores other bytes for the same KV."""
@@ -58,6 +63,8 @@ class ModelConfig:
     groups: tuple[KVGroup, ...] = ()
 
     def __post_init__(self) -> None:
+        import torch
+
         if not isinstance(self.model_id, str) or not self.model_id:
             raise reject("model_id", self.model_id, "must be a non-empty string")
         for name in (*_COUNTS, *(["kv_replicas"] if self.kv_replicas is not None else [])):
@@ -171,11 +178,15 @@ class ModelConfig:
             raise reject("model", dict(table), str(error)) from None
 
 
-_DTYPES = {
-    str(value).removeprefix("torch."): value
-    for value in vars(torch).values()
-    if isinstance(value, torch.dtype)
-}
+@cache
+def _dtypes() -> dict[str, torch.dtype]:
+    import torch
+
+    return {
+        str(value).removeprefix("torch."): value
+        for value in vars(torch).values()
+        if isinstance(value, torch.dtype)
+    }
 
 
 def read_dtype(name: str) -> torch.dtype:
@@ -184,6 +195,6 @@ def read_dtype(name: str) -> torch.dtype:
     Raises:
         ConfigError: There is none.
     """
-    if name not in _DTYPES:
-        raise reject("dtype", name, f"must be one of {', '.join(sorted(_DTYPES))}")
-    return _DTYPES[name]
+    if name not in _dtypes():
+        raise reject("dtype", name, f"must be one of {', '.join(sorted(_dtypes()))}")
+    return _dtypes()[name]

@@ -102,7 +102,7 @@ def check_tiers(layout: str, ssd: str) -> None:
     manager_of(engine).check()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [LAYOUTS[0], pytest.param(LAYOUTS[1], marks=pytest.mark.whole)])
 def test_pages_come_back_whole_from_dram_and_ssd(layout: str, tmp_path: Path) -> None:
     apart(check_tiers, layout, str(tmp_path))
 
@@ -124,7 +124,14 @@ def check_pieces(policy: str) -> None:
     assert list(again.output_ids) == list(cold.output_ids)
 
 
-@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "write_through",
+        pytest.param("write_through_selective", marks=pytest.mark.whole),
+        pytest.param("write_back", marks=pytest.mark.whole),
+    ],
+)
 def test_a_prompt_stored_in_pieces_is_found_whole(policy: str) -> None:
     apart(check_pieces, policy)
 
@@ -166,7 +173,11 @@ def check_faults(prefetch_policy: str, layout: str, ssd: str) -> None:
 
 @pytest.mark.parametrize(
     ("policy", "layout"),
-    [("best_effort", LAYOUTS[0]), ("wait_complete", LAYOUTS[1]), ("timeout", LAYOUTS[0])],
+    [
+        ("wait_complete", LAYOUTS[1]),
+        pytest.param("best_effort", LAYOUTS[0], marks=pytest.mark.whole),
+        pytest.param("timeout", LAYOUTS[0], marks=pytest.mark.whole),
+    ],
 )
 def test_no_token_is_wrong_while_the_storage_fails(
     policy: str, layout: str, tmp_path: Path
@@ -217,6 +228,7 @@ def check_ranks(ssd: str) -> None:
     engine.shutdown()
 
 
+@pytest.mark.whole
 def test_two_ranks_load_from_dram_and_attached_again_from_ssd(
     tmp_path: Path,
 ) -> None:

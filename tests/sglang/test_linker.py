@@ -7,6 +7,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pytest
 from ports import free_range
 from sglang_engine import apart, options, prompt
 from sglang_linker import (
@@ -139,6 +140,7 @@ def spawned(tp_size: int, directory: Path) -> None:
     apart(check_spawned, tp_size, str(directory), ["CPU", "SSD", "REMOTE"])
 
 
+@pytest.mark.whole
 def test_an_engine_of_processes_loads_from_every_tier(tmp_path: Path) -> None:
     spawned(1, tmp_path)
 

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from predictions import PATIENCE_S, Predictions, predicting
 from sglang_engine import PAGE, TinyEngine, apart, prompt
 from sglang_linker import linker_of, linker_options, manager_of, settle
@@ -185,6 +186,7 @@ def check_storage(directory: str) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.whole
 def test_what_is_stored_below_hicache_is_known_by_its_name(tmp_path: Path) -> None:
     """HiCache names pages without their tokens, which its own events have."""
     apart(check_storage, str(tmp_path))

@@ -26,7 +26,7 @@ from test_hicache_storage import manager_of as manager_of_storage
 from test_hicache_storage import settle as settle_storage
 from test_hicache_storage import storage_options
 
-KINDS = ["linker", "storage"]
+KINDS = ["linker", pytest.param("storage", marks=pytest.mark.whole)]
 BEFORE, AFTER, LONGER, FRESH = prompt(200), prompt(200, seed=4), prompt(300), prompt(200, seed=9)
 
 

@@ -53,6 +53,7 @@ def group() -> Iterator[Path]:
     pytest.skip("no control group of memory can be made here")
 
 
+@pytest.mark.whole
 def test_a_pool_beyond_the_limit_of_the_container_is_refused_with_both_numbers(group: Path) -> None:
     def started_with(gigabytes: float) -> str:
         return subprocess.run(

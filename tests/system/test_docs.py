@@ -95,6 +95,7 @@ def test_links_between_the_pages_resolve() -> None:
             )
 
 
+@pytest.mark.whole
 def test_charts_show_the_figures_of_the_benchmarks_page(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     image = pytest.importorskip("PIL.Image")

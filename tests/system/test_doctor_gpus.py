@@ -93,6 +93,7 @@ def test_a_way_that_copies_wrong_bytes_is_named_and_the_others_are_tried(examine
     assert ["0", "batched copy", "H2D", "right", "", "", ""] in rows(table)
 
 
+@pytest.mark.whole
 def test_bytes_that_are_wrong_in_the_pools_memory_only_are_noticed(examine: Examine) -> None:
     setup = """
 from flexcache.transfer.workers.copy_cuda import CudaCopier
@@ -107,6 +108,7 @@ CudaCopier.attach = attach_then_corrupt
     assert "H2D failed (runs: 1)" in single.text
 
 
+@pytest.mark.whole
 def test_memory_that_cannot_be_pinned_is_named(examine: Examine) -> None:
     found = examine(setup="gpu.set_faults(most_pinned=0)")
     assert [finding.level for finding in found] == [WARNING, OK, OK, WARNING, OK]
@@ -133,12 +135,14 @@ def test_a_gpu_that_cannot_be_used_is_an_error_and_the_next_is_still_tried(
     assert any(row[:2] == ["0", "as a rank"] and why in row[3] for row in rows(found[-1]))
 
 
+@pytest.mark.whole
 def test_a_rank_that_takes_memory_of_another_gpu_is_named(examine: Examine) -> None:
     found = examine(2, USE_FIRST_GPU_TOO)
     [named] = [finding for finding in found if finding.level is not OK]
     assert "while GPU 1 was tried, 0.3 GB more of GPU 0 was used" in named.text
 
 
+@pytest.mark.whole
 def test_too_few_reserved_huge_pages_are_named_and_others_are_used(
     examine: Examine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +155,7 @@ def test_too_few_reserved_huge_pages_are_named_and_others_are_used(
     assert [finding.level for finding in found[1:]] == [OK] * 4
 
 
+@pytest.mark.whole
 def test_the_memory_of_each_gpu_is_on_its_node(examine: Examine, tmp_path: Path) -> None:
     asked = tmp_path / "asked"
     found = examine(2, f"""
@@ -202,6 +207,7 @@ def test_a_file_in_each_ssd_directory_is_read_past_dram(
     assert not list(directory.iterdir())
 
 
+@pytest.mark.whole
 def test_the_command_prints_the_tables_as_they_are_and_as_json(
     examine: Examine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from cluster import Cluster, joined_kv, random_like, running_cluster, until
 from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient, ModelConfig
 from flexcache.errors import ConfigError, RegistrationError, UnsupportedLayoutError
 from flexcache.server.server import KVServer
+from flexcache.storage import pool_directory
 from flexcache.storage.disk_pool import locate_slot
 from flexcache.storage.pool_directory import DATA_FILE
 
@@ -257,7 +258,10 @@ def test_two_servers_on_one_endpoint_are_refused_by_name() -> None:
             second.start()
 
 
-def test_two_caches_in_one_directory_are_refused_by_name(tmp_path: Path) -> None:
+def test_two_caches_in_one_directory_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_directory, "_LOCK_PATIENCE_S", 0.0)
     with running_cluster([tmp_path]):
         second = KVManager(
             ModelConfig("test", 1, 1, 8, torch.bfloat16),

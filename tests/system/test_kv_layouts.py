@@ -175,7 +175,14 @@ def kv_in(order: str) -> Callable[[ModelConfig, int], dict[str, torch.Tensor]]:
     return make_kv
 
 
-@pytest.mark.parametrize("order", ["BLKNHC", "BLKHNC", "BHLKNC"])
+@pytest.mark.parametrize(
+    "order",
+    [
+        "BHLKNC",
+        pytest.param("BLKNHC", marks=pytest.mark.whole),
+        pytest.param("BLKHNC", marks=pytest.mark.whole),
+    ],
+)
 def test_blocks_in_one_piece_come_back_from_every_tier_and_by_layer(
     order: str, memory: EngineMemory, tmp_path: Path
 ) -> None:

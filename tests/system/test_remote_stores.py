@@ -502,6 +502,7 @@ def test_a_server_that_died_is_an_error_and_works_again_after_its_restart(
     assert joined(target) == joined(content)
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(missing("mooncake", "mooncake_master") is not None, reason="no Mooncake")
 def test_a_full_store_makes_room_or_reports_failure(memory: Memory) -> None:
     """Mooncake evicts what has no lease; what it cannot take is not half there."""

@@ -29,7 +29,7 @@ async def crowd(url: str, num: int) -> Counter[int | None]:
         return Counter(ended.status for ended in await asyncio.gather(*requests))
 
 
-@pytest.mark.parametrize("proxies", [0, 1])
+@pytest.mark.parametrize("proxies", [0, pytest.param(1, marks=pytest.mark.whole)])
 def test_a_crowd_beyond_the_soft_limit_of_descriptors_is_served(proxies: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with (
@@ -54,6 +54,7 @@ def test_a_crowd_beyond_the_hard_limit_is_turned_away_and_the_log_says_so(
     assert statuses[200] >= int(limit[1])
 
 
+@pytest.mark.whole
 def test_connections_to_the_control_port_take_none_from_clients() -> None:
     with FakeEngine() as engine, RouterProcess([engine]) as router, contextlib.ExitStack() as stack:
         assert router.process is not None
@@ -65,6 +66,7 @@ def test_connections_to_the_control_port_take_none_from_clients() -> None:
         assert asyncio.run(crowd(router.url, 20)) == {200: 20}
 
 
+@pytest.mark.whole
 def test_connections_without_the_token_do_not_keep_probes_from_the_control_port() -> None:
     with (
         FakeEngine() as engine,
@@ -80,6 +82,7 @@ def test_connections_without_the_token_do_not_keep_probes_from_the_control_port(
         assert [router.call("GET", "/readyz")[0] for _ in range(10)] == [200] * 10
 
 
+@pytest.mark.whole
 def test_a_body_that_does_not_come_to_the_control_port_is_given_up() -> None:
     with FakeEngine() as engine, RouterProcess([engine], idle_timeout_s=2) as router:
         host, port = router.control.removeprefix("http://").split(":")

@@ -81,7 +81,12 @@ class Load:
             self.ended.append(await complete(self._url, prompt, session))
 
 
-@pytest.fixture(params=[0, 2], ids=["one process", "two proxies"])
+@pytest.fixture(
+    params=[
+        pytest.param(0, id="one process", marks=pytest.mark.whole),
+        pytest.param(2, id="two proxies"),
+    ]
+)
 def proxies(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
@@ -147,6 +152,7 @@ def test_a_killed_decider_is_replaced_and_no_request_notices() -> None:
         until(lambda: router.post("/query", query)["workers"][three[1].url]["gpu"])
 
 
+@pytest.mark.whole
 def test_a_new_decider_counts_the_requests_that_run() -> None:
     with engines(1, ttft_s=3600) as (engine,), RouterProcess([engine], proxies=1) as router:
         sending = threading.Thread(target=lambda: ask(router.url, PROMPT), daemon=True)
@@ -319,6 +325,7 @@ def test_workers_come_drain_and_go_under_load(proxies: int) -> None:
     assert all(each.is_whole for each in load.ended)
 
 
+@pytest.mark.whole
 def test_workers_are_listed_in_a_file_that_is_read_again(tmp_path: Path) -> None:
     file = tmp_path / "router.toml"
 

@@ -19,6 +19,7 @@ from router_process import RouterProcess, until
 
 TIMES = 12
 """With two engines to choose from, all right by chance is one in 4,096."""
+PROXIES = [2, pytest.param(0, marks=pytest.mark.whole)]
 
 
 class Storing(OddEngine):
@@ -109,7 +110,7 @@ def listed(router: RouterProcess) -> set[str]:
     return {card["id"] for card in cards}
 
 
-@pytest.mark.parametrize("proxies", [0, 2])
+@pytest.mark.parametrize("proxies", PROXIES)
 def test_the_models_of_all_engines_are_listed(proxies: int) -> None:
     with Storing("a") as one, Storing("b") as two, started(one, two, proxies=proxies) as router:
         until(lambda: all_up(router))
@@ -118,8 +119,8 @@ def test_the_models_of_all_engines_are_listed(proxies: int) -> None:
         assert call(router, "GET", "/v1/models/a")[0] == 200
 
 
-@pytest.mark.parametrize("proxies", [0, 2])
-@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("proxies", PROXIES)
+@pytest.mark.parametrize("is_streamed", [True, pytest.param(False, marks=pytest.mark.whole)])
 def test_what_continues_or_asks_for_a_response_goes_where_it_is(
     proxies: int, is_streamed: bool
 ) -> None:
@@ -162,6 +163,7 @@ def test_batches_and_files_go_where_they_are() -> None:
         assert statuses == [200] * 2 * TIMES
 
 
+@pytest.mark.whole
 def test_a_new_decider_knows_where_responses_are() -> None:
     with Storing() as one, Storing() as two, started(one, two, proxies=1) as router:
         until(lambda: all_up(router))
@@ -174,7 +176,7 @@ def test_a_new_decider_knows_where_responses_are() -> None:
         assert [call(router, "GET", path)[0] for _ in range(TIMES)] == [200] * TIMES
 
 
-@pytest.mark.parametrize("proxies", [0, 2])
+@pytest.mark.parametrize("proxies", PROXIES)
 def test_an_adapter_is_loaded_by_every_engine(proxies: int) -> None:
     with Storing() as one, Storing() as two, started(one, two, proxies=proxies) as router:
         until(lambda: all_up(router))
@@ -228,6 +230,7 @@ def test_the_engines_that_did_not_load_an_adapter_are_named() -> None:
         assert f"1 of 2 engines did not do it, the others did: {two.url}: status 400" in text
 
 
+@pytest.mark.whole
 def test_an_adapter_is_loaded_by_the_engines_of_the_model_that_is_named() -> None:
     with Storing("a") as one, Storing("b") as two, started(one, two) as router:
         until(lambda: all_up(router))

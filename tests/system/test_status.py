@@ -28,6 +28,12 @@ STATUS = (sys.executable, "-m", "flexcache.cli", "status", "--endpoint")
 TOKENS = list(range(256))
 
 
+def test_what_asks_a_server_does_without_torch() -> None:
+    """Importing it takes seconds."""
+    code = "import sys, flexcache.client.status; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
 def test_a_single_report_and_its_figures(tmp_path: Path) -> None:
     with running_cluster([tmp_path]) as cluster:
         cluster.put(TOKENS, range(16))

@@ -98,8 +98,12 @@ def make_executor(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 @pytest.fixture(params=[
-    ("off", 1, False), ("on", 1, False), ("auto", 1, True), ("off", 2, True), ("on", 2, False),
-], ids=["parked", "by layer", "regions", "ranks, parked", "ranks, in the step"])  # fmt: skip
+    pytest.param(("off", 1, False), id="parked", marks=pytest.mark.whole),
+    pytest.param(("on", 1, False), id="by layer"),
+    pytest.param(("auto", 1, True), id="regions", marks=pytest.mark.whole),
+    pytest.param(("off", 2, True), id="ranks, parked"),
+    pytest.param(("on", 2, False), id="ranks, in the step", marks=pytest.mark.whole),
+])  # fmt: skip
 def executor(request: pytest.FixtureRequest, make_executor: MakeExecutor) -> Executor:
     layerwise, tp_size, is_v2 = request.param
     return make_executor(layerwise, tp_size, is_v2)

@@ -22,8 +22,15 @@ TOKENS = np.arange(24 * 16)
 SOURCE = list(range(24))
 
 
-@pytest.mark.parametrize("ssd_sync", ["group", "none"])
-@pytest.mark.parametrize("num_dirs", [1, 2])
+@pytest.mark.parametrize(
+    ("num_dirs", "ssd_sync"),
+    [
+        (2, "group"),
+        pytest.param(1, "group", marks=pytest.mark.whole),
+        pytest.param(1, "none", marks=pytest.mark.whole),
+        pytest.param(2, "none", marks=pytest.mark.whole),
+    ],
+)
 def test_a_new_cache_serves_what_the_previous_one_stored(
     num_dirs: int, ssd_sync: str, tmp_path: Path
 ) -> None:

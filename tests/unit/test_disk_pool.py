@@ -170,6 +170,13 @@ def test_a_smaller_pool_gives_the_space_back(tmp_path: Path) -> None:
         assert (tmp_path / DATA_FILE).stat().st_size == HEADER_BYTES + 3 * SLOT_BYTES
 
 
+@pytest.fixture
+def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse a locked directory at once."""
+    monkeypatch.setattr(pool_directory, "_LOCK_PATIENCE_S", 0.0)
+
+
+@pytest.mark.usefixtures("_no_patience")
 def test_a_directory_has_one_owner(tmp_path: Path) -> None:
     in_use = pytest.raises(ConfigError, match="in use by another FlexCache process")
     with pool(tmp_path), in_use:
@@ -188,6 +195,7 @@ def test_a_file_of_the_first_version_is_removed(
     assert caplog.text.count("FlexCache 0.1") == 1
 
 
+@pytest.mark.usefixtures("_no_patience")
 def test_a_file_of_the_first_version_in_use_is_left(tmp_path: Path) -> None:
     with (tmp_path / "flexcache-ssd.data").open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

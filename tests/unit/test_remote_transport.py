@@ -18,6 +18,7 @@ import zmq
 from flexcache import CacheConfig, KVStatus, ModelConfig
 from flexcache.cache.block_keys import TokenBlockKeys
 from flexcache.cache.prompt import Prompt
+from flexcache.client import life
 from flexcache.client.client import EngineClient
 from flexcache.client.remote import RemoteTransport
 from flexcache.errors import ClosedError
@@ -110,7 +111,7 @@ def load(server: PlayedServer, client: EngineClient) -> int:
 
 
 def test_a_task_whose_server_is_lost_is_revoked_before_it_is_answered(
-    server: PlayedServer, client: EngineClient
+    server: PlayedServer, client: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events = server.welcome()
     client.wait_ready(WAIT_S)
@@ -119,6 +120,7 @@ def test_a_task_whose_server_is_lost_is_revoked_before_it_is_answered(
     permit = CopyPermit(rank.words)
     permit.task_id = load(server, client)
     assert not permit.is_revoked
+    monkeypatch.setattr(life, "_ANSWER_WITHIN_S", 0.0)  # it is waited for in full
     server.say(events, Stop())
     [result] = client.results([permit.task_id], WAIT_S, completely=False).values()
     assert result.status is KVStatus.FAILED

@@ -77,12 +77,28 @@ def test_a_lane_that_is_not_set_up_is_named_and_does_not_fail_the_others(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     lanes = {"here": exits_with(0), "absent": ["/nowhere/bin/python", "-m", "pytest"]}
-    monkeypatch.setattr(run_tests, "CHECKS", lanes)
-    monkeypatch.setattr(run_tests, "TESTS", {})
+    monkeypatch.setattr(run_tests, "CHECKS", {})
+    monkeypatch.setattr(run_tests, "commands_for", lambda *_: lanes)
     assert run_tests.main([]) == 0
     out = capfd.readouterr().out
     assert "skipped: there is no /nowhere/bin/python" in out
     assert out.splitlines()[-1].startswith(f"{'absent':10}not set up")
+
+
+def test_checks_run_beside_the_first_lane_and_are_shown_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "checked"
+    check = f"import pathlib; pathlib.Path({str(file)!r}).touch(); print('a check')"
+    wait = f"import pathlib\nwhile not pathlib.Path({str(file)!r}).exists(): pass\nprint('a test')"
+    monkeypatch.setattr(run_tests, "CHECKS", {"lint": [sys.executable, "-c", check]})
+    lanes = {"unit": [sys.executable, "-c", wait], "vllm": exits_with(0)}
+    monkeypatch.setattr(run_tests, "commands_for", lambda *_: lanes)
+    monkeypatch.setattr(run_tests, "LANE_S", 60.0)
+    assert run_tests.main([]) == 0
+    printed = capfd.readouterr().out
+    at = [printed.index(f"\n{line}") for line in ("a test", "=== lint", "a check", "=== vllm")]
+    assert at == sorted(at)
 
 
 def test_pytests_closing_line_is_printed_last(
@@ -165,7 +181,7 @@ def test_a_lane_that_hangs_is_ended_and_counts_as_failed(
     monkeypatch.setattr(run_tests, "LANE_S", 2.0)
     assert run_tests.main([]) == 1
     out = capfd.readouterr().out
-    assert "ended: not done within 2 s" in out
+    assert "ended: unit was not done within 2 s" in out
     assert out.splitlines()[-1].startswith(f"{'unit':10}failed (124)")
     assert ended_outputs()
 

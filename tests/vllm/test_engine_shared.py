@@ -53,7 +53,7 @@ def start_server(
     return ApiServer(log, environment, arguments, transfer=transfer)
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.whole)])
 def test_data_parallel_ranks_share_what_one_has_stored(
     tp_size: int, tmp_path: Path, probe_dir: Path, runtime_dir: Path
 ) -> None:

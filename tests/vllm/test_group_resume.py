@@ -17,7 +17,7 @@ POSITION = 128
 NUM_ANSWER = 400
 
 
-@pytest.mark.parametrize("interval", [POSITION, None])
+@pytest.mark.parametrize("interval", [POSITION, pytest.param(None, marks=pytest.mark.whole)])
 def test_the_next_turn_and_shared_prefixes(interval: int | None, tmp_path: Path) -> None:
     config = {"cpu_cache_gb": 0.5, "tail_interval_tokens": interval}
     engine_options = {

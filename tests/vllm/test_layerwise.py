@@ -596,7 +596,7 @@ def _models() -> None:
         make_model(MODELS, name)
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("tp_size", [pytest.param(1, marks=pytest.mark.whole), 2])
 def test_workers_in_separate_processes(tp_size: int) -> None:
     options = {
         "model": "tiny",
@@ -610,6 +610,7 @@ def test_workers_in_separate_processes(tp_size: int) -> None:
     assert seen["probes"]["by_layer"] == (seen["probes"]["loaded"] - 2 * tp_size)  # 64 is whole
 
 
+@pytest.mark.whole
 def test_preemption_under_a_small_pool_changes_nothing() -> None:
     options = {
         "model": "tiny",
@@ -627,6 +628,7 @@ def test_preemption_under_a_small_pool_changes_nothing() -> None:
     assert seen["probes"]["by_layer"] > 0
 
 
+@pytest.mark.whole
 def test_a_hybrid_model_with_all_layers_in_one_group() -> None:
     options = {
         "model": "hybrid",
@@ -640,6 +642,7 @@ def test_a_hybrid_model_with_all_layers_in_one_group() -> None:
     assert seen["probes"]["by_layer"] == 22
 
 
+@pytest.mark.whole
 def test_latent_attention() -> None:
     block = 32 if "amx_tile" in _cpu_flags() else 16
     options = {

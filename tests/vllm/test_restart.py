@@ -62,6 +62,7 @@ def test_a_killed_and_a_stopped_engine_find_their_ssd_cache_again(tmp_path: Path
     assert seen["loaded"] >= 4 * NUM_BLOCKS
 
 
+@pytest.mark.whole
 def test_an_engine_without_a_dram_tier_is_killed_and_finds_its_ssd_cache_again(
     tmp_path: Path,
 ) -> None:

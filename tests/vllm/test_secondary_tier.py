@@ -101,6 +101,7 @@ def test_an_adapter_retrained_in_place_and_weights_of_before_a_reset_are_not_fou
         assert engine.generate(PROMPT) == (plain, 0)
 
 
+@pytest.mark.whole
 def test_what_is_computed_after_an_update_without_a_reset_is_not_found_by_the_old_weights(
     tmp_path: Path,
 ) -> None:
@@ -178,6 +179,7 @@ def test_chunks_survive_on_ssd_and_bad_or_unreachable_ones_are_computed(tmp_path
     assert all(seen[4] == seen[0] for seen in digests[: cached // 32])
 
 
+@pytest.mark.whole
 def test_a_full_disk_keeps_what_fits_and_costs_no_answer(tmp_path: Path) -> None:
     with loop_disk(tmp_path, 1 << 20) as disk:
         config = {"num_ssd_blocks": 64, "ssd_cache_dirs": [str(disk.path)]}
@@ -194,6 +196,7 @@ def test_a_full_disk_keeps_what_fits_and_costs_no_answer(tmp_path: Path) -> None
     assert all(seen[1] == seen[0] for seen in digests[: cached // 32])
 
 
+@pytest.mark.whole
 def test_chunks_reach_another_engine_through_a_remote_store(tmp_path: Path) -> None:
     config = {
         "remote_url": f"file://{tmp_path}/store",
@@ -211,6 +214,7 @@ def test_chunks_reach_another_engine_through_a_remote_store(tmp_path: Path) -> N
     assert all(len(set(seen)) == 1 for seen in prompt_digests(tmp_path))
 
 
+@pytest.mark.whole
 def test_a_model_with_windows_comes_back_after_a_restart(tmp_path: Path) -> None:
     tier = {**TIER, "num_ssd_blocks": 128, "ssd_cache_dirs": [str(tmp_path / "ssd")]}
     offloading = Settings(
@@ -228,6 +232,7 @@ def test_a_model_with_windows_comes_back_after_a_restart(tmp_path: Path) -> None
         assert engine.tier("hits")["disk"] >= 1152 // 128
 
 
+@pytest.mark.whole
 def test_an_engine_does_not_start_on_another_layouts_chunks(tmp_path: Path) -> None:
     config = {"num_ssd_blocks": 64, "ssd_cache_dirs": [str(tmp_path / "ssd")]}
     with offloading_engine(tmp_path, **config) as engine:

@@ -92,7 +92,9 @@ def computed(tmp_path: Path, model: Path, *asked: tuple[list[int], Path | None])
     return [tokens for tokens, _ in answers]
 
 
-@pytest.mark.parametrize("way", ["reload_weights", "load_weights"])
+@pytest.mark.parametrize(
+    "way", ["reload_weights", pytest.param("load_weights", marks=pytest.mark.whole)]
+)
 def test_after_an_update_and_a_reset_of_vllms_cache_alone_nothing_old_is_found(
     way: str, checkpoints: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -126,6 +128,7 @@ def test_between_an_update_and_a_reset_nothing_of_two_weights_is_stored(
         assert engine.generate(PROMPT) == (expected, 0)
 
 
+@pytest.mark.whole
 def test_engines_of_one_server_that_are_updated_one_by_one_do_not_mix(
     checkpoints: tuple[Path, Path], tmp_path: Path, sockets: Path
 ) -> None:
@@ -179,6 +182,7 @@ def test_a_restart_finds_what_the_weights_of_the_start_have_stored_and_nothing_e
         assert tokens != new_late
 
 
+@pytest.mark.whole
 def test_a_checkpoint_tuned_in_part_is_another(
     checkpoints: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -204,6 +208,7 @@ def retrain(adapter: Path, number: int = 2) -> None:
     shutil.copy(make_adapter(MODELS, number) / "adapter_model.safetensors", adapter)
 
 
+@pytest.mark.whole
 def test_an_adapter_retrained_in_place_is_another_after_a_restart(
     adapter: Path, checkpoints: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -238,6 +243,7 @@ def test_an_adapter_loaded_again_in_place_is_another(
     assert new == answers_of(tmp_path, checkpoints[0], adapter) != old
 
 
+@pytest.mark.whole
 def test_what_vllm_still_has_of_a_retrained_adapter_is_not_stored_as_the_new_ones(
     adapter: Path, checkpoints: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -253,6 +259,7 @@ def test_what_vllm_still_has_of_a_retrained_adapter_is_not_stored_as_the_new_one
     assert tokens == (answers_of(tmp_path, checkpoints[0], adapter), 0)
 
 
+@pytest.mark.whole
 def test_an_adapter_is_found_at_another_path_by_the_first_prompt_after_a_restart(
     adapter: Path, checkpoints: tuple[Path, Path], tmp_path: Path
 ) -> None:
