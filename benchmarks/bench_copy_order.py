@@ -4,13 +4,16 @@ of its link.
     python benchmarks/bench_copy_order.py [--rounds 9]
 
 Not a measurement of a GPU: its driver (`tests/fakecuda`) makes calls and copies take as long as the
-model says. Two questions:
+model says. Three questions:
 
 * A driver before 12.8 takes copies one by one. How long does queueing them take the rank's thread,
   alone and beside a busy Python thread, if each call gives the interpreter lock away or keeps it?
 * How long does a load by layer take behind a large load, if all of that is queued at once, or at
-  most `MOST_BYTES` of it? Everything is `SLOWER` times slower and pieces that much smaller, so that
-  the fake's own work is small; times are divided by it again.
+  most `BESIDE_LAYERS` of it? Everything is `SLOWER` times slower and pieces that much smaller, so
+  that the fake's own work is small; times are divided by it again.
+* Which share of the link does a large load have beside a busy Python thread, if as much of it is
+  queued as where loads by layer come, or as elsewhere? Here sizes and speed are `SMALLER` times
+  smaller, and times are as they are: the interpreter's switch interval is.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ from __future__ import annotations
 import argparse
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from statistics import median
 
 import numpy as np
@@ -28,6 +31,7 @@ import search_path  # noqa: F401
 import torch
 from engine_memory import DeviceMemory, device_memory
 
+from flexcache.client.rank_tasks import EVENT_POLL_S
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import bytes_per_block, describe_kv_caches
@@ -43,7 +47,12 @@ NUM_COPIES, CALL_US, COPY_BYTES = 1024, 4, 64
 SLOWER, GB_PER_S = 25, 50
 NUM_LAYERS, LAYER_BYTES = 4, 64 << 10
 LARGE, SMALL = 640, 16  # blocks
-QUEUE_BYTES = {"all at once": 1 << 60, "pieces": in_flight.MOST_BYTES // SLOWER}
+QUEUE_BYTES = {"all at once": 1 << 60, "pieces": in_flight.BESIDE_LAYERS // SLOWER}
+LOAD_BLOCKS, LOAD_LAYER_BYTES, SMALLER = 1024, 1 << 20, 250
+IN_FLIGHT = {
+    "128 MiB, in pieces of 32": (in_flight.BESIDE_LAYERS, device._PIECE_BYTES),
+    "512 MiB, in pieces of 256": (in_flight.MOST_BYTES, device._LARGE_PIECE_BYTES),
+}
 
 
 @contextmanager
@@ -102,14 +111,19 @@ def time_single_copies(rounds: int) -> None:
 
 
 @contextmanager
-def opened_worker(queue_bytes: int) -> Iterator[DeviceWorker]:
+def opened_worker(
+    queue_bytes: int, piece_bytes: int, count: int, layer_bytes: int, gb_per_s: float
+) -> Iterator[DeviceWorker]:
     with pytest.MonkeyPatch.context() as patch, device_memory(patch) as memory:
         assert isinstance(memory, DeviceMemory)
-        patch.setattr(in_flight, "MOST_BYTES", queue_bytes)
-        patch.setattr(device, "_PIECE_BYTES", queue_bytes // 4)
-        count = LARGE + SMALL
+        for module, names, size in (
+            (in_flight, ("MOST_BYTES", "BESIDE_LAYERS"), queue_bytes),
+            (device, ("_PIECE_BYTES", "_LARGE_PIECE_BYTES"), piece_bytes),
+        ):
+            for name in names:
+                patch.setattr(module, name, size)
         made = {
-            f"layer {i}": torch.zeros((count, LAYER_BYTES // SLOWER), dtype=torch.uint8)
+            f"layer {i}": torch.zeros((count, layer_bytes), dtype=torch.uint8)
             for i in range(NUM_LAYERS)
         }
         tensors = memory.lend(memory.place(made))
@@ -118,7 +132,7 @@ def opened_worker(queue_bytes: int) -> Iterator[DeviceWorker]:
             segment.map()
             copier = open_copier(memory.device)
             copier.attach(segment, lambda: None)
-            memory.gpu.set_speed(bytes_per_us=GB_PER_S * 1e3 / SLOWER / SLOWER)
+            memory.gpu.set_speed(bytes_per_us=gb_per_s * 1e3)
             worker = DeviceWorker([describe_kv_caches(tensors, size)], segment, copier)
             yield worker
             worker.close()
@@ -155,12 +169,53 @@ def time_layer_loads(rounds: int) -> None:
     print(f"\nA load by layer of {SMALL} blocks, {GB_PER_S} GB/s: ms until all layers have come\n")
     print(f"| in flight | alone | behind a load of {mib} MiB |\n| --- | ---: | ---: |")
     for text, queue_bytes in QUEUE_BYTES.items():
-        with opened_worker(queue_bytes) as worker:
+        with opened_worker(
+            queue_bytes, queue_bytes // 4, LARGE + SMALL, LAYER_BYTES // SLOWER,
+            GB_PER_S / SLOWER / SLOWER,
+        ) as worker:  # fmt: skip
             alone, behind = (
                 median(time_layers(worker, num_before) for _ in range(rounds))
                 for num_before in (0, LARGE)
             )
         print(f"| {text} | {1e3 * alone:.1f} | {1e3 * behind:.1f} |", flush=True)
+
+
+def time_large_load(worker: DeviceWorker) -> float:
+    """Return the seconds of a load of all blocks, queued by a thread of its own as a rank's."""
+    blocks = pack_ids(np.arange(LOAD_BLOCKS))
+
+    def run() -> None:
+        worker.execute(Execute(1, OpKind.H2D, blocks, blocks, 1))
+        while worker.has_work:
+            worker.advance()
+            time.sleep(EVENT_POLL_S if worker.only_waits else 0)  # it looks for messages, too
+
+    started = time.perf_counter()
+    copying = threading.Thread(target=run)
+    copying.start()
+    copying.join()
+    return time.perf_counter() - started
+
+
+def time_large_loads(rounds: int) -> None:
+    size = LOAD_BLOCKS * NUM_LAYERS * LOAD_LAYER_BYTES
+    print(f"\nA load of {size >> 20} MiB, {GB_PER_S} GB/s: its share of the link\n")
+    print("| in flight | alone | beside a busy thread |\n| --- | ---: | ---: |")
+    at_best = size / GB_PER_S / 1e9
+    shares: dict[str, list[list[float]]] = {text: [[], []] for text in IN_FLIGHT}
+    besides: Sequence[Callable[[], AbstractContextManager[None]]] = (nullcontext, busy_thread)
+    for _ in range(rounds):
+        for text, (queue_bytes, piece_bytes) in IN_FLIGHT.items():
+            sizes = (queue_bytes, piece_bytes, LOAD_LAYER_BYTES)
+            queued, piece, layer = (each // SMALLER for each in sizes)
+            with opened_worker(queued, piece, LOAD_BLOCKS, layer, GB_PER_S / SMALLER) as worker:
+                for cell, beside in zip(shares[text], besides, strict=True):
+                    time_large_load(worker)
+                    with beside():
+                        cell.append(at_best / time_large_load(worker))
+    for text, cells in shares.items():
+        row = " | ".join(f"{median(each):.2f} ({min(each):.2f})" for each in cells)
+        print(f"| {text} | {row} |")
 
 
 def main() -> None:
@@ -169,6 +224,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     time_single_copies(rounds)
     time_layer_loads(rounds)
+    time_large_loads(rounds)
 
 
 if __name__ == "__main__":

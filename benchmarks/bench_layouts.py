@@ -66,7 +66,8 @@ def opened(case: Case, num_blocks: int) -> Iterator[tuple[DeviceWorker, FakeGpu]
         assert isinstance(memory, DeviceMemory)
         memory.gpu.set_version(case.driver)
         for module, name in (
-            (device, "_PIECE_BYTES"), (device, "_MIN_PART_BYTES"), (in_flight, "MOST_BYTES"),
+            (device, "_PIECE_BYTES"), (device, "_LARGE_PIECE_BYTES"), (device, "_MIN_PART_BYTES"),
+            (in_flight, "MOST_BYTES"), (in_flight, "BESIDE_LAYERS"),
         ):  # fmt: skip
             patch.setattr(module, name, getattr(module, name) // SMALLER)
         tensors = memory.lend(memory.place(case.tensors(num_blocks)))

@@ -98,6 +98,8 @@ def past_dram(path: Path, op_bytes: int, rounds: int, seed: int) -> Iterator[Res
         except NoDirectPathError as reason:
             raise Unsupported(str(reason)) from None
         stack.callback(io.close)
+        if io.through_host:
+            raise Unsupported(io.through_host)
         disk = DirectDisk(pool, io, fd)
         disk.check()
         host_io = open_block_io("auto", _DEPTH)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 
 import torch
 
-from flexcache.bench.gpu_pool import KINDS, NUM_LAYERS, Pool, Runs, open_pool
+from flexcache.bench.gpu_pool import KINDS, NUM_LAYERS, Runs, open_pool
 from flexcache.bench.results import Result, Unsupported, sample, sample_beside
 from flexcache.transfer.workers.copy_choice import CopyWay
+from flexcache.transfer.workers.copy_cuda import KernelTables
+from flexcache.transfer.workers.hip_driver import load_driver
+from flexcache.transfer.workers.lane import Lane
 
 RUN_BYTES = (8 << 10, 16 << 10, 32 << 10, 64 << 10)
 _SINGLE_COPIES_BYTES = 64 << 10
@@ -24,15 +27,17 @@ def kernel_programs(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
         Unsupported: The kernel cannot be used here.
     """
     for run_bytes in RUN_BYTES:
-        with open_pool(run_bytes * NUM_LAYERS, op_bytes, seed) as pool:
+        with ExitStack() as stack:
+            pool = stack.enter_context(open_pool(run_bytes * NUM_LAYERS, op_bytes, seed))
             if CopyWay.KERNEL not in pool.copier.ways:
                 raise Unsupported("; ".join(map(str, pool.copier.verdicts)))
             from flexcache.transfer.workers import copy_kernel
 
+            tables = stack.enter_context(closing(KernelTables(load_driver(), pool.device)))
             for kind in KINDS:
                 runs = pool.runs(kind)
                 for programs in copy_kernel.PROGRAMS:
-                    copy = partial(_copy_by_kernel, pool, runs, programs)
+                    copy = partial(_copy_by_kernel, tables, runs, programs)
                     seconds, bound = sample_beside(
                         copy, pool.contiguous(kind), rounds=rounds, scale=1
                     )
@@ -44,11 +49,16 @@ def kernel_programs(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
                     )  # fmt: skip
 
 
-def _copy_by_kernel(pool: Pool, runs: Runs, programs: int) -> None:
+def _copy_by_kernel(tables: KernelTables, runs: Runs, programs: int) -> None:
     from flexcache.transfer.workers import copy_kernel
 
-    copy_kernel.copy_runs(*runs, pool.device, programs)
+    size = tables.scratch[Lane.LOADS].numel() // 3
+    for first in range(0, len(runs[2]), size):
+        to, start, sizes = (each[first : first + size] for each in runs)
+        table = tables.fill(Lane.LOADS, (to, start, sizes))
+        copy_kernel.launch(table, tables.scratch[Lane.LOADS], programs)
     torch.cuda.current_stream().synchronize()
+    tables.clear(Lane.LOADS)
 
 
 def without_batches(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:

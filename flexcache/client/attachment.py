@@ -106,6 +106,14 @@ def _open_direct(
             opened.callback(files.close)
             io = open_direct_io(device, copier, files.fds, segment.stride, permit)
             opened.callback(io.close)
+            if io.through_host and ref.is_choice:  # the DRAM tier would keep the blocks as well
+                raise NoDirectPathError(io.through_host)
+            if io.through_host:
+                log_event(
+                    logger, logging.WARNING, "direct_path_through_host", reason=io.through_host,
+                    effect="loads and stores are no faster than with a DRAM tier",
+                    remedy="load nvidia-fs, or use ssd_past_dram = never and a DRAM tier",
+                )  # fmt: skip
             held.push(opened.pop_all())
             return DirectOps(layout, files.locate, segment.stride, io, permit)
     except NoDirectPathError as error:

@@ -104,12 +104,13 @@ class Trial:
                 flags = fcntl.fcntl(file, fcntl.F_GETFL)
                 fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
                 fds = [file.fileno()]
-                open_direct_io(
+                io = open_direct_io(
                     self._device, self._copier, fds, self._segment.stride, CopyPermit()
-                ).close()
+                )
+                io.close()
         except (OSError, NoDirectPathError) as refusal:
             return str(refusal)
-        return ""
+        return io.through_host
 
     def _rate(self, way: CopyWay, kind: OpKind, size: int, scratch: Scratch) -> float:
         """Copy all of the memory in blocks of ``size`` bytes, in random order; return GB/s."""

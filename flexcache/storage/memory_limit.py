@@ -19,6 +19,11 @@ from flexcache.logs import log_event
 logger = logging.getLogger(__name__)
 
 _NO_LIMIT = 1 << 60  # version 1 reports a larger number for "no limit"
+_PLUGGED = {
+    "sys/bus/virtio/drivers/virtio_mem": "virtio*",
+    "sys/bus/vmbus/drivers/hv_balloon": "*-*",
+}
+"""Devices by which a host plugs memory into a virtual machine, where their drivers have them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,20 @@ class MemoryLimit:
 def installed_memory() -> int:
     """Return the machine's physical memory in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def largest_memory(root: Path = Path("/")) -> int:
+    """Return the most memory that the machine may have, in bytes: more than `installed_memory`
+    where its host lends it memory as it is used (a balloon), or may plug in more.
+
+    Args:
+        root: Root of the file system that contains the system's files.
+    """
+    # What a balloon holds back is missing in the installed memory, and present in its zones.
+    zones = re.findall(r"^ +present +(\d+)$", _read(root / "proc/zoneinfo"), re.M)
+    present = sum(map(int, zones)) * os.sysconf("SC_PAGE_SIZE")
+    plugs = any(next((root / place).glob(name), None) for place, name in _PLUGGED.items())
+    return max(_NO_LIMIT if plugs else 0, present, installed_memory())
 
 
 def usable_memory(root: Path = Path("/")) -> int:
@@ -93,15 +112,23 @@ def check_pool_fits(wanted: int, *, in_control_group: bool = True, root: Path = 
             huge pages.
 
     Raises:
-        ConfigError: The pool is larger than the machine's memory or a control group's limit.
+        ConfigError: The pool is larger than the machine's memory can be, or than a control group's
+            limit.
     """
     remedy = "lower cpu_cache_gb or num_cpu_blocks"
     installed = installed_memory()
-    if wanted > installed:
+    if wanted > largest_memory(root):
         raise ConfigError(
             f"the DRAM tier of {wanted / 1e9:.1f} GB is larger than this machine's memory, "
             f"{installed / 1e9:.1f} GB: {remedy}"
         )
+    if wanted > installed:
+        log_event(
+            logger, logging.WARNING, "memory_limit_near", pool_gb=round(wanted / 1e9, 1),
+            left_gb=round(installed / 1e9, 1), limit_gb=round(installed / 1e9, 1),
+            effect="the pool fits only if the host gives this virtual machine more memory in time",
+            remedy=remedy,
+        )  # fmt: skip
     limits = memory_limits(root) if in_control_group else []
     lowest = min((limit.limit for limit in limits), default=wanted)
     if wanted > lowest:

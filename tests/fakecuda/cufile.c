@@ -25,7 +25,7 @@ enum {
   HANDLE_ALREADY_REGISTERED = 5028,
 };
 
-enum { MOST = 256, PAGE = 4096, OPAQUE_FD = 1 };
+enum { MOST = 256, PAGE = 4096, OPAQUE_FD = 1, NVME = 1 << 4, ALLOWS_COMPATIBLE = 1 << 1 };
 
 typedef struct {
   int err, cu_err;
@@ -56,7 +56,7 @@ typedef struct {
   const File *file;
 } Transfer;
 
-static bool is_open;
+static bool is_open, is_compatible;
 static File files[MOST];
 static Buffer buffers[MOST];
 static size_t num_buffers;
@@ -95,6 +95,20 @@ CUfileError_t cuFileDriverOpen(void) {
   BEGIN("cuFileDriverOpen");
   while (is_frozen && !faults.is_lost) pthread_cond_wait(&changed, &the_lock);
   is_open = true;
+  ANSWER(OK);
+}
+
+typedef struct {
+  unsigned int version[2];
+  size_t sizes[2];
+  unsigned int file_systems, control, flags, limits[5];
+} CUfileDrvProps_t;
+
+CUfileError_t cuFileDriverGetProperties(CUfileDrvProps_t *properties) {
+  BEGIN("cuFileDriverGetProperties");
+  if (!is_open) ANSWER(DRIVER_NOT_INITIALIZED);
+  *properties = (CUfileDrvProps_t){.control = ALLOWS_COMPATIBLE};
+  if (!is_compatible) properties->file_systems = NVME;
   ANSWER(OK);
 }
 
@@ -201,7 +215,7 @@ static ssize_t move(const char *name, bool is_read, File *file, CUdeviceptr base
     errno = refusal;
     return refusal < DRIVER_NOT_INITIALIZED ? -1 : -refusal;
   }
-  if (!is_direct(base, size, file_offset, base_offset)) num_bounced++;
+  if (is_compatible || !is_direct(base, size, file_offset, base_offset)) num_bounced++;
   Transfer *transfer = begin_transfer(file, at, size);
   bool is_wrong = corrupts(name, is_read, 1);
   pthread_mutex_unlock(&the_lock);
@@ -252,10 +266,13 @@ size_t fake_num_transfers(void) { return num_transfers; }
 /* I/O that went through the library's own memory: unaligned, or not registered. */
 size_t fake_num_bounced(void) { return num_bounced; }
 
+/* Be in compatibility mode, as without nvidia-fs: all I/O goes through host memory. */
+void fake_be_compatible(void) { is_compatible = true; }
+
 /* Wait for I/O in flight, and forget the rest. */
 void forget_files(void) {
   while (num_transfers) pthread_cond_wait(&changed, &the_lock);
-  is_open = false;
+  is_open = is_compatible = false;
   memset(files, 0, sizeof files);
   num_buffers = num_bounced = 0;
 }

@@ -230,9 +230,9 @@ CUresult cuStreamWaitEvent(Stream *stream, Event *event, unsigned int flags) {
 }
 
 CUresult cuEventCreate(Event **event, unsigned int flags) {
-  (void)flags;
   ENTER("cuEventCreate");
   *event = calloc(1, sizeof **event); /* never freed: streams may still refer to it */
+  (*event)->is_timed = !(flags & 2);
   RETURN(OK);
 }
 
@@ -257,6 +257,14 @@ CUresult cuEventSynchronize(Event *event) {
   Clock give_up = start_clock();
   while (event->fired < version && !faults.is_lost) wait_for_change(&give_up);
   RETURN(faults.is_lost ? ILLEGAL_ADDRESS : OK);
+}
+
+CUresult cuEventElapsedTime(float *milliseconds, Event *begin, Event *end) {
+  ENTER("cuEventElapsedTime");
+  REQUIRE(begin->is_timed && end->is_timed && begin->recorded && end->recorded, INVALID_VALUE);
+  REQUIRE(begin->fired == begin->recorded && end->fired == end->recorded, NOT_READY);
+  *milliseconds = (float)((end->fired_us - begin->fired_us) / 1e3);
+  RETURN(OK);
 }
 
 /* -- copies ------------------------------------------------------------------------------------- */

@@ -46,6 +46,8 @@ typedef struct context {
 
 typedef struct event {
   uint64_t recorded, fired; /* an event has fired if its last record has */
+  bool is_timed;
+  double fired_us; /* when it did last */
 } Event;
 
 typedef struct run {
@@ -62,7 +64,7 @@ typedef struct work {
   Run *runs; /* COPY; FILL: one, whose `from` is the value */
   size_t num_runs;
   bool is_batch;
-  CUdeviceptr table; /* KERNEL_COPY: three rows of num_runs in device memory */
+  CUdeviceptr table; /* KERNEL_COPY: three rows of num_runs, read when the kernel runs */
   void (*call)(void); /* CALL: in place of a kernel */
   Event *event;      /* RECORD, WAIT */
   uint64_t version;

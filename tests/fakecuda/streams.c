@@ -83,14 +83,15 @@ static void copy(Stream *stream, Work *work) {
   pthread_mutex_lock(&the_lock);
 }
 
-/* A kernel that reads its copies from device memory and makes them. */
+/* A kernel that reads its copies from memory that the device sees, and makes them. */
 static void run_kernel(Stream *stream, Work *work) {
   wait_until_thawed(stream);
   char *bytes, *ends[2];
   size_t n = work->num_runs;
   if (faults.is_lost) return;
-  if (look_up(work->table, 24 * n, &bytes) != ON_DEVICE) {
-    note_violation("the table of a kernel is not in device memory");
+  Place place_of_table = look_up(work->table, 24 * n, &bytes);
+  if (place_of_table != ON_DEVICE && place_of_table != PINNED) {
+    note_violation("the table of a kernel is not where the device sees it");
     return;
   }
   const int64_t *table = (const int64_t *)bytes;
@@ -134,6 +135,7 @@ static void do_work(Stream *stream, Work *work) {
       break;
     case RECORD:
       if (work->event->fired < work->version) work->event->fired = work->version;
+      work->event->fired_us = now_us();
       break;
     case WAIT:
       while (work->event->fired < work->version && !faults.is_lost && !stream->is_ending)
@@ -239,12 +241,15 @@ bool overlap(CUdeviceptr a, size_t a_size, CUdeviceptr b, size_t b_size) {
 bool is_in_flight(CUdeviceptr address, size_t size) {
   if (faults.is_lost) return false;
   for (Stream *stream = streams; stream; stream = stream->next)
-    for (Work *work = stream->first; work; work = work->next)
+    for (Work *work = stream->first; work; work = work->next) {
+      if (work->kind == KERNEL_COPY && overlap(address, size, work->table, 24 * work->num_runs))
+        return true;
       for (size_t i = 0; work->kind == COPY && i < work->num_runs; i++) {
         Run *run = &work->runs[i];
         if (overlap(address, size, run->to, run->size)) return true;
         if (!run->early && overlap(address, size, run->from, run->size)) return true;
       }
+    }
   return false;
 }
 

@@ -236,6 +236,10 @@ class FakeGpu(DriverState):
         """Have a way of copying report success and copy wrong bytes, from so many runs on."""
         self.loaded.fake_corrupt(name.encode(), int(to_device), c_size_t(at_least))
 
+    def be_compatible(self) -> None:
+        """Move files through host memory, as cuFile does without nvidia-fs."""
+        self.loaded.fake_be_compatible()
+
     def keep_registered(self, address: int) -> None:
         """Fail to unregister this piece."""
         self.loaded.fake_keep_registered(c_uint64(address))
@@ -263,7 +267,7 @@ class FakeGpu(DriverState):
         )
 
     def launch(self, stream: int, table: Memory) -> None:
-        """Queue the copy kernel with a table ``(3, n)`` of int64 in device memory."""
+        """Queue the copy kernel with a table ``(3, n)`` of int64, where the device can read it."""
         self.loaded.fake_launch(
             c_void_p(stream), c_uint64(table.address), c_size_t(table.seen.nbytes // 24)
         )

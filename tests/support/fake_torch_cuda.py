@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_gpu import NOT_READY, DeviceTensor, FakeGpu, over
+from fake_gpu import NOT_READY, DeviceTensor, FakeGpu, Memory, over
 
 POOL_SIZE = 32
 SCRIBBLE = 0x5A
@@ -57,13 +57,14 @@ class FakeStream:
 class FakeEvent:
     owner: FakeTorchCuda
 
-    def __init__(self) -> None:
+    def __init__(self, enable_timing: bool = False) -> None:
         self._handle = c_void_p()  # the driver's event is made at the first record
+        self._is_timed = enable_timing
 
     def record(self, stream: FakeStream | None = None) -> None:
         stream = stream or self.owner.current_stream()
         if not self._handle:
-            self.owner.gpu.call("cuEventCreate", byref(self._handle), 2)
+            self.owner.gpu.call("cuEventCreate", byref(self._handle), 0 if self._is_timed else 2)
         self.owner.gpu.call("cuEventRecord", self._handle, c_void_p(stream.handle))
 
     def query(self) -> bool:
@@ -85,6 +86,13 @@ class FakeEvent:
     def synchronize(self) -> None:
         if self._handle:
             self.owner.gpu.call("cuEventSynchronize", self._handle)
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        """Return milliseconds between two points that were timed and have come."""
+        assert self._is_timed and end._is_timed
+        took = ctypes.c_float()
+        self.owner.gpu.call("cuEventElapsedTime", byref(took), self._handle, end._handle)
+        return took.value
 
 
 class FakePinnedTensor(torch.Tensor):
@@ -300,20 +308,13 @@ class FakeKernel:
     def takes(self, to: np.ndarray, start: np.ndarray, sizes: np.ndarray) -> bool:
         return not ((to | start | sizes) % 16).any()
 
-    def copy_runs(
-        self, to: np.ndarray, start: np.ndarray, sizes: np.ndarray, device: torch.device,
-        programs: int,
-    ) -> None:  # fmt: skip
-        assert self._torch.current_device() == device.index
+    def launch(self, table: torch.Tensor, scratch: torch.Tensor, programs: int) -> None:
         if not self.num_ops:
             self.compile()
         if self.error is not None and self.num_ops >= self.sound_ops:
             raise self.error
         self.num_ops += 1
         self.programs = programs
-        if not len(sizes):
-            return
-        table = self._torch.gpu.allocate(24 * len(sizes), device.index)
-        rows = np.stack((to, start, sizes)).astype(np.int64)
-        ctypes.memmove(table.seen.ctypes.data, rows.ctypes.data, rows.nbytes)
-        self._torch.gpu.launch(self._torch.current_stream().handle, table)
+        assert table.is_contiguous() and scratch.numel() >= table.numel()
+        where = Memory(table.data_ptr(), table.numpy().view(np.uint8))
+        self._torch.gpu.launch(self._torch.current_stream().handle, where)

@@ -39,9 +39,9 @@ class InterpretedKernel:
         return partial(self._queue, grid)
 
     def _queue(
-        self, grid: tuple[int], table: DeviceTensor, num_runs: int, *constants: int, **options: int
-    ) -> None:
-        assert table.device.index == self._torch.current_device()
+        self, grid: tuple[int], table: torch.Tensor, scratch: DeviceTensor, num_runs: int,
+        *constants: int, **options: int,
+    ) -> None:  # fmt: skip
         assert table.is_contiguous()
         self.num_ops += 1
         address, size = table.data_ptr(), table.nbytes
@@ -51,7 +51,8 @@ class InterpretedKernel:
             rows = np.array(found).reshape(3, -1)
             for row in rows[:2]:
                 row[:] = [self._seen_at(each) for each in row.tolist()]
-            self._compiled[grid](torch.from_numpy(rows), num_runs, *constants, **options)
+            lines = torch.from_numpy(rows)
+            self._compiled[grid](lines, scratch.seen(), num_runs, *constants, **options)
 
         self._torch.gpu.queue(self._torch.current_stream().handle, run)
 

@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 
+import gpu_hour
 import pytest
 from bounded_steps import Outcome, Step, run_steps
 from fake_gpu_process import environment
@@ -65,16 +67,19 @@ def run(command: Sequence[str], variables: dict[str, str]) -> subprocess.Complet
 def test_the_script_reports_what_each_step_has_found(tmp_path: Path) -> None:
     """A few steps, and of the tests one. The fake cannot multiply matrices: that step fails."""
     out = tmp_path / "out"
-    steps = ["doctor", "tests", "layouts", "beside the model's work"]
+    steps = ["test_copies.py", "doctor", "layouts", "beside the model's work"]
     command = ["bash", "scripts/bench_gpu.sh", str(out), *steps]
     done = run(command, variables_for(tmp_path))
     assert done.returncode == 1, done.stderr
     report = (out / "report.md").read_text()
     assert report in done.stdout
+    with tarfile.open(out / "report.tar.gz") as archive:
+        packed = set(archive.getnames())
+    assert {"report.md", "test_copies.txt", "doctor.txt", "layouts.json"} <= packed
     rows = [line.split("|")[1:3] for line in report.split("###")[0].splitlines() if "|" in line]
     assert {title.strip(): result.strip() for title, result in rows[2:]} == {
-        "doctor": "passed",
-        "tests": "passed", "layouts": "passed", "beside the model's work": "failed (1)",
+        "test_copies.py": "passed",
+        "doctor": "passed", "layouts": "passed", "beside the model's work": "failed (1)",
     }, report  # fmt: skip
     for text in (
         "FlexCache 0.",
@@ -104,6 +109,24 @@ def test_all_cases_run_but_the_one_that_multiplies_matrices(tmp_path: Path) -> N
     ):
         assert figure in figures
     assert unsupported or ("SSD and GPU past DRAM, read", None) in figures
+
+
+def test_tests_come_first_and_each_step_finds_what_those_before_it_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    titles = [step.title for step in gpu_hour.steps_for(tmp_path)]
+    assert [title.startswith("test_") for title in titles[:4]] == [True] * 4
+    assert not {"tests", "kernel"} & set(titles)
+    show = ["cat", str(tmp_path / "report.md")]
+    steps = [Step("the first", ["false"], 60), Step("the second", show, 60)]
+    monkeypatch.setattr(gpu_hour, "steps_for", lambda _: steps)
+    assert gpu_hour.main(tmp_path, []) == 1
+    assert "| the first | failed (1) |" in (tmp_path / "the-second.txt").read_text()
+    with tarfile.open(tmp_path / "report.tar.gz") as archive:
+        [report] = [member for member in archive if member.name == "report.md"]
+        packed = archive.extractfile(report)
+        assert packed is not None
+        assert b"| the second | passed |" in packed.read()
 
 
 def outcomes_of(steps: Sequence[Step], directory: Path, total_s: float = 60) -> list[Outcome]:

@@ -184,8 +184,9 @@ numa.prefer_node = prefer
             "gpu.refuse('cuFileHandleRegister', 5008)",
             "cuFileHandleRegister failed: this file system",
         ),
+        ("gpu.be_compatible()", "cuFile is in its compatibility mode"),
     ],
-    ids=["works", "wrong checksums", "refused"],
+    ids=["works", "wrong checksums", "refused", "compatible"],
 )
 def test_a_file_in_each_ssd_directory_is_read_past_dram(
     examine: Examine, tmp_path: Path, setup: str, why: str

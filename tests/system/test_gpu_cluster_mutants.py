@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import cluster
 import pytest
 import test_gpu_clusters as on_clusters
+import test_past_dram_on_gpu as past_dram
 from engine_memory import device_memory
 from mutants import Fixtures, Mutant, check_seen
 
+from flexcache.client import attachment
 from flexcache.client.rank import KVTPClient
 from flexcache.transfer.workers.copy_cuda import CudaCopier
 from flexcache.transfer.workers.device_gates import DeviceGates
@@ -41,3 +44,19 @@ def opened_memory(patch: pytest.MonkeyPatch) -> Iterator[Fixtures]:
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_the_mutant_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     check_seen(mutant, opened_memory, monkeypatch)
+
+
+def test_the_compatibility_mode_of_cufile_beside_dram_is_seen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    @contextmanager
+    def opened(patch: pytest.MonkeyPatch) -> Iterator[Fixtures]:
+        with past_dram.opened_memory(patch, tmp_path) as memory:
+            yield {"memory": memory}
+
+    mutant = Mutant(
+        "cuFile's compatibility mode counts as past DRAM", attachment, "_open_direct",
+        "if io.through_host and ref.is_choice:", "if False:",
+        past_dram.test_cufile_in_its_compatibility_mode_is_not_chosen_beside_dram,
+    )  # fmt: skip
+    check_seen(mutant, opened, monkeypatch, tmp_path=tmp_path, caplog=caplog)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -23,14 +24,20 @@ OTHERS = TOKENS + 1000
 NUM_GPU_BLOCKS = 64
 
 
-@pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[DeviceMemory]:
-    require_direct(tmp_path)
-    with device_memory(monkeypatch) as memory:
+@contextmanager
+def opened_memory(patch: pytest.MonkeyPatch, directory: Path) -> Iterator[DeviceMemory]:
+    require_direct(directory)
+    with device_memory(patch) as memory:
         kernel = FakeDigests(memory.torch)
-        monkeypatch.setitem(sys.modules, "flexcache.transfer.workers.digest_kernel", kernel)
+        patch.setitem(sys.modules, "flexcache.transfer.workers.digest_kernel", kernel)
         yield memory
         assert memory.gpu.num_files == 0
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[DeviceMemory]:
+    with opened_memory(monkeypatch, tmp_path) as memory:
+        yield memory
 
 
 def test_ssd_alone_keeps_every_byte_of_a_gpu(memory: DeviceMemory, tmp_path: Path) -> None:
@@ -152,6 +159,42 @@ def test_a_gpu_that_is_lost_ends_what_is_under_way(memory: DeviceMemory, tmp_pat
         [client] = cluster.clients
         until(lambda: client.state is ClientState.REFUSED)
         assert cluster.num_leased() == 0
+
+
+def test_cufile_in_its_compatibility_mode_is_not_chosen_beside_dram(
+    memory: DeviceMemory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory.gpu.be_compatible()
+    source, target = list(range(12)), list(range(20, 32))
+    caplog.set_level(logging.INFO, "flexcache")
+    with running_cluster([tmp_path], memory=memory) as cluster:
+        expected = cluster.read(source)
+        assert cluster.put(TOKENS, source).mask.all()
+        for _ in range(6):
+            cluster.manager.clear("CPU")
+            cluster.wipe(target)
+            assert cluster.get(TOKENS, target).mask.all()
+            assert cluster.read(target) == expected
+        assert ops(cluster)["DISK2H"] == 6 * 12
+        assert "DISK2D" not in ops(cluster)
+    [line] = [each.getMessage() for each in caplog.records if "no_direct_path" in each.getMessage()]
+    assert "compatibility mode" in line
+
+
+def test_without_a_dram_tier_the_compatibility_mode_is_used_with_a_warning(
+    memory: DeviceMemory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory.gpu.be_compatible()
+    source = list(range(12))
+    with running_cluster([tmp_path], memory=memory, num_cpu_blocks=0) as cluster:
+        expected = cluster.read(source)
+        assert cluster.put(TOKENS, source).mask.all()
+        cluster.wipe(source)
+        assert cluster.get(TOKENS, source).mask.all()
+        assert cluster.read(source) == expected
+    [warning] = [each for each in caplog.records if each.levelno >= logging.WARNING]
+    assert "direct_path_through_host" in warning.getMessage()
+    assert "nvidia-fs" in warning.getMessage()
 
 
 def test_a_machine_without_cufile_stages_blocks_in_dram(

@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 
+from flexcache.transfer.workers import copy_choice
 from flexcache.transfer.workers.copy_choice import (
     PROBES,
+    SIZES,
     CopyChoice,
     CopyCost,
-    measure_costs,
+    CopyReview,
 )
 
-ENGINE = CopyCost(start_s=8e-6, run_s=0.6e-6, byte_s=1 / 55e9)
-KERNEL = CopyCost(start_s=40e-6, run_s=0.01e-6, byte_s=1 / 50e9)
+
+def linear(start_s: float, run_s: float, byte_s: float) -> CopyCost:
+    return CopyCost(start_s, tuple(run_s + size * byte_s for size in SIZES))
+
+
+ENGINE = linear(start_s=8e-6, run_s=0.6e-6, byte_s=1 / 55e9)
+KERNEL = linear(start_s=40e-6, run_s=0.01e-6, byte_s=1 / 50e9)
+
+
+def of_speeds(start_s: float, *gb_per_s: float) -> CopyCost:
+    """Return the cost of copies of 4, 16, 64 and 256 KiB."""
+    each = zip(SIZES, gb_per_s, strict=True)
+    return CopyCost(start_s, tuple(size / speed / 1e9 for size, speed in each))
+
+
+H200_ENGINE = of_speeds(8e-6, 3, 4.9, 40.3, 50.3)
+H200_KERNEL = of_speeds(12e-6, 47.4, 50.5, 50.8, 50.8)
 
 
 class Device:
-    """A device that takes exactly its configured time, and longer the first time."""
+    """A device that takes exactly its configured time, longer the first time, and ten times as
+    long until it has copied for ``sleepy_s``."""
 
-    def __init__(self, cost: CopyCost) -> None:
+    def __init__(self, cost: CopyCost, sleepy_s: float = 0.0) -> None:
         self.cost = cost
+        self.sleepy_s = sleepy_s
         self.now = 100.0
         self.seen: set[tuple[int, int]] = set()
 
@@ -29,41 +46,50 @@ class Device:
         if (count, size) not in self.seen:
             self.now += 3.0
         self.seen.add((count, size))
-        self.now += self.cost.estimate(count, count * size)
+        took = self.cost.estimate(count, count * size)
+        if self.sleepy_s > 0:
+            took *= 10
+            self.sleepy_s -= took
+        self.now += took
 
 
-@pytest.mark.parametrize("cost", [ENGINE, KERNEL])
-def test_the_cost_of_a_device_is_measured_without_its_first_run(cost: CopyCost) -> None:
-    device = Device(cost)
-    found = measure_costs({"only": device.copy}, lambda: device.now)["only"]
-    for part in ("start_s", "run_s", "byte_s"):
-        assert getattr(found, part) == pytest.approx(getattr(cost, part), rel=1e-3)
+@pytest.mark.parametrize("cost", [ENGINE, KERNEL, H200_ENGINE])
+@pytest.mark.parametrize("sleepy_s", [0.0, 0.02])
+def test_the_cost_of_a_device_is_measured_once_it_is_awake(cost: CopyCost, sleepy_s: float) -> None:
+    device = Device(cost, sleepy_s)
+    found = copy_choice.measure_costs({"only": device.copy}, lambda: device.now)["only"]
+    assert (found.start_s, *found.run_s) == pytest.approx((cost.start_s, *cost.run_s), rel=1e-2)
 
 
-@pytest.mark.parametrize("busy", [(100.0, 100.001), (100.002, 100.02), (100.004, 100.05)])
+@pytest.mark.parametrize("busy", [(0.0, 0.001), (0.002, 0.02), (0.022, 0.05)])
 def test_an_engine_that_uses_the_gpu_meanwhile_favours_no_way(busy: tuple[float, float]) -> None:
     """Everything takes ten times as long for a while."""
-    first, second = (Device(ENGINE) for _ in range(2))
-    first.seen = second.seen = set(PROBES)
     now = 100.0
 
-    def copy(device: Device, count: int, size: int) -> None:
+    def copy(count: int, size: int) -> None:
         nonlocal now
-        took = device.cost.estimate(count, count * size)
-        now += 10 * took if busy[0] <= now < busy[1] else took
+        took = ENGINE.estimate(count, count * size)
+        now += 10 * took if busy[0] <= now - 100 < busy[1] else took
 
-    ways = {name: partial(copy, device) for name, device in {"a": first, "b": second}.items()}
-    costs = measure_costs(ways, lambda: now)
-    assert now > busy[0] + 0.001
+    costs = copy_choice.measure_costs({"a": copy, "b": copy}, lambda: now)
+    assert now > 100 + busy[0]
     for count, size in PROBES:
         one, other = (cost.estimate(count, count * size) for cost in costs.values())
         assert one == pytest.approx(other, rel=0.01)
 
 
 def test_a_cost_is_never_negative_however_noisy_the_times() -> None:
-    cost = CopyCost.fit((90e-6, 10e-6, 5e-6))
-    assert min(cost.start_s, cost.run_s, cost.byte_s) >= 0
-    assert len(PROBES) == 3
+    cost = CopyCost.fit((90e-6, 10e-6, 5e-6, 80e-6, 1e-6))
+    assert min(cost.start_s, *cost.run_s) >= 0
+
+
+@pytest.mark.parametrize(
+    ("size", "by_kernel"),
+    [(2 << 10, True), (16 << 10, True), (64 << 10, True), (128 << 10, False), (2 << 20, False)],
+)
+def test_on_an_h200_the_kernel_gets_copies_up_to_64_kib(size: int, by_kernel: bool) -> None:
+    choice = CopyChoice(H200_ENGINE, H200_KERNEL)
+    assert choice.prefers_kernel(2048, 2048 * size) is by_kernel
 
 
 @pytest.mark.parametrize(
@@ -84,12 +110,12 @@ def test_the_kernel_gets_many_small_copies_and_the_engine_the_rest(
 
 
 def test_a_kernel_that_is_hardly_quicker_is_not_worth_its_multiprocessors() -> None:
-    quicker = CopyCost(ENGINE.start_s * 0.9, ENGINE.run_s * 0.9, ENGINE.byte_s * 0.9)
+    quicker = ENGINE.scaled(0.9)
     assert not CopyChoice(ENGINE, quicker).prefers_kernel(4096, 4096 * 4096)
 
 
 def test_a_driver_that_takes_copies_one_by_one_leaves_more_to_the_kernel() -> None:
-    one_by_one = CopyCost(8e-6, 6e-6, 1 / 55e9)
+    one_by_one = linear(8e-6, 6e-6, 1 / 55e9)
     assert not CopyChoice(ENGINE, KERNEL).prefers_kernel(1000, 1000 * 256 << 10)
     assert CopyChoice(one_by_one, KERNEL).prefers_kernel(1000, 1000 * 256 << 10)
 
@@ -101,6 +127,43 @@ def test_a_driver_that_takes_copies_one_by_one_leaves_more_to_the_kernel() -> No
 def test_the_kernel_gets_no_more_programs_than_it_needs(
     speeds: dict[int, int], programs: int
 ) -> None:
-    kernels = {n: CopyCost(0.0, 0.0, 1 / (speed * 1e9)) for n, speed in speeds.items()}
+    kernels = {n: linear(0.0, 0.0, 1 / (speed * 1e9)) for n, speed in speeds.items()}
     choice = CopyChoice.of(ENGINE, kernels)
     assert (choice.programs, choice.kernel) == (programs, kernels[programs])
+
+
+# -- looked at again -----------------------------------------------------------------------------
+
+
+def review_ops(review: CopyReview, seconds: dict[bool, float], count: int) -> list[bool]:
+    """Make ops that take so long by the kernel or the engine; return which of them it made."""
+    made = []
+    for _ in range(count):
+        is_timed = review.is_trying
+        by_kernel = review.choose(1024, 16 << 20)
+        if is_timed:
+            review.took(by_kernel, 1024, 16 << 20, seconds[by_kernel])
+        made.append(by_kernel)
+    return made
+
+
+@pytest.mark.parametrize("by_kernel", [True, False])
+def test_a_choice_is_corrected_by_the_ops_after_the_first_second_of_them(by_kernel: bool) -> None:
+    """At attach the other way looked twice as quick."""
+    quick, slow = linear(0.0, 0.0, 1 / 50e9), linear(0.0, 0.0, 1 / 25e9)
+    review = CopyReview(CopyChoice(quick, slow) if by_kernel else CopyChoice(slow, quick))
+    op_s = quick.estimate(1024, 16 << 20)
+    before = int(copy_choice._REVIEW_AFTER_S / op_s)
+    assert review_ops(review, {}, before) == [not by_kernel] * before
+    review_ops(review, {by_kernel: op_s, not by_kernel: 4 * op_s}, 2 * copy_choice._REVIEW_OPS + 2)
+    assert not review.is_trying
+    assert review_ops(review, {}, 100) == [by_kernel] * 100
+
+
+def test_a_choice_that_was_right_stays() -> None:
+    review = CopyReview(CopyChoice(H200_ENGINE, H200_KERNEL))
+    op_s = {True: 0.33e-3, False: 3.4e-3}
+    review_ops(review, op_s, 5000)
+    assert not review.is_trying
+    assert review.choice.prefers_kernel(1024, 16 << 20)
+    assert not review.choice.prefers_kernel(64, 128 << 20)

@@ -21,8 +21,8 @@ from fake_torch_cuda import FakeEvent, FakeKernel, FakeTorchCuda
 from flexcache.errors import DeviceLostError, MissingDependencyError, StorageError
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
-from flexcache.transfer.workers import copy_cuda
-from flexcache.transfer.workers.copy_choice import CopyChoice, CopyCost, CopyWay
+from flexcache.transfer.workers import copy_choice, copy_cuda
+from flexcache.transfer.workers.copy_choice import SIZES, CopyChoice, CopyCost, CopyWay
 from flexcache.transfer.workers.copy_cuda import CudaCopier
 from flexcache.transfer.workers.copy_driver import CudaDriver, SourceOrder
 
@@ -42,6 +42,8 @@ class Rig:
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu, segment: HostSegment, device: int = 0
     ) -> None:
+        monkeypatch.setattr(copy_choice, "_ROUNDS", 1)  # each costs the fake a quarter of a second
+        monkeypatch.setattr(copy_choice, "_WARM_UP_S", 0.0)
         self.gpu = gpu
         self.torch = FakeTorchCuda(gpu)
         self.torch.install(monkeypatch)
@@ -92,6 +94,11 @@ class Rig:
         self.blocks[:] = 0
         self.copy(OpKind.H2D, sources, sources[::-1])
         assert np.array_equal(self.blocks[sources], before[sources])
+
+    def pinned(self) -> dict[int, int]:
+        """Pinned pieces of the segment: address to size."""
+        end, pieces = self.segment.address + self.segment.size, self.gpu.registered.items()
+        return {at: size for at, size in pieces if self.segment.address <= at < end}
 
     def streams(self) -> set[int]:
         """Streams on which copies were queued."""
@@ -282,9 +289,9 @@ def test_of_a_pool_that_is_partly_pinned_all_blocks_are_copied(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, has_kernel: bool, version: int
 ) -> None:
     monkeypatch.setattr(copy_cuda, "_PIN_STEP", 8 * BLOCK)
-    monkeypatch.setattr(copy_cuda.CudaCopier, "choose", lambda self, *_: self.ways[-1])
+    monkeypatch.setattr(CopyChoice, "prefers_kernel", lambda *_: True)
     if has_kernel:
-        rig.add_kernel()
+        rig.add_kernel().MIN_RUNS = 1
     register, end = CudaDriver.register, rig.segment.address + rig.segment.size
 
     def refuse_the_last_pieces(driver: CudaDriver, address: int, size: int) -> None:
@@ -294,7 +301,7 @@ def test_of_a_pool_that_is_partly_pinned_all_blocks_are_copied(
 
     monkeypatch.setattr(CudaDriver, "register", refuse_the_last_pieces)
     rig.attach(version=version)
-    assert sum(rig.gpu.registered.values()) == 32 * BLOCK
+    assert sum(rig.pinned().values()) == 32 * BLOCK
     everything = list(range(NUM_BLOCKS))
     expected = rig.blocks.copy()
     for places in (everything[::-1], everything):  # neighbours are one copy, but not over the end
@@ -512,7 +519,8 @@ def test_the_self_test_leaves_the_pool_as_it_is_and_gives_its_own_memory_back(
     rig.attach()
     assert np.array_equal(pool, before)
     assert np.array_equal(rig.blocks, device)
-    assert list(rig.gpu.registered) == [rig.segment.address] * is_pinned
+    assert list(rig.pinned()) == [rig.segment.address] * is_pinned
+    assert len(rig.gpu.registered) == 2 * is_pinned  # and the kernel's tables
 
 
 @pytest.mark.parametrize("lacks", ["Triton", "pinning", "mapping"])
@@ -563,7 +571,7 @@ def test_a_batch_that_fails_while_it_is_timed_is_named_and_the_kernel_is_not_use
     assert rig.copier.ways == (CopyWay.BATCH,)
     (line,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert "copies_not_timed" in line
-    assert "MemcpyBatchAsync of 256 copies" in line
+    assert "MemcpyBatchAsync of 2048 copies" in line
     rig.check_copies()
 
 
@@ -572,17 +580,87 @@ def test_ops_use_the_number_of_programs_that_was_quick_enough(
 ) -> None:
     kernel = rig.add_kernel()
 
+    speeds = {0: 50e9, 4: 20e9, 8: 50e9, 12: 52e9}
+
     def measure(ways: Mapping[int, Callable[[int, int], object]]) -> dict[int, CopyCost]:
-        speeds = {0: 50e9, 4: 20e9, 8: 50e9, 12: 52e9}
         for number, copy in ways.items():
             copy(1, 4096)
             assert number in (0, kernel.programs)
-        return {number: CopyCost(0.0, 0.0, 1 / speeds[number]) for number in ways}
+        return costs_of(speeds)
 
     monkeypatch.setattr(copy_cuda, "measure_costs", measure)
     rig.attach()
     rig.copy(OpKind.D2H, [0], [0], way=CopyWay.KERNEL)
     assert kernel.programs == 8
+
+
+def costs_of(speeds: Mapping[int, float]) -> dict[int, CopyCost]:
+    """Return costs of the engine (0) and of the kernel's numbers of programs, by their bytes/s."""
+    return {
+        number: CopyCost(0.0, tuple(size / speed for size in SIZES))
+        for number, speed in speeds.items()
+    }
+
+
+EVEN = list(range(0, NUM_BLOCKS, 2))  # as many as the kernel takes, and no neighbours
+ODD = [block + 1 for block in EVEN]
+
+
+def test_a_table_is_left_alone_until_its_copies_have_landed(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An op for which there is no room meanwhile is left to the engine."""
+    monkeypatch.setattr(copy_cuda, "_MOST_RUNS", len(EVEN) + 8)
+    monkeypatch.setattr(copy_cuda, "_RUNS_PER_TABLE", len(EVEN))
+    monkeypatch.setattr(copy_cuda, "measure_costs", lambda ways: costs_of(dict.fromkeys(ways, 9e9)))
+    monkeypatch.setattr(CopyChoice, "prefers_kernel", lambda *_: True)
+    kernel = rig.add_kernel()
+    rig.attach()
+    pinned = rig.gpu.registered
+    rig.gpu.freeze()
+    first = rig.start(OpKind.D2H, EVEN, EVEN)
+    second = rig.start(OpKind.D2H, ODD, ODD)
+    rig.gpu.thaw()
+    first.synchronize()
+    second.synchronize()
+    assert (kernel.num_ops, rig.gpu.batches) == (1, [len(ODD)])
+    assert all(rig.on_host(block) == rig.blocks[block].tobytes() for block in range(NUM_BLOCKS))
+    for number in (2, 3, 4):
+        rig.copy(OpKind.H2D, EVEN, ODD)
+        assert kernel.num_ops == number
+    assert np.array_equal(rig.blocks[EVEN], rig.blocks[ODD])
+    assert rig.gpu.registered == pinned
+
+
+def test_what_is_chosen_at_attach_is_looked_at_again_on_real_ops(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the engine served, batches became slow."""
+    monkeypatch.setattr(copy_cuda, "measure_costs", lambda _: costs_of(
+        {0: 50e9, 4: 40e9, 8: 40e9, 12: 40e9}
+    ))  # fmt: skip
+    monkeypatch.setattr(copy_choice, "_REVIEW_AFTER_S", 5 * NUM_BLOCKS / 2 * BLOCK / 50e9)
+    kernel = rig.add_kernel()
+    rig.attach()
+    before = rig.blocks.copy()
+    rig.gpu.set_speed(run_us=1000)
+    for _ in range(5):
+        rig.copy(OpKind.D2H, EVEN, EVEN)
+    assert kernel.num_ops == 0
+    caplog.set_level(logging.INFO, "flexcache")
+    for _ in range(2 * copy_choice._REVIEW_OPS + 2):
+        rig.copy(OpKind.D2H, EVEN, ODD)
+    [line] = [r.getMessage() for r in caplog.records if "copy_way_chosen" in r.getMessage()]
+    assert "D2H" in line
+    rig.gpu.forget_copy_calls()
+    kernel.num_ops = 0
+    for _ in range(4):
+        rig.copy(OpKind.D2H, ODD, EVEN)
+    assert (kernel.num_ops, rig.gpu.batches) == (4, [])
+    rig.copy(OpKind.H2D, EVEN, EVEN)  # of the other direction nothing is known
+    assert rig.gpu.batches == [len(EVEN)]
+    assert all(rig.on_host(block) == before[block - 1].tobytes() for block in ODD)
+    assert all(rig.on_host(block) == before[block + 1].tobytes() for block in EVEN)
 
 
 # -- what fails ----------------------------------------------------------------------------------

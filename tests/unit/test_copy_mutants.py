@@ -5,28 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import test_copy_choice as on_choice
 import test_copy_cuda as on_cuda
 import test_copy_driver as on_driver
 import test_device_worker as on_worker
 import test_layout as on_layout
+import test_memory_limit as on_memory
 import torch
 from engine_memory import device_memory
 from fake_gpu import fake_gpu
 from mutants import Fixtures, Mutant, Opened, check_seen
 
 from flexcache.ids import OpKind
-from flexcache.storage import layout
+from flexcache.storage import layout, memory_limit
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import bytes_per_index
-from flexcache.transfer.workers import copy_check, device, in_flight
-from flexcache.transfer.workers.copy_choice import CopyChoice, CopyWay
-from flexcache.transfer.workers.copy_cuda import CudaCopier
+from flexcache.transfer.workers import copy_check, copy_choice, device, in_flight
+from flexcache.transfer.workers.copy_choice import CopyChoice, CopyCost, CopyReview, CopyWay
+from flexcache.transfer.workers.copy_cuda import CudaCopier, KernelTables
 from flexcache.transfer.workers.copy_driver import CudaDriver
 from flexcache.transfer.workers.copy_pin import PinnedSegment
 from flexcache.transfer.workers.cuda_streams import CudaStreams
 from flexcache.transfer.workers.device import DeviceWorker
+from flexcache.transfer.workers.device_gates import DeviceGates
 from flexcache.transfer.workers.in_flight import InFlight
 from flexcache.transfer.workers.layer_load import LayerLoad
 
@@ -77,8 +81,10 @@ def opened_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fixtures]:
 @contextmanager
 def opened_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fixtures]:
     size = bytes_per_index(on_worker.make_tensors())
-    monkeypatch.setattr(device, "_PIECE_BYTES", size)
-    monkeypatch.setattr(in_flight, "MOST_BYTES", size + 1)
+    for name in ("_PIECE_BYTES", "_LARGE_PIECE_BYTES"):
+        monkeypatch.setattr(device, name, size)
+    for name in ("MOST_BYTES", "BESIDE_LAYERS"):
+        monkeypatch.setattr(in_flight, name, size + 1)
     with HostSegment.create(size, on_worker.NUM_HOST_BLOCKS) as segment:
         segment.map()
         yield {"segment": segment}
@@ -120,13 +126,13 @@ ON_RIG = [
            on_cuda.test_a_store_takes_what_the_model_had_written_when_its_fence_was_recorded,
            (CopyWay.KERNEL,)),
     Mutant("a refused op is reported while its copies run", CudaCopier, "start",
-           "self._streams.settle(lane)", "pass",
+           "self._settle(lane)", "pass",
            on_cuda.test_a_refused_op_has_ended_before_its_failure_is_reported),
     Mutant("a thread does not declare itself independent of captures", CudaDriver, "bind",
            "_CAPTURE_MODE_RELAXED", "0",
            on_cuda.test_copies_do_not_void_a_graph_that_another_thread_captures),
     Mutant("the self-test looks before copies have landed", CudaCopier, "_copy_now",
-           "self._streams.settle(lane)", "pass",
+           "self._settle(lane)", "pass",
            on_cuda.test_the_self_test_looks_at_bytes_only_when_they_have_landed),
     Mutant("H2: wrong bytes pass the self-test", copy_check, "_find_fault",
            'if num_wrong else ""', 'if False else ""',
@@ -138,7 +144,7 @@ ON_RIG = [
            "self.close()", "pass",
            on_cuda.test_an_attach_that_fails_half_way_leaves_nothing_pinned),
     Mutant("M6: the kernel has the fewest programs, though more are quicker", CopyChoice, "of",
-           "seconds.items() if each <= enough", "seconds.items()",
+           "kernels.items() if seconds(cost) <= enough", "kernels.items()",
            on_cuda.test_ops_use_the_number_of_programs_that_was_quick_enough),
     Mutant("a run is joined over the end of what is pinned", PinnedSegment, "__init__",
            "[*self._registered, self.end] if self.is_partial else self._registered",
@@ -153,6 +159,21 @@ ON_RIG = [
     Mutant("an op fails for which the kernel finds no memory", CudaCopier, "_queue_as_chosen",
            "if way is not CopyWay.KERNEL or", "if True or",
            on_cuda.test_a_kernel_that_finds_no_memory_for_an_op_leaves_it_and_all_others_to_the_engine),
+    Mutant("a table is written over while a kernel has yet to read it", KernelTables, "_find",
+           "while used and used[0].landed is not None and used[0].landed.query():", "while used:",
+           on_cuda.test_a_table_is_left_alone_until_its_copies_have_landed),
+    Mutant("tables are never free again", KernelTables, "landed",
+           "table.landed = table.landed or event", "pass",
+           on_cuda.test_a_table_is_left_alone_until_its_copies_have_landed),
+    Mutant("the model waits for a table", CudaCopier, "_choose_now",
+           "if not self._tables.has_room(lane, num_runs):", "if False:",
+           on_cuda.test_a_table_is_left_alone_until_its_copies_have_landed),
+    Mutant("what was chosen at attach stays", CopyReview, "took",
+           "self.choice = replace(self.choice, engine=engine, kernel=kernel)", "pass",
+           on_cuda.test_what_is_chosen_at_attach_is_looked_at_again_on_real_ops),
+    Mutant("the device is not asked how long an op took", CudaCopier, "_take_timed",
+           "op.began.elapsed_time(op.landed) / 1e3", "1.0",
+           on_cuda.test_what_is_chosen_at_attach_is_looked_at_again_on_real_ops),
 ]  # fmt: skip
 
 
@@ -185,6 +206,12 @@ ON_PIECES = [
     Mutant("M2: a load by layer comes behind other loads", InFlight, "has_room",
            "0 if urgent else self._bytes[Lane.LOADS]", "self._bytes[Lane.LOADS]",
            on_worker.test_a_load_by_layer_does_not_wait_for_a_large_load),
+    Mutant("a load is queued a quarter at a time though nothing waits by layer", InFlight,
+           "has_room", "BESIDE_LAYERS if urgent or beside_layers else MOST_BYTES", "BESIDE_LAYERS",
+           on_worker.test_more_is_queued_until_the_engine_waits_for_loads_by_layer),
+    Mutant("loads by layer come behind four times as much", DeviceGates, "load_by_layer",
+           "self.has_layer_loads = True", "pass",
+           on_worker.test_more_is_queued_until_the_engine_waits_for_loads_by_layer),
     Mutant("an op that was dropped goes on", DeviceWorker, "_end_dropped",
            "del self._in_pieces[kind]", "continue",
            on_worker.test_an_op_that_must_not_go_on_ends_when_what_was_queued_has_landed,
@@ -200,6 +227,23 @@ ON_LAYOUT = [
            "if len(as_in_memory) < len(joined):", "if False:",
            on_layout.test_a_block_in_one_piece_is_one_segment_though_its_layers_are_not,
            (torch.bfloat16,)),
+]  # fmt: skip
+
+ON_CHOICE = [
+    Mutant("all copies cost what the smallest do", CopyCost, "estimate",
+           "float(np.interp(size, SIZES, self.run_s))", "self.run_s[0]",
+           on_choice.test_on_an_h200_the_kernel_gets_copies_up_to_64_kib, (128 << 10, False)),
+    Mutant("a link that sleeps is timed", copy_choice, "measure_costs",
+           "while clock() - began < _WARM_UP_S:", "while False:",
+           on_choice.test_the_cost_of_a_device_is_measured_once_it_is_awake,
+           (on_choice.ENGINE, 0.05)),
+]  # fmt: skip
+
+ON_MEMORY = [
+    Mutant("a pool is refused that will fit", memory_limit, "largest_memory",
+           "return max(_NO_LIMIT if plugs else 0, present, installed_memory())",
+           "return installed_memory()",
+           on_memory.test_a_pool_that_fits_once_the_machine_has_been_given_more_memory_warns),
 ]  # fmt: skip
 
 ON_SECOND_GPU = Mutant(
@@ -220,7 +264,7 @@ def name_of(value: Mutant | Opened) -> str:
         *((mutant, opened_worker) for mutant in ON_WORKER),
         *((mutant, opened_pieces) for mutant in ON_PIECES),
         *((mutant, opened_gpu) for mutant in (ON_SECOND_GPU, *ON_DRIVER)),
-        *((mutant, lambda _: nullcontext({})) for mutant in ON_LAYOUT),
+        *((mutant, lambda _: nullcontext({})) for mutant in (*ON_LAYOUT, *ON_CHOICE, *ON_MEMORY)),
     ],
     ids=name_of,
 )
@@ -229,8 +273,9 @@ def test_the_mutant_is_seen(
     opened: Opened,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
 ) -> None:
-    check_seen(mutant, opened, monkeypatch, caplog=caplog)
+    check_seen(mutant, opened, monkeypatch, caplog=caplog, tmp_path=tmp_path)
 
 
 @pytest.mark.parametrize(

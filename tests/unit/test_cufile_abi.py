@@ -18,7 +18,7 @@ from fake_gpu import SOURCES
 from nvidia_headers import compile_check, files_named, headers_named
 from paths import ROOT
 
-from flexcache.transfer.workers.cufile import _Descriptor, _Error
+from flexcache.transfer.workers.cufile import _Descriptor, _Error, _Properties
 
 pytestmark = pytest.mark.whole
 
@@ -61,6 +61,8 @@ def test_the_structures_have_the_sizes_in_the_headers() -> None:
     assert (ctypes.sizeof(_Error), _Error.cu_err.offset) == (8, 4)
     assert (ctypes.sizeof(_Descriptor), _Descriptor.handle.offset) == (24, 8)
     assert _Descriptor.fs_ops.offset == 16
+    assert (_Properties.file_systems.offset, _Properties.control.offset) == (24, 28)
+    assert ctypes.sizeof(_Properties) == 288
 
 
 CALLED = """

@@ -406,6 +406,7 @@ class LateCopier:
         self.moment = "the start"
         self.closed = False
         self.refusal: str | None = None
+        self.num_bytes: list[int] = []
         self.started: list[tuple[OpKind, str, FakeFence]] = []
 
     def attach(self, segment: HostSegment, after_each_step: Callable[[], None]) -> None:
@@ -422,6 +423,7 @@ class LateCopier:
             raise RuntimeError(self.refusal)
         assert len(destinations) == len(sources) == len(sizes)
         landing = FakeFence("a landing")
+        self.num_bytes.append(int(sizes.sum()))
         self.started.append((kind, after.name if after is not None else "nothing", landing))
         return landing
 
@@ -571,8 +573,10 @@ def test_closing_the_worker_closes_its_copier(segment: HostSegment) -> None:
 def one_block_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """An op is copied block by block, with at most two blocks of a direction in flight."""
     size = bytes_per_index(make_tensors())
-    monkeypatch.setattr(device, "_PIECE_BYTES", size)
-    monkeypatch.setattr(in_flight, "MOST_BYTES", size + 1)
+    for name in ("_PIECE_BYTES", "_LARGE_PIECE_BYTES"):
+        monkeypatch.setattr(device, name, size)
+    for name in ("MOST_BYTES", "BESIDE_LAYERS"):
+        monkeypatch.setattr(in_flight, name, size + 1)
 
 
 def land(copier: LateCopier, *places: int) -> None:
@@ -645,6 +649,39 @@ def test_a_load_by_layer_does_not_wait_for_a_large_load(segment: HostSegment) ->
     land(copier, 2)
     assert worker.advance() == [Done(5, 1)]
     assert [done.op_id for done in worker.abandon("over")] == [1]
+
+
+def test_more_is_queued_until_the_engine_waits_for_loads_by_layer(
+    segment: HostSegment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the link stays busy while the thread that queues it waits for the interpreter."""
+    size = bytes_per_index(make_tensors())
+    monkeypatch.setattr(device, "_PIECE_BYTES", size)
+    monkeypatch.setattr(device, "_LARGE_PIECE_BYTES", 2 * size)
+    monkeypatch.setattr(in_flight, "BESIDE_LAYERS", size)
+    monkeypatch.setattr(in_flight, "MOST_BYTES", 4 * size)
+    worker, copier = late_worker(segment)
+
+    def queued_of(op: Execute) -> list[int]:
+        """Return the blocks of each piece that is queued before one has landed."""
+        copier.started.clear()
+        copier.num_bytes.clear()
+        worker.execute(op)
+        while not worker.only_waits:
+            assert worker.advance() == []
+        queued = [each // size for each in copier.num_bytes]
+        while worker.has_work:
+            land(copier, *range(len(copier.started)))
+            worker.advance()
+        return queued
+
+    blocks = list(range(NUM_HOST_BLOCKS))
+    for op in (load(1, blocks, blocks), store(2, blocks, blocks)):
+        assert queued_of(op) == [2, 2]
+    worker.gates.load_by_layer(3, 1)
+    worker.gates.end_layer_load(3)
+    for op in (load(4, blocks, blocks), store(5, blocks, blocks)):
+        assert queued_of(op) == [1]
 
 
 @pytest.mark.usefixtures("one_block_pieces")

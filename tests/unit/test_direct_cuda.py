@@ -442,6 +442,15 @@ def test_what_refuses_is_named(rig: Rig, call: str, code: int, text: str) -> Non
         rig.open()
 
 
+def test_a_path_through_host_memory_says_so(rig: Rig) -> None:
+    """It is correct: what it is good for depends on what there is besides."""
+    io = rig.open()
+    assert not io.through_host
+    io.close()
+    rig.gpu.be_compatible()
+    assert "compatibility mode: nvidia-fs is not loaded" in rig.open().through_host
+
+
 def test_without_triton_there_is_no_direct_path(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flexcache.transfer.workers.digest_kernel", None)
     with pytest.raises(NoDirectPathError, match="verified on the GPU with Triton"):

@@ -12,6 +12,7 @@ import test_direct_cuda as on_io
 from fake_gpu import fake_gpu
 from mutants import Fixtures, Mutant, check_seen
 
+from flexcache.transfer.workers.cufile import CuFile
 from flexcache.transfer.workers.device_files import DeviceFiles
 from flexcache.transfer.workers.direct_cuda import CudaDirectIO
 
@@ -56,6 +57,9 @@ MUTANTS = [
     Mutant("a thread has no context", DeviceFiles, "__init__",
            ", initializer=bind", "",
            on_io.test_blocks_are_written_with_their_checksums_and_read_back),
+    Mutant("the compatibility mode counts as direct", CuFile, "why_through_host",
+           "if not found.file_systems:", "if False:",
+           on_io.test_a_path_through_host_memory_says_so),
     Mutant("a short read counts", DeviceFiles, "move",
            "if moved == transfer.length:", "if True:",
            on_io.test_a_file_that_ends_early_is_an_error_of_the_read),

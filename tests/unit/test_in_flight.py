@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
@@ -92,10 +94,12 @@ class InFlightMachine(RuleBasedStateMachine):
             stream: sum(size for _, size, _ in pieces) for stream, pieces in self.pieces.items()
         }
         layers, loads, stores = (sizes[stream] for stream in STREAMS)
-        most = in_flight.MOST_BYTES
-        assert self.flying.has_room(OpKind.H2D, urgent=True) == (layers < most)
-        assert self.flying.has_room(OpKind.H2D) == (layers + loads < most)
-        assert self.flying.has_room(OpKind.D2H) == (stores < most)
+        most, less = in_flight.MOST_BYTES, in_flight.BESIDE_LAYERS
+        assert self.flying.has_room(OpKind.H2D, urgent=True) == (layers < less)
+        for beside, limit in ((False, most), (True, less)):
+            has_room = partial(self.flying.has_room, beside_layers=beside)
+            assert has_room(OpKind.H2D) == (layers + loads < limit)
+            assert has_room(OpKind.D2H) == (stores < limit)
         assert bool(self.flying) == any(self.pieces.values())
 
 

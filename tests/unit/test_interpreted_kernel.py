@@ -22,7 +22,7 @@ from paths import ROOT, SUPPORT
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.transfer.workers import copy_cuda
-from flexcache.transfer.workers.copy_choice import CopyCost, CopyWay
+from flexcache.transfer.workers.copy_choice import SIZES, CopyCost, CopyWay
 
 pytestmark = pytest.mark.whole
 
@@ -35,7 +35,7 @@ KERNEL = CopyWay.KERNEL
 def opened_rig(patch: pytest.MonkeyPatch) -> Iterator[on_cuda.Rig]:
     from interpreted_kernel import InterpretedKernel
 
-    no_costs = {number: CopyCost(0, 0, 1) for number in (0, 4, 8, 12)}
+    no_costs = {number: CopyCost(0, (1,) * len(SIZES)) for number in (0, 4, 8, 12)}
     patch.setattr(copy_cuda, "measure_costs", lambda _: no_costs.copy())  # takes long here
     with (
         HostSegment.create(on_cuda.BLOCK, on_cuda.NUM_BLOCKS) as segment,
@@ -62,15 +62,14 @@ def passes_the_self_test_and_copies(rig: on_cuda.Rig, patch: pytest.MonkeyPatch)
 
 
 def copies_a_large_op_by_several_tables(rig: on_cuda.Rig, patch: pytest.MonkeyPatch) -> None:
-    from flexcache.transfer.workers import copy_kernel
-
     rig.add_kernel()
     rig.attach()
-    patch.setattr(copy_kernel, "_RUNS_PER_LAUNCH", 9)
+    patch.setattr(copy_cuda, "_RUNS_PER_TABLE", 9)
     before = rig.blocks.copy()
     blocks = list(range(0, 50, 2))
     rig.copy(OpKind.D2H, blocks, blocks, way=KERNEL)
     assert rig.kernel.num_ops == 3
+    assert rig.gpu.copy_calls == []  # the tables are not sent
     assert all(rig.on_host(block) == before[block].tobytes() for block in blocks)
 
 
@@ -78,8 +77,21 @@ def stores_what_the_model_had_written(rig: on_cuda.Rig, patch: pytest.MonkeyPatc
     on_cuda.test_a_store_takes_what_the_model_had_written_when_its_fence_was_recorded(rig, KERNEL)
 
 
+def stores_beside_a_load_of_the_engine(rig: on_cuda.Rig, patch: pytest.MonkeyPatch) -> None:
+    """The load keeps the link to the device for two seconds: no store needs that."""
+    rig.add_kernel()
+    rig.attach()
+    rig.gpu.set_speed(bytes_per_us=0.002)
+    load = rig.start(OpKind.H2D, [1], [1], way=CopyWay.BATCH)
+    before, blocks = rig.blocks.copy(), list(range(0, 50, 2))
+    rig.copy(OpKind.D2H, blocks, blocks, way=KERNEL)
+    assert not load.query()
+    assert all(rig.on_host(block) == before[block].tobytes() for block in blocks)
+
+
 def run_checks() -> None:
     checks = (
+        stores_beside_a_load_of_the_engine,
         passes_the_self_test_and_copies,
         copies_a_large_op_by_several_tables,
         stores_what_the_model_had_written,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,27 @@ def test_a_pool_beyond_the_limit_of_a_group_above_is_refused_with_both_numbers(
     with pytest.raises(ConfigError, match=r"3\.0 GB.*container.*2\.0 GB.*cpu_cache_gb"):
         check_pool_fits(3_000_000_000, root=tmp_path)
     check_pool_fits(3_000_000_000, in_control_group=False, root=tmp_path)
+
+
+def test_a_pool_that_fits_once_the_machine_has_been_given_more_memory_warns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = installed_memory() + 1
+    with pytest.raises(ConfigError, match="this machine's memory"):
+        check_pool_fits(wanted, root=tmp_path)
+    pages = wanted // os.sysconf("SC_PAGE_SIZE") + 1
+    write(tmp_path, {"proc/zoneinfo": f"Node 0, zone  Normal\n        present  {pages}\n"
+                                      f"        managed  7\nNode 0, zone  Movable\n"
+                                      f"        present  0"})  # fmt: skip
+    with caplog.at_level(logging.WARNING, "flexcache"):
+        check_pool_fits(wanted, root=tmp_path)
+    [line] = [r.getMessage() for r in caplog.records]
+    assert "memory_limit_near" in line
+    assert "gives this virtual machine more memory" in line
+    with pytest.raises(ConfigError, match="this machine's memory"):
+        check_pool_fits(2 * wanted, root=tmp_path)
+    write(tmp_path, {"sys/bus/virtio/drivers/virtio_mem/virtio3/uevent": ""})
+    check_pool_fits(2 * wanted, root=tmp_path)
 
 
 def test_the_lowest_limit_says_how_much_memory_may_be_used(tmp_path: Path) -> None:

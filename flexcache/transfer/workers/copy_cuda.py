@@ -13,7 +13,10 @@ Figures of an H200 are in ``docs/benchmarks.md``.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
+from ctypes import c_int64
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 
@@ -34,8 +37,13 @@ from flexcache.transfer.workers.copy_check import (
     open_scratch,
     passed_ways,
 )
-from flexcache.transfer.workers.copy_choice import CopyChoice, CopyWay, measure_costs
-from flexcache.transfer.workers.copy_driver import SourceOrder
+from flexcache.transfer.workers.copy_choice import (
+    CopyChoice,
+    CopyReview,
+    CopyWay,
+    measure_costs,
+)
+from flexcache.transfer.workers.copy_driver import CudaDriver, SourceOrder
 from flexcache.transfer.workers.copy_pin import PinnedSegment, Runs
 from flexcache.transfer.workers.copy_runs import merge_runs
 from flexcache.transfer.workers.cuda_streams import CudaStreams
@@ -49,10 +57,106 @@ Addresses = npt.NDArray[np.int64]
 
 _PIN_STEP = 1 << 30
 _ENGINE_WAYS = (CopyWay.BATCH, CopyWay.SINGLE)
+_MOST_RUNS = 393_216  # in a lane's tables, 9 MiB: all that is in flight, in copies of 2 KiB
+_RUNS_PER_TABLE = 14_336  # three lanes' fill 1 MiB on the device; torch would take 20 MiB for more
 
 # The source of a load was complete before the load was queued; the source of a store may still be
 # written by the model, up to the event that the store is ordered after.
 _SOURCE_ORDER = {OpKind.H2D: SourceOrder.ANY, OpKind.D2H: SourceOrder.STREAM}
+
+
+@dataclass(slots=True)
+class _Table:
+    """Words of a lane's memory, from ``start`` to ``stop``, that a kernel may still read."""
+
+    start: int
+    stop: int
+    landed: torch.cuda.Event | None = None
+    """Set when the op's last copy was queued."""
+
+
+class KernelTables:
+    """Pinned memory for the kernel's tables of copies, which the device reads there.
+
+    It is kept from attach on: to allocate pinned memory may wait for all of the device's work, and
+    to allocate device memory may empty torch's cache.
+
+        | read by the device | free ... |     for each lane, whose ops land in their order
+
+    Attributes:
+        scratch: Of each lane, on the device.
+    """
+
+    def __init__(self, driver: CudaDriver, device: torch.device) -> None:
+        words = torch.empty((len(Lane), 3 * _RUNS_PER_TABLE), dtype=torch.int64, device=device)
+        self.scratch = dict(zip(Lane, words, strict=True))
+        size = 3 * _MOST_RUNS * 8
+        self._segment = HostSegment.create(size, len(Lane))
+        self._segment.map()
+        self._pin = PinnedSegment(driver, self._segment, self._segment.size)
+        self.is_reachable = self._pin.is_reachable
+        starts = (self._segment.address + i * self._segment.stride for i in range(len(Lane)))
+        memory = ((c_int64 * (size // 8)).from_address(start) for start in starts)
+        self._words = dict(zip(Lane, map(np.ctypeslib.as_array, memory), strict=True))
+        self._used: dict[Lane, deque[_Table]] = {lane: deque() for lane in Lane}
+
+    def has_room(self, lane: Lane, num_runs: int) -> bool:
+        """Whether an op's table fits now, beside those that may still be read."""
+        return self._find(lane, num_runs) is not None
+
+    def fill(self, lane: Lane, runs: Runs) -> torch.Tensor:
+        """Write a table ``(3, n)`` of copies, for which there must be room. It is left alone until
+        the event of its `landed` has fired, or until `clear`."""
+        num_runs = len(runs[2])
+        start = self._find(lane, num_runs)
+        assert start is not None
+        table = self._words[lane][start : start + 3 * num_runs].reshape(3, num_runs)
+        np.stack(runs, out=table)
+        self._used[lane].append(_Table(start, start + _words_for(num_runs)))
+        return torch.from_numpy(table)
+
+    def landed(self, lane: Lane, event: torch.cuda.Event) -> None:
+        """Note the event after which the lane's tables are no longer read."""
+        for table in self._used[lane]:
+            table.landed = table.landed or event
+
+    def clear(self, lane: Lane) -> None:
+        """Forget a lane's tables: nothing of it is in flight."""
+        self._used[lane].clear()
+
+    def close(self) -> None:
+        """Unpin. Copies must have ended."""
+        self._pin.close()
+        self._words.clear()
+        self._segment.close()
+
+    def _find(self, lane: Lane, num_runs: int) -> int | None:
+        """Return where the next table begins; None if there is no room for it."""
+        used, size, room = self._used[lane], _words_for(num_runs), len(self._words[lane])
+        while used and used[0].landed is not None and used[0].landed.query():
+            used.popleft()
+        start = used[-1].stop if used else 0
+        if start + size > room:
+            start = 0
+        is_free = not any(start < each.stop and each.start < start + size for each in used)
+        return start if is_free and size <= room else None
+
+
+def _words_for(num_runs: int) -> int:
+    """Return a table's words: whole 16 bytes, or Triton would compile for each alignment."""
+    return 3 * num_runs + num_runs % 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """An op that is timed by the device, from its turn on its stream to its landing."""
+
+    kind: OpKind
+    by_kernel: bool
+    num_runs: int
+    num_bytes: int
+    began: torch.cuda.Event
+    landed: torch.cuda.Event
 
 
 class CudaCopier:
@@ -80,7 +184,9 @@ class CudaCopier:
         self._engine: CopyWay | None = None
         self._pageable_way: CopyWay | None = None  # for what of the segment is not pinned
         self._kernel: ModuleType | None = None
-        self._choices: dict[OpKind, CopyChoice] = {}
+        self._tables: KernelTables | None = None
+        self._reviews: dict[OpKind, CopyReview] = {}
+        self._timed: deque[_Timed] = deque()
         self._programs: dict[OpKind, int] = {}
         if not self._driver.has_batch_copy:
             log_event(
@@ -150,17 +256,22 @@ class CudaCopier:
             if after is not None:
                 stream.wait_event(after)
             runs, pageable = self._pinned.split(runs, on_host=1 if kind is OpKind.H2D else 0)
+            timed = None
             if way is not None:
                 self._queue(runs, kind, way, lane)
             else:
-                self._queue_as_chosen(runs, kind, lane)
+                timed = self._queue_as_chosen(runs, kind, lane)
             if len(pageable[2]):
                 assert self._pageable_way is not None
                 self._queue(pageable, kind, self._pageable_way, lane, is_pinned=False)
-            landed = torch.cuda.Event()
+            landed = torch.cuda.Event() if timed is None else timed.landed
             landed.record(stream)
+            if self._tables is not None:
+                self._tables.landed(lane, landed)
+            if timed is not None and not len(pageable[2]):
+                self._timed.append(timed)
         except Exception as error:
-            self._streams.settle(lane)  # slots of a failed op are reused at once
+            self._settle(lane)  # slots of a failed op are reused at once
             if isinstance(error, RuntimeError):
                 raise
             raise RuntimeError(describe(error)) from error
@@ -192,17 +303,27 @@ class CudaCopier:
         Raises:
             RuntimeError: No way supports them.
         """
+        runs = destinations, sources, sizes
+        if not self._has_choice(runs):
+            return self._only_way(runs)
+        assert self._engine is not None
+        by_kernel = self._reviews[kind].choice.prefers_kernel(len(sizes), int(sizes.sum()))
+        return CopyWay.KERNEL if by_kernel else self._engine
+
+    def _has_choice(self, runs: Runs) -> bool:
+        """Whether both the engine and the kernel may make these copies."""
         engine, kernel = self._engine, self._kernel
-        if engine is not None and (kernel is None or len(sizes) < kernel.MIN_RUNS):
-            return engine
-        assert kernel is not None
-        if not kernel.takes(destinations, sources, sizes):
-            if engine is None:
-                raise RuntimeError("only the kernel can copy here, and it needs whole words")
-            return engine
-        if engine is None or self._choices[kind].prefers_kernel(len(sizes), int(sizes.sum())):
-            return CopyWay.KERNEL
-        return engine
+        if engine is None or kernel is None or len(runs[2]) < kernel.MIN_RUNS:
+            return False
+        return bool(kernel.takes(*runs))
+
+    def _only_way(self, runs: Runs) -> CopyWay:
+        if self._engine is not None:
+            return self._engine
+        assert self._kernel is not None
+        if not self._kernel.takes(*runs):
+            raise RuntimeError("only the kernel can copy here, and it needs whole words")
+        return CopyWay.KERNEL
 
     def may_start(self, kind: OpKind, after: torch.cuda.Event | None) -> bool:
         """Whether `start` would not wait: a store to unpinned memory ends before it returns."""
@@ -219,8 +340,8 @@ class CudaCopier:
         steps: list[Callable[[], None]] = []
         if streams is not None:
             steps += [streams.bind, *streams.synchronizing_steps()]
-        if pinned is not None:
-            steps.append(pinned.close)
+        tables, self._tables = self._tables, None
+        steps += [each.close for each in (pinned, tables) if each is not None]
         steps += [] if streams is None else streams.closing_steps()
         for step in steps:
             try:
@@ -230,27 +351,61 @@ class CudaCopier:
                     logger, logging.WARNING, "copier_not_closed_cleanly", error=describe(error)
                 )
 
-    def _queue_as_chosen(self, runs: Runs, kind: OpKind, lane: Lane) -> None:
-        """Queue the copies in the way that `choose` returns. If the kernel fails it is abandoned
-        for good, and the copy engine takes over.
+    def _queue_as_chosen(self, runs: Runs, kind: OpKind, lane: Lane) -> _Timed | None:
+        """Queue the copies in the way that should be quickest; return them if they are to be timed.
 
-        This includes a lack of memory for its table: on every retry torch's allocator would
-        first empty its cache, which stalls the model.
+        If the kernel fails it is abandoned for good, and the copy engine takes over.
         """
-        way = self.choose(*runs, kind)
+        if not self._has_choice(runs):
+            self._queue(runs, kind, self._only_way(runs), lane)
+            return None
+        way, timed = self._choose_now(runs, kind, lane)
         try:
             self._queue(runs, kind, way, lane)
         except Exception as error:
             if way is not CopyWay.KERNEL or self._engine is None:
                 raise
-            assert self._streams is not None
-            self._streams.settle(lane)
+            self._settle(lane)
             self._kernel = None
             log_event(
                 logger, logging.WARNING, "copy_way_given_up", way=way.value,
                 error=describe(error), effect=f"all copies use {self._engine.value}",
             )  # fmt: skip
             self._queue(runs, kind, self._engine, lane)
+            return None
+        return timed
+
+    def _choose_now(
+        self, runs: Runs, kind: OpKind, lane: Lane
+    ) -> tuple[CopyWay, _Timed | None]:  # fmt: skip
+        """Choose the way of copies that may be made in both, and that are queued next."""
+        assert self._engine is not None and self._tables is not None and self._streams is not None
+        num_runs, num_bytes = len(runs[2]), int(runs[2].sum())
+        if not self._tables.has_room(lane, num_runs):  # the model must not wait for a table
+            return self._engine, None
+        if lane is Lane.LAYERS:  # the model waits for them
+            return self.choose(*runs, kind), None
+        self._take_timed()
+        review = self._reviews[kind]
+        is_timed, by_kernel = review.is_trying, review.choose(num_runs, num_bytes)
+        way = CopyWay.KERNEL if by_kernel else self._engine
+        if not is_timed:
+            return way, None
+        began, landed = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record(self._streams[lane])
+        return way, _Timed(kind, by_kernel, num_runs, num_bytes, began, landed)
+
+    def _take_timed(self) -> None:
+        """Correct what is chosen by the ops that were timed and have landed."""
+        while self._timed and self._timed[0].landed.query():
+            op = self._timed.popleft()
+            seconds = op.began.elapsed_time(op.landed) / 1e3
+            review = self._reviews[op.kind]
+            if review.took(op.by_kernel, op.num_runs, op.num_bytes, seconds):
+                log_event(
+                    logger, logging.INFO, "copy_way_chosen", op=op.kind.name, choice=review.choice,
+                    reason="ops of the engine were timed",
+                )  # fmt: skip
 
     def _queue(
         self, runs: Runs, kind: OpKind, way: CopyWay, lane: Lane, is_pinned: bool | None = None
@@ -265,10 +420,19 @@ class CudaCopier:
             case CopyWay.SINGLE:
                 self._driver.copy_singly(*runs, stream.cuda_stream, is_pinned=is_pinned)
             case CopyWay.KERNEL:
-                assert self._kernel is not None
                 with torch.cuda.stream(stream):
-                    programs = self._programs.get(kind, self._kernel.PROGRAMS[0])
-                    self._kernel.copy_runs(*runs, self.device, programs)
+                    self._launch(runs, lane, self._programs.get(kind))
+
+    def _launch(self, runs: Runs, lane: Lane, programs: int | None) -> None:
+        """Launch the kernel on the current stream, with as many tables as are needed."""
+        assert self._kernel is not None and self._tables is not None
+        for first in range(0, len(runs[2]), _RUNS_PER_TABLE):
+            to, start, sizes = (each[first : first + _RUNS_PER_TABLE] for each in runs)
+            if not self._tables.has_room(lane, len(sizes)):  # and no engine makes these copies
+                self._settle(lane)
+            table = self._tables.fill(lane, (to, start, sizes))
+            programs = programs or self._kernel.PROGRAMS[0]
+            self._kernel.launch(table, self._tables.scratch[lane], programs)
 
     def _find_ways(self) -> None:
         """Test all ways and keep those that pass."""
@@ -316,6 +480,12 @@ class CudaCopier:
             from flexcache.transfer.workers import copy_kernel
         except Exception as error:  # Triton is missing or does not start
             return describe(error)
+        try:
+            self._tables = self._tables or KernelTables(self._driver, self.device)
+        except RuntimeError as error:  # the device has no memory left
+            return describe(error)
+        if not self._tables.is_reachable:
+            return "the device cannot map the memory of its tables"
         self._kernel = copy_kernel
         return ""
 
@@ -344,7 +514,7 @@ class CudaCopier:
                 )  # fmt: skip
                 self._kernel = None
                 return
-            self._choices[kind], self._programs[kind] = choice, choice.programs
+            self._reviews[kind], self._programs[kind] = CopyReview(choice), choice.programs
             log_event(logger, logging.INFO, "copy_way_chosen", op=kind.name, choice=choice)
 
     def _copy_now(self, runs: Runs, kind: OpKind, way: CopyWay, is_pinned: bool = True) -> None:
@@ -354,4 +524,15 @@ class CudaCopier:
         try:
             self._queue(runs, kind, way, lane, is_pinned)
         finally:
-            self._streams.settle(lane)
+            self._settle(lane)
+
+    def _settle(self, lane: Lane) -> None:
+        """Wait until no copy of a lane is in flight.
+
+        Raises:
+            DeviceLostError: The device no longer works.
+        """
+        assert self._streams is not None
+        self._streams.settle(lane)
+        if self._tables is not None:
+            self._tables.clear(lane)

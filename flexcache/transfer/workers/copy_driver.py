@@ -89,7 +89,9 @@ class CudaDriver:
             "cuStreamCreateWithPriority", pointer, integer, ctypes.c_int
         )
         self._destroy_stream = self._function("cuStreamDestroy", pointer)
-        self._set_capture_mode = self._function("cuThreadExchangeStreamCaptureMode", pointer)
+        self._set_capture_mode = self._function(
+            "cuThreadExchangeStreamCaptureMode", pointer, prototype=ctypes.PYFUNCTYPE
+        )
         self._register = self._function("cuMemHostRegister", pointer, size, integer)
         self._unregister = self._function("cuMemHostUnregister", pointer)
         self._device_pointer = self._function(
@@ -103,7 +105,7 @@ class CudaDriver:
         self._error_name = self._function("cuGetErrorName", ctypes.c_int, pointer)
         self._retain_context = self._function("cuDevicePrimaryCtxRetain", pointer, ctypes.c_int)
         self._release_context = self._function("cuDevicePrimaryCtxRelease", ctypes.c_int)
-        self._set_context = self._function("cuCtxSetCurrent", pointer)
+        self._set_context = self._function("cuCtxSetCurrent", pointer, prototype=ctypes.PYFUNCTYPE)
         self._copy_unlocked = self._function("cuMemcpyAsync", pointer, pointer, size, pointer)
         self._copy = self._function(
             "cuMemcpyAsync", pointer, pointer, size, pointer, prototype=ctypes.PYFUNCTYPE
@@ -164,6 +166,8 @@ class CudaDriver:
         A thread that never called the CUDA runtime has no context, and the functions below would
         fail. While the engine captures a graph, an allocation, registration or query by another
         thread invalidates the capture, unless that thread declared itself independent of it.
+
+        It keeps the interpreter lock, as it comes before all copies: see `copy_singly`.
         """
         self._make_current(context)
         mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)

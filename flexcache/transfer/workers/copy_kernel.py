@@ -9,6 +9,11 @@ needed is measured.
     tile     8 copies x 4 KiB, as 512 threads x 4 accesses of 16 bytes
     program  takes every n-th tile of 8 copies (n programs), and processes them 4 KiB at a time
 
+The kernel reads its table where the CPU wrote it, first of all: each program takes its own lines to
+device memory, all at once, since each wait for the link is as long as it takes to copy a tile. If a
+copy engine sent the table, that would come behind the other copies to the device: a store would
+begin when the loads before it have landed.
+
 Needs Triton, which torch installs for CUDA. On an H200 four programs reach 50 GB/s with runs of
 8 KiB and more; one contiguous copy reaches 55.
 """
@@ -30,7 +35,6 @@ _RUNS_PER_TILE = 8
 _LANES_PER_TILE = 512  # of 8 bytes each; two make an access
 _WARPS = 16
 MIN_RUNS = PROGRAMS[0] * _RUNS_PER_TILE  # fewer leave programs without work
-_RUNS_PER_LAUNCH = 65_536  # so that a table stays at 1.5 MiB of device memory
 
 
 def takes(destinations: Addresses, sources: Addresses, sizes: Addresses) -> bool:
@@ -39,43 +43,40 @@ def takes(destinations: Addresses, sources: Addresses, sizes: Addresses) -> bool
     return int(bits) % WORD_BYTES == 0
 
 
-def copy_runs(
-    destinations: Addresses, sources: Addresses, sizes: Addresses, device: torch.device,
-    programs: int = PROGRAMS[0],
-) -> None:  # fmt: skip
-    """Queue the copies on the calling thread's current stream.
+def launch(table: torch.Tensor, scratch: torch.Tensor, programs: int = PROGRAMS[0]) -> None:
+    """Start the kernel on a table ``(3, n)`` of destinations, sources and sizes, n > 0, on the
+    calling thread's current stream.
 
-    Host addresses must be in pinned memory that the device sees under the same addresses, and
-    all copies must satisfy `takes`. The tables' memory belongs to torch, which keeps it until the
-    stream has used it.
+    Host addresses must be in pinned memory that the device sees under the same addresses, as is the
+    table itself, and all copies must satisfy `takes`. The table is left alone until the kernel ran.
+
+    Args:
+        scratch: As large, in device memory. Not used by other streams.
     """
-    for first in range(0, len(sizes), _RUNS_PER_LAUNCH):
-        part = slice(first, first + _RUNS_PER_LAUNCH)
-        count = len(sizes[part])
-        staged = torch.empty((3, count), dtype=torch.int64, pin_memory=True)
-        np.stack((destinations[part], sources[part], sizes[part]), out=staged.numpy())
-        launch(staged.to(device, non_blocking=True), programs)
-
-
-def launch(table: torch.Tensor, programs: int = PROGRAMS[0]) -> None:
-    """Start the kernel on a table ``(3, n)`` of destinations, sources and sizes, n > 0."""
     count = table.shape[1]
-    programs = min(programs, triton.cdiv(count, _RUNS_PER_TILE))
-    copy_tiles[(programs,)](table, count, _RUNS_PER_TILE, _LANES_PER_TILE, num_warps=_WARPS)
+    grid = (min(programs, triton.cdiv(count, _RUNS_PER_TILE)),)
+    copy_tiles[grid](table, scratch, count, _RUNS_PER_TILE, _LANES_PER_TILE, num_warps=_WARPS)
 
 
 # Not specialized, or each new class of numbers would compile the kernel again.
 @triton.jit(do_not_specialize=["num_runs"])  # type: ignore[untyped-decorator]
-def copy_tiles(table, num_runs, RUNS: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def copy_tiles(table, scratch, num_runs, RUNS: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     runs = tl.arange(0, RUNS)
     lanes = tl.arange(0, LANES)
     step = tl.num_programs(0) * RUNS
-    for first in range(tl.program_id(0) * RUNS, num_runs, step):
+    begin = tl.program_id(0) * RUNS
+    for first in range(begin, num_runs, step * (LANES // RUNS)):
+        own = first + lanes // RUNS * step + lanes % RUNS
+        for row in tl.static_range(3):
+            line = tl.load(table + row * num_runs + own, mask=own < num_runs)
+            tl.store(scratch + row * num_runs + own, line, mask=own < num_runs)
+    tl.debug_barrier()  # the program's threads read what others of them wrote
+    for first in range(begin, num_runs, step):
         run = first + runs
         is_run = run < num_runs
-        destination = tl.load(table + run, mask=is_run, other=0)
-        source = tl.load(table + num_runs + run, mask=is_run, other=0)
-        size = tl.load(table + 2 * num_runs + run, mask=is_run, other=0)
+        destination = tl.load(scratch + run, mask=is_run, other=0)
+        source = tl.load(scratch + num_runs + run, mask=is_run, other=0)
+        size = tl.load(scratch + 2 * num_runs + run, mask=is_run, other=0)
         to = tl.multiple_of(destination.to(tl.pointer_type(tl.int64)), 16)[:, None]
         start_of = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), 16)[:, None]
         num_lanes = (size // 8)[:, None]

@@ -20,6 +20,7 @@ _HANDLE_TYPE_OPAQUE_FD = 1
 _DRIVER_ALREADY_OPEN = 5026
 _FIRST_ERROR = 5001
 _PATIENCE_S = 20.0
+_POSIX_MODE = 1 << 2  # CU_FILE_POSIX_IO_MODE, among the flags of control
 _ERRORS = {
     5001: "nvidia-fs is not loaded, and compatibility mode is not allowed",
     5002: "invalid property",
@@ -64,6 +65,18 @@ class _Descriptor(ctypes.Structure):
     ]
 
 
+class _Properties(ctypes.Structure):
+    """CUfileDrvProps_t, and room for what later versions may put behind it."""
+
+    _fields_ = [
+        ("version", ctypes.c_uint * 2),
+        ("sizes", ctypes.c_size_t * 2),
+        ("file_systems", ctypes.c_uint),
+        ("control", ctypes.c_uint),
+        ("rest", ctypes.c_uint * 64),
+    ]
+
+
 class CuFile:
     """The library's functions, with errors raised. Thread-safe.
 
@@ -77,6 +90,7 @@ class CuFile:
         pointer, size, offset = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64
         self._library = library
         self._open = self._function("cuFileDriverOpen", _Error)
+        self._properties = self._function("cuFileDriverGetProperties", _Error, pointer)
         self._register_file = self._function("cuFileHandleRegister", _Error, pointer, pointer)
         self._deregister_file = self._function("cuFileHandleDeregister", None, pointer)
         self._register_memory = self._function(
@@ -116,6 +130,26 @@ class CuFile:
             raise RuntimeError(f"cuFileDriverOpen did not answer within {patience_s:.0f} s")
         if answers[0].err != _DRIVER_ALREADY_OPEN:
             _check("cuFileDriverOpen", answers[0])
+
+    def why_through_host(self) -> str:
+        """Return why the library copies through host memory, its compatibility mode; "" if it does
+        not. The driver must be open.
+
+        It answers for the machine. Whether one file system is supported it does not say, and uses
+        that mode without a word; such a path is found to be slow.
+        """
+        found = _Properties()
+        error = self._properties(ctypes.byref(found))
+        if error.err:
+            return _describe("cuFileDriverGetProperties", error.err, error.cu_err)
+        if found.control & _POSIX_MODE:
+            return "cuFile is configured for plain file calls (posix_io_mode)"
+        if not found.file_systems:
+            return (
+                "cuFile is in its compatibility mode: nvidia-fs is not loaded, and the kernel has "
+                "no other way between files and this GPU"
+            )
+        return ""
 
     def register_file(self, fd: int) -> int:
         """Return a handle for a file that is open with O_DIRECT; see `deregister_file`."""

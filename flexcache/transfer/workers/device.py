@@ -39,6 +39,7 @@ from flexcache.transfer.workers.permit import CopyPermit
 
 _MIN_PART_BYTES = 4 << 20  # of a load by layer: below this, starting a copy costs what it gains
 _PIECE_BYTES = 32 << 20
+_LARGE_PIECE_BYTES = 256 << 20  # on a GPU, where nothing waits by layer: half of what may be queued
 _TURN_BYTES = 16 << 20  # copied by a turn to which no further op is added; reported together
 _TURN_STARTS = 32  # where most of them only queue what another thread copies
 _LOADS_FIRST, _STORES_FIRST = (OpKind.H2D, OpKind.D2H), (OpKind.D2H, OpKind.H2D)
@@ -211,7 +212,7 @@ class DeviceWorker:
 
     def _next_start(self, may_copy: bool = True) -> Callable[[], list[Done]] | None:
         """Return what is to be started next, if it may be now."""
-        has_room = self._in_flight.has_room
+        has_room = partial(self._in_flight.has_room, beside_layers=self.gates.has_layer_loads)
         has_layers = bool(self._queues[Lane.LAYERS] or self._in_parts)
         if has_layers and may_copy and has_room(OpKind.H2D, urgent=True):
             return self._start_by_layer if self._queues[Lane.LAYERS] else self._start_part
@@ -262,13 +263,20 @@ class DeviceWorker:
                 return self._in_flight.end(op)
         try:
             alone = may_copy and self.only_lands and not self._in_flight
-            self._start_copies(op, op.take(_PIECE_BYTES), alone=alone)
+            self._start_copies(op, op.take(self._piece_bytes), alone=alone)
         except Exception as error:  # the driver or a compiler may raise any class
             return self._fail(op, error)
         if op.is_over:
             return self._in_flight.end(op)
         self._in_pieces[kind] = op
         return []
+
+    @property
+    def _piece_bytes(self) -> int:
+        """What a thread queues between two waits for the interpreter, if it has to: on a GPU enough
+        for the link while it waits. Loads by layer do not come behind that much."""
+        is_small = self._copier.wakes or self.gates.has_layer_loads
+        return _PIECE_BYTES if is_small else _LARGE_PIECE_BYTES
 
     def _start_by_layer(self) -> list[Done]:
         """Start the first layers of the load by layer that is next."""

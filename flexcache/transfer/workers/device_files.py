@@ -30,6 +30,9 @@ class DeviceFiles:
         depth: Most I/Os in flight.
         bind: Gives a thread the context of the memory. Called by the constructor's thread before.
 
+    Attributes:
+        through_host: As `DirectIO.through_host`.
+
     Raises:
         RuntimeError: The library cannot use the files or the memory. Nothing stays registered.
     """
@@ -45,6 +48,7 @@ class DeviceFiles:
         self._handles: dict[int, int] = {}
         try:
             library.open_driver()
+            self.through_host = library.why_through_host()
             library.register_memory(address, size)
             self._closing.append(partial(library.deregister_memory, address))
             for fd in fds:

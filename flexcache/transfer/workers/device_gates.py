@@ -22,9 +22,13 @@ class DeviceGates:
     Args:
         layouts: Of each group of the model; of all layers if it has no groups.
         copier: Knows how far the engine's compute has come.
+
+    Attributes:
+        has_layer_loads: Whether the engine has ever waited for a load by layer.
     """
 
     def __init__(self, layouts: Sequence[BlockLayout], copier: Copier) -> None:
+        self.has_layer_loads = False
         self._layouts = layouts
         self._copier = copier
         self._opened: dict[int, Fence | None] = {}
@@ -82,6 +86,7 @@ class DeviceGates:
         [layout] = self._layouts
         fence = self._copier.fence()
         load = LayerLoad(layout.layer_ends, num_blocks)
+        self.has_layer_loads = True
         with self._lock:
             if not self._is_over:
                 self._opened[task_id] = fence

@@ -31,6 +31,7 @@ class CpuDirectIO:
 
     def __init__(self, block_bytes: int, depth: int, permit: CopyPermit) -> None:
         self.depth = depth
+        self.through_host = ""  # there is no other memory
         self._block_bytes = block_bytes
         self._permit = permit
         self._io = ThreadedBlockIO(depth)

@@ -72,6 +72,7 @@ class CudaDirectIO:
         depth: int, permit: CopyPermit,
     ) -> None:  # fmt: skip
         self.depth = depth
+        self.through_host = ""
         self._device = device
         self._copier = copier
         self._streams = copier.streams
@@ -99,6 +100,7 @@ class CudaDirectIO:
             self._files = DeviceFiles(
                 library, fds, self._address, depth * block_bytes, depth, self._streams.bind
             )
+            self.through_host = self._files.through_host
         except Exception as error:
             raise NoDirectPathError(describe(error)) from error
         try:

@@ -20,9 +20,14 @@ _MAX_BYTES = 16 << 20  # in flight: enough to keep an SSD busy, in the engine's 
 
 
 class DirectIO(Protocol):
-    """Moves blocks, up to ``depth`` at once. Used by one thread."""
+    """Moves blocks, up to ``depth`` at once. Used by one thread.
+
+    Attributes:
+        through_host: Why the bytes go through host memory all the same; "" if they do not.
+    """
 
     depth: int
+    through_host: str
 
     def submit(self, transfers: Sequence[Transfer]) -> None:
         """Start transfers. The caller keeps no more than ``depth`` unfinished, and starts them only

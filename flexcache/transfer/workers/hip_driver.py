@@ -66,7 +66,7 @@ class HipDriver(CudaDriver):
         name_of = ctypes.cast(self._library.hipGetErrorName, pointer).value
         self._error_text = ctypes.CFUNCTYPE(ctypes.c_char_p, integer)(name_of or 0)
         self._clear_error = self._function("hipGetLastError")
-        self._set_device = self._function("hipSetDevice", integer)
+        self._set_device = self._function("hipSetDevice", integer, prototype=ctypes.PYFUNCTYPE)
         copy = (pointer, pointer, size, integer, pointer)
         self._copy_unlocked = self._function("cuMemcpyAsync", *copy)
         self._copy = self._function("cuMemcpyAsync", *copy, prototype=ctypes.PYFUNCTYPE)

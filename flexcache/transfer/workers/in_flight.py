@@ -1,8 +1,8 @@
 """Copies on their way, and how many bytes of them there may be.
 
-A GPU makes queued copies in its own order and cannot be told to stop. So only a few milliseconds'
-worth of each direction is queued: a load by layer comes soon after it was asked for, and an op that
-is dropped or revoked stops soon. (A copier may take less: `Copier.may_start`.)
+A GPU makes queued copies in its own order and cannot be told to stop. So only some milliseconds'
+worth of each direction is queued, and an op that is dropped or revoked stops soon. It is less where
+loads by layer come, behind nothing that takes long. (A copier may take less: `Copier.may_start`.)
 
     op      | piece | piece | piece |        in flight: at most `MOST_BYTES` of a direction
               landed  queued   not yet
@@ -20,9 +20,11 @@ from flexcache.transfer.workers.copier import Fence
 from flexcache.transfer.workers.lane import Lane
 from flexcache.transfer.workers.op_copies import OpCopies
 
-MOST_BYTES = 128 << 20
-"""2.5 ms at 50 GB/s. A thread that must wait a switch interval (5 ms) for the interpreter lock
-before it queues more still keeps half of the link busy."""
+MOST_BYTES = 512 << 20
+"""10 ms at 50 GB/s: the link is busy while the thread that queues more waits for the interpreter
+lock, a switch interval (5 ms), twice."""
+BESIDE_LAYERS = 128 << 20
+"""2.5 ms at 50 GB/s, where the model waits for loads by layer: it would wait four times as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +54,19 @@ class InFlight:
     def ops(self) -> list[OpCopies]:
         return [piece.op for pieces in self._pieces.values() for piece in pieces]
 
-    def has_room(self, kind: OpKind, urgent: bool = False) -> bool:
-        """Whether more may be queued; loads by layer do not count other loads."""
+    def has_room(
+        self, kind: OpKind, urgent: bool = False, beside_layers: bool = False
+    ) -> bool:  # fmt: skip
+        """Whether more may be queued; loads by layer do not count other loads.
+
+        Args:
+            beside_layers: Whether loads by layer may come at any time.
+        """
+        most = BESIDE_LAYERS if urgent or beside_layers else MOST_BYTES
         if kind is OpKind.D2H:
-            return self._bytes[Lane.STORES] < MOST_BYTES
+            return self._bytes[Lane.STORES] < most
         ahead = 0 if urgent else self._bytes[Lane.LOADS]
-        return ahead + self._bytes[Lane.LAYERS] < MOST_BYTES
+        return ahead + self._bytes[Lane.LAYERS] < most
 
     def add(self, op: OpCopies, num_bytes: int, landed: Fence, urgent: bool) -> None:
         """Record a piece that was queued."""
