@@ -26,7 +26,7 @@ from test_hicache_storage import manager_of as manager_of_storage
 from test_hicache_storage import settle as settle_storage
 from test_hicache_storage import storage_options
 
-KINDS = ["linker", pytest.param("storage", marks=pytest.mark.whole)]
+KINDS = ["linker", "storage"]
 BEFORE, AFTER, LONGER, FRESH = prompt(200), prompt(200, seed=4), prompt(300), prompt(200, seed=9)
 
 
@@ -157,10 +157,10 @@ def check_restart(kind: str, directory: str, place: str, seen: str) -> None:
     close(kind, engine)
 
 
-AT_STORES = [
-    pytest.param(kind, place, marks=pytest.mark.whole)
+PLACES = [
+    pytest.param(kind, place, marks=[] if (kind, place) == ("linker", "ssd") else pytest.mark.whole)
     for kind in KINDS
-    for place in ("file", "mooncake")
+    for place in ("ssd", "file", "mooncake")
 ]
 
 
@@ -174,7 +174,7 @@ def outliving(place: str, tmp_path: Path) -> Iterator[str]:
             yield url
 
 
-@pytest.mark.parametrize(("kind", "place"), [*((kind, "ssd") for kind in KINDS), *AT_STORES])
+@pytest.mark.parametrize(("kind", "place"), PLACES)
 def test_weights_updated_in_place(kind: str, place: str, models: Path, tmp_path: Path) -> None:
     with outliving(place, tmp_path) as tier:
         arguments = kind, str(models), tier, str(tmp_path / "seen")
@@ -306,10 +306,7 @@ def check_retrained(kind: str, tuned: str, former: str, place: str, seen: str) -
     close(kind, engine)
 
 
-@pytest.mark.parametrize(
-    ("kind", "place"),
-    [("linker", "ssd"), pytest.param("storage", "ssd", marks=pytest.mark.whole), *AT_STORES],
-)
+@pytest.mark.parametrize(("kind", "place"), PLACES)
 def test_an_adapter_is_known_by_its_content(kind: str, place: str, tmp_path: Path) -> None:
     tuned, former = tmp_path / "tuned", tmp_path / "former"
     shutil.copytree(make_adapter(MODELS, 1), tuned)
