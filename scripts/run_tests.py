@@ -55,20 +55,34 @@ class TestLane:
     since it needs other releases than vLLM.
 
     Attributes:
-        python: The interpreter. If it does not exist, the lane is skipped.
+        python: The interpreter, or the program that starts it. If there is none, the lane is
+            skipped.
     """
 
     directories: tuple[str, ...]
     options: tuple[str, ...]
-    python: str = sys.executable
+    python: tuple[str, ...] = (sys.executable,)
+
+
+def vllm_lane(**environment: str) -> TestLane:
+    """Return the tests of vLLM's engine, started as `second_runner` in tests/support says."""
+    changes = [f"{name}={value}" for name, value in environment.items()]
+    python = (sys.executable,) if not changes else ("/usr/bin/env", *changes, sys.executable)
+    return TestLane(("tests/vllm",), ("-n2", "--dist=loadfile"), python)
 
 
 TESTS = {
     "unit": TestLane(("tests/unit",), ("-n3", "--dist=worksteal")),
     "system": TestLane(("tests/system", "tests/gpu"), ("-n4", "--dist=worksteal")),
-    "vllm": TestLane(("tests/vllm",), ("-n2", "--dist=loadfile")),
-    "sglang": TestLane(("tests/sglang",), (), str(SGLANG_VENV / "bin" / "python")),
+    "vllm": vllm_lane(),  # the second model runner, asynchronous scheduling
+    "vllm-v1": vllm_lane(VLLM_USE_V2_MODEL_RUNNER="0"),
+    "sglang": TestLane(("tests/sglang",), (), (str(SGLANG_VENV / "bin" / "python"),)),
 }
+OTHER_ENGINES = {
+    "vllm-sync": vllm_lane(ASYNC_SCHEDULING="0"),
+    "vllm-v1a": vllm_lane(VLLM_USE_V2_MODEL_RUNNER="0", ASYNC_SCHEDULING="1"),
+}
+"""vLLM's engines that only `all` runs, with the tests marked `runners`."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +106,7 @@ def main(arguments: list[str]) -> int:
         case ["fast", *others]:
             commands = commands_for([*CHANGE, "--hypothesis-profile=fast", *others], ["unit"])
         case ["all"]:
-            checks, commands = CHECKS, commands_for([], lanes)
+            checks, commands = CHECKS, commands_for([], [*lanes, *OTHER_ENGINES])
         case []:
             checks, commands = CHECKS, commands_for([*CHANGE, "--durations=20"], lanes)
         case _:
@@ -132,12 +146,13 @@ def commands_for(arguments: Sequence[str], lanes: Iterable[str]) -> dict[str, li
     ]
     others = [argument for argument in arguments if argument not in paths]
     commands = {}
-    for lane in lanes:
-        directories = TESTS[lane].directories
+    for name in lanes:
+        lane = (TESTS | OTHER_ENGINES)[name]
+        directories = lane.directories
         selected = selected_in(directories, paths) if paths else directories
         if selected:
-            options = (*TESTS[lane].options, *others, *selected)
-            commands[lane] = [TESTS[lane].python, "-m", "pytest", *options]
+            options = (*lane.options, *others, *selected)
+            commands[name] = [*lane.python, "-m", "pytest", *options]
     return commands
 
 
@@ -211,7 +226,8 @@ class Run:
             output.join(TO_END_S)
         if not self._is_shown:
             print(f"{self._head}\n{output.text}", flush=True)
-        closing_lines = CLOSING_LINE.findall(output.text[-4096:]) if self._lane in TESTS else []
+        is_pytest = self._lane in TESTS or self._lane in OTHER_ENGINES
+        closing_lines = CLOSING_LINE.findall(output.text[-4096:]) if is_pytest else []
         seconds = output.last_s - self._started
         return Outcome(self._lane, status, seconds, closing_lines[-1] if closing_lines else "")
 

@@ -18,16 +18,22 @@ export REQUIRE_VLLM=1 MODELS_DIR=$ROOT/.models
 unset PYTHONDONTWRITEBYTECODE
 
 # Unpacks a package's wheel into a directory of its own, to be tested beside the version installed.
-fetch_beside() { # package version directory
+fetch_beside() { # package version directory [what to leave out of it]...
   [ ! -d "$3" ] || return 0
   echo "fetching $1 $2, to be tested too"
   "$PYTHON" -m pip download -q --no-deps -d "$VENV/wheels" "$1==$2" &&
     "$PYTHON" -m zipfile -e "$VENV/wheels/${1//-/_}-$2"-*.whl "$3.part" &&
+    (cd "$3.part" && rm -rf "${@:4}") &&
     mv "$3.part" "$3"
 }
 
 if [ "${1:-}" != fast ] && [ "${SGLANG:-1}" != 0 ]; then
   source scripts/sglang_venv.sh
+fi
+# Its interpreter runs the kernels of vLLM's second model runner on CPUs (tests/support/second_runner);
+# it needs no compiler for GPUs.
+if [ "${1:-}" != fast ]; then
+  fetch_beside triton 3.7.1 "$VENV/triton-3.7.1" triton/{backends/{nvidia,amd},profiler,instrumentation}
 fi
 # What only tests marked `whole` need.
 if [ "${1:-}" != fast ] && [ $# != 0 ]; then

@@ -432,15 +432,28 @@ class Commands(Engine):
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Hide the connector, which scheduler and worker look up at each step."""
-        from vllm.distributed.kv_transfer import kv_transfer_state as worker
-
-        taken = self.scheduler.connector, worker._KV_CONNECTOR_AGENT
-        self.scheduler.connector = worker._KV_CONNECTOR_AGENT = None
+        """Hide the connector from scheduler and worker."""
+        taken, self.scheduler.connector = self.scheduler.connector, None
         try:
-            yield
+            with self._hidden_from_worker():
+                yield
         finally:
-            self.scheduler.connector, worker._KV_CONNECTOR_AGENT = taken
+            self.scheduler.connector = taken
+
+    @contextmanager
+    def _hidden_from_worker(self) -> Iterator[None]:
+        from vllm.distributed.kv_transfer import kv_transfer_state
+
+        executor = self.llm.llm_engine.engine_core.engine_core.model_executor
+        connector = getattr(executor.driver_worker.worker.model_runner, "kv_connector", None)
+        if connector is not None:  # vLLM's second runner keeps it
+            connector.set_disabled(True)
+            yield
+            connector.set_disabled(False)
+            return
+        taken, kv_transfer_state._KV_CONNECTOR_AGENT = kv_transfer_state._KV_CONNECTOR_AGENT, None
+        yield
+        kv_transfer_state._KV_CONNECTOR_AGENT = taken
 
     @contextmanager
     def _unwatched(self) -> Iterator[None]:

@@ -7,11 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import second_runner
 from engine_systems import hide_numba_from_vllm
 from engines import ENGINE_ENV, Engine, engine_arguments
 from paths import MODELS
 
 os.environ.update(ENGINE_ENV)  # before vLLM is imported: OpenMP would wait on every core for work
+second_runner.use_if_installed()
+if os.environ.get("REQUIRE_VLLM") and not second_runner.is_installed():
+    raise RuntimeError("there is no Triton for vLLM's second runner; scripts/test.sh fetches it")
 
 collect_ignore: list[str] = []
 try:
@@ -22,10 +26,31 @@ except ImportError:
     collect_ignore = [path.name for path in Path(__file__).parent.glob("test_*.py")]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.vllm)
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep what is to run on this lane's engine: on the second runner with asynchronous scheduling
+    everything, but for what needs the first."""
+    ours = [item for item in items if Path(__file__).parent in item.path.parents]
+    for item in ours:
+        item.add_marker(pytest.mark.vllm)
+    left_out = [item for item in ours if not _runs_here(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _runs_here(item: pytest.Item) -> bool:
+    if not second_runner.is_installed():
+        return True  # on the first, which vLLM takes then
+    is_first = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0"
+    is_ahead = os.environ.get("ASYNC_SCHEDULING", "0" if is_first else "1") == "1"
+    needs_first = item.get_closest_marker("first_runner") is not None
+    if not is_first and is_ahead:
+        return not needs_first
+    if item.get_closest_marker("runners") is not None:
+        item.add_marker(pytest.mark.whole)
+        return True
+    return needs_first and is_first and not is_ahead
 
 
 @pytest.fixture(scope="session")
