@@ -33,7 +33,7 @@ fi
 # Its interpreter runs the kernels of vLLM's second model runner on CPUs (tests/support/second_runner);
 # it needs no compiler for GPUs.
 if [ "${1:-}" != fast ]; then
-  fetch_beside triton 3.7.1 "$VENV/triton-3.7.1" triton/{backends/{nvidia,amd},profiler,instrumentation}
+  fetch_beside triton 3.7.1 "$VENV/triton-3.7.1" triton/{backends/{nvidia,amd},profiler} triton-3.7.1.dist-info/entry_points.txt
 fi
 # What only tests marked `whole` need.
 if [ "${1:-}" != fast ] && [ $# != 0 ]; then
