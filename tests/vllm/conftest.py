@@ -41,10 +41,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _runs_here(item: pytest.Item) -> bool:
     if not second_runner.is_installed():
-        return True  # on the first, which vLLM takes then
-    is_first = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0"
-    is_ahead = os.environ.get("ASYNC_SCHEDULING", "0" if is_first else "1") == "1"
+        return True
     needs_first = item.get_closest_marker("first_runner") is not None
+    is_first, is_ahead = second_runner.is_first(), second_runner.schedules_ahead()
     if not is_first and is_ahead:
         return not needs_first
     if item.get_closest_marker("runners") is not None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from engines import Engine, make_prompt
+from paths import MODELS
 from probe_connector import compare_probes
 from vllm import SamplingParams
 
@@ -16,6 +18,7 @@ from flexcache.storage.disk_pool import locate_slot
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.pool_directory import DATA_FILE
 
+pytestmark = pytest.mark.runners
 BLOCK = 32
 _seeds = itertools.count(1)
 
@@ -259,6 +262,31 @@ def test_aborting_while_a_load_runs_frees_everything(engine: Engine) -> None:
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # all but the null block
     engine.forget_gpu()
     assert engine.generate(prompt).num_cached_tokens == 1472
+
+
+def test_a_prompt_loaded_right_before_an_update_is_answered_right(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = make_prompt(300, next(_seeds))
+    cold = engine.generate(prompt)
+    engine.forget_gpu()
+    side, num_updates = engine.connector._scheduler, 0
+    ended = side.transfers_ended
+
+    def update_on_arrival(received: Collection[str], bad_blocks: Collection[int]) -> None:
+        nonlocal num_updates
+        ended(received, bad_blocks)
+        if received:  # with the same weights: what was loaded is right, if it may not be used
+            num_updates += 1
+            path = str(MODELS / "tiny")
+            engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+
+    monkeypatch.setattr(side, "transfers_ended", update_on_arrival)
+    warm = engine.generate(prompt)
+    assert num_updates == 1
+    assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
+    engine.forget_gpu()
+    assert engine.generate(prompt).num_cached_tokens == 0  # stored under neither name
 
 
 def test_connector_statistics_are_reported(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from flexcache.storage.slot_index import HEADER_BYTES
 pytestmark = [
     pytest.mark.skipif(not TELLS_GROUPS, reason="this vLLM keeps one group only"),
     pytest.mark.whole,
+    pytest.mark.runners,
 ]
 HIT = 1024
 

@@ -20,6 +20,7 @@ from flexcache.integration.vllm.groups import TELLS_GROUPS
 pytestmark = [
     pytest.mark.skipif(not TELLS_GROUPS, reason="this vLLM keeps one group only"),
     pytest.mark.whole,
+    pytest.mark.runners,
 ]
 NUM_GENERATED = 300
 STEPS_LATE = 3

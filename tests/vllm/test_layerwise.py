@@ -27,6 +27,8 @@ from flexcache.integration.vllm.step_loads import StepLoads
 from flexcache.transfer.workers import device
 from flexcache.transfer.workers.layer_load import LayerLoad
 
+# vLLM's second runner does not recover from a load lost in a step: none runs there.
+pytestmark = pytest.mark.first_runner
 BLOCK = 32
 _seeds = itertools.count(5001)
 
@@ -556,6 +558,18 @@ def test_blocks_of_a_lost_load_are_not_shared_when_its_request_is_aborted_within
 def test_layerwise_on_is_refused_for_an_engine_that_schedules_ahead() -> None:
     obstacle = find_obstacle(config_with(async_scheduling=True), "recompute")
     with pytest.raises(ConfigError, match=r"layerwise_load = 'on': .*async_scheduling=False"):
+        LayerwiseRule("on", obstacle)
+    assert not LayerwiseRule("auto", obstacle).allows("any")
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_layerwise_on_is_refused_on_the_second_runner_however_it_schedules(
+    async_scheduling: bool,
+) -> None:
+    config = config_with(async_scheduling)
+    config.use_v2_model_runner = True
+    obstacle = find_obstacle(config, "recompute")
+    with pytest.raises(ConfigError, match=r"layerwise_load = 'on': .*VLLM_USE_V2_MODEL_RUNNER=0"):
         LayerwiseRule("on", obstacle)
     assert not LayerwiseRule("auto", obstacle).allows("any")
 

@@ -21,7 +21,7 @@ from flexcache.integration.vllm.calls import NoMatch
 from flexcache.integration.vllm.groups import TELLS_GROUPS
 from flexcache.integration.vllm.siblings import is_served_by_sibling, read_transfer_config
 
-pytestmark = pytest.mark.whole
+pytestmark = [pytest.mark.whole, pytest.mark.runners]
 
 
 PROMPT = make_prompt(700, 1)

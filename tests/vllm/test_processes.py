@@ -58,6 +58,7 @@ def assert_exact(seen: Any, num_ranks: int, cached: list[int]) -> None:
     assert seen["probes"]["loaded"] == sum(cached) // 32 * num_ranks
 
 
+@pytest.mark.runners
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_scheduler_and_workers_in_separate_processes(tp_size: int) -> None:
     options = {
@@ -72,6 +73,7 @@ def test_scheduler_and_workers_in_separate_processes(tp_size: int) -> None:
     assert seen["ssd_hit_tokens"] > 0
 
 
+@pytest.mark.runners
 @pytest.mark.parametrize("model", ["tiny", "two_sizes"])
 def test_pipeline_stages_each_store_their_own_layers(model: str) -> None:
     options = {
@@ -91,6 +93,7 @@ def test_pipeline_stages_each_store_their_own_layers(model: str) -> None:
     assert seen["errors"] == []
 
 
+@pytest.mark.runners
 def test_preemption_under_a_small_pool_changes_nothing() -> None:
     options = {
         "model": "tiny",

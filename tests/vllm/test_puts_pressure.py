@@ -19,7 +19,7 @@ from engines import make_prompt
 from paths import MODELS
 from probe_connector import compare_probes
 
-pytestmark = pytest.mark.whole
+pytestmark = [pytest.mark.whole, pytest.mark.runners]
 
 
 NUM_GENERATED = 150

@@ -10,6 +10,7 @@ from engines import make_prompt
 from paths import MODELS
 from probe_connector import compare_probes
 
+pytestmark = pytest.mark.runners
 NUM_TOKENS = 700
 NUM_BLOCKS = 21  # whole blocks of 32; the last token is left to compute
 CACHED = NUM_BLOCKS * 32

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import second_runner
 from driven_engine import DrivenEngine, running
 from engine_systems import Settings
 from engines import make_prompt
@@ -15,9 +16,7 @@ from make_models import make_adapter, make_draft
 from paths import MODELS
 from probe_connector import compare_probes
 
-pytestmark = pytest.mark.whole
-
-
+pytestmark = pytest.mark.runners
 PROMPT = make_prompt(700, 1)
 BLOCKS = 21  # whole blocks of 32
 CACHED = BLOCKS * 32
@@ -46,7 +45,7 @@ def speculation(method: str) -> dict[str, Any]:
     return {"method": "ngram", "num_speculative_tokens": 3, **lookup}
 
 
-@pytest.mark.parametrize("method", ["eagle", "ngram"])
+@pytest.mark.parametrize("method", ["eagle", pytest.param("ngram", marks=pytest.mark.whole)])
 def test_a_prompt_and_its_answer_come_back_with_drafts_under_way(
     method: str, tmp_path: Path
 ) -> None:
@@ -70,9 +69,11 @@ def test_a_prompt_and_its_answer_come_back_with_drafts_under_way(
     seen = compare_probes(tmp_path / "probe")
     assert seen["different"] == []
     # The first load within a step is lost, once: vLLM does not announce the draft's layer.
-    assert seen["loaded"] == num_loaded - (BLOCKS if method == "eagle" else 0)
+    in_step = second_runner.is_first() and not second_runner.schedules_ahead()
+    assert seen["loaded"] == num_loaded - (BLOCKS if method == "eagle" and in_step else 0)
 
 
+@pytest.mark.whole
 def test_adapters_have_blocks_of_their_own(tmp_path: Path) -> None:
     adapters = [None, str(make_adapter(MODELS, 1)), str(make_adapter(MODELS, 2))]
     lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}

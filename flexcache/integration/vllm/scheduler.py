@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
@@ -128,6 +130,8 @@ class FlexCacheScheduler:
         reset = pool.reset_prefix_cache
 
         def note_reset() -> bool:
+            if not self._has_siblings:
+                _free_deferred_blocks(pool)
             is_reset: bool = reset()
             if is_reset:
                 self._cache.names.gpu_reset()
@@ -275,6 +279,23 @@ def _start(manager: KVManager) -> None:
     except BaseException:
         manager.shutdown()
         raise
+
+
+def _free_deferred_blocks(pool: Any) -> None:
+    """Free what vLLM keeps until a step in flight has ended. Must be called by vLLM's scheduler.
+
+    vLLM keeps the blocks of ended and preempted requests for the sake of connectors whose loads do
+    not wait for that step, and so its prefix cache could not be reset. Ours wait (their gates).
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Scheduler):
+            deferred = getattr(caller, "deferred_frees", ())  # vLLM 0.32 and later
+            while deferred:
+                pool.free_blocks(reversed(deferred.popleft()[1]))
+            return
 
 
 def _warn_of_surprises(failure_policy: str, config: CacheConfig, place: Place) -> None:

@@ -18,6 +18,7 @@ from flexcache.client.rank import ClientState, KVTPClient
 from flexcache.integration.vllm.engine import read_cache_config, read_place
 from flexcache.integration.vllm.groups import read_groups, read_layers, read_position
 from flexcache.integration.vllm.kv_layout import describe_layout
+from flexcache.integration.vllm.layerwise import recovers_in_steps
 from flexcache.integration.vllm.metadata import FlexCacheMetadata, Load, LoadedAdapters
 from flexcache.integration.vllm.rank_weights import RankWeights
 from flexcache.integration.vllm.step_loads import StepLoads
@@ -56,6 +57,7 @@ class FlexCacheWorker:
         weights had changed by then."""
         self._is_renamed = False
         """The weights have changed while there was no client to tell."""
+        self._recovers = recovers_in_steps(vllm_config)
         self._weights = RankWeights(self._weights_changed)
         self._weights.attach()
         self._adapters: Mapping[int, str] = {}
@@ -125,8 +127,11 @@ class FlexCacheWorker:
         self._idle = metadata.idle
         for request_id, is_computed in metadata.started.items():
             num_updates, block_ids = self._arrived.pop(request_id, (0, []))
-            if is_computed and block_ids and num_updates != self._weights.num_updates:
-                self._bad_blocks.update(block_ids)  # without a cache vLLM would compute them itself
+            is_old = num_updates != self._weights.num_updates
+            if is_computed and is_old and self._recovers:
+                # Without a cache vLLM would compute them itself. Where it cannot any more, the
+                # request goes on as one does that ran during the update, and is stored no more.
+                self._bad_blocks.update(block_ids)
         new: list[int] = []
         for load in metadata.loads:
             may_load = self._weights.may_load(load.adapter, load.block_ids)
@@ -149,7 +154,9 @@ class FlexCacheWorker:
         """Return the requests whose get between steps has ended on every rank since the last call.
         Called at the end of each step."""
         self._bad_blocks |= self.step_loads.finish()
-        self._bad_blocks |= self._weights.take_broken()
+        broken = self._weights.take_broken()
+        if self._recovers:
+            self._bad_blocks |= broken
         if self.client is not None and (self._loads or self._stores):
             if self._idle:
                 self.client.wait_ended(_IDLE_WAIT_S)

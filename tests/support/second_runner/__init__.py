@@ -36,6 +36,16 @@ def is_installed() -> bool:
     return "INTERPRETED_TRITON" in os.environ
 
 
+def is_first() -> bool:
+    """Whether engines run vLLM's first runner."""
+    return not is_installed() or os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0"
+
+
+def schedules_ahead() -> bool:
+    """Whether engines schedule asynchronously, if they can."""
+    return is_installed() and os.environ.get("ASYNC_SCHEDULING", str(int(not is_first()))) == "1"
+
+
 def activate() -> str | None:
     """Return the name of the platform that vLLM shall use; None for vLLM's own."""
     directory = os.environ.get("INTERPRETED_TRITON")
