@@ -153,7 +153,8 @@ class DrivenEngine:
         Args:
             without: As for `serve`.
             aborted: Positions of prompts that are aborted on the way.
-            resets: Whether the caches are reset again and again meanwhile.
+            resets: Whether the caches are reset again and again meanwhile, at every other time
+                with the running requests.
             kill: A process to kill while FlexCache copies from the GPU.
             updated: A checkpoint whose weights the engine is given once all prompts run.
         """
@@ -415,7 +416,8 @@ class Commands(Engine):
                 if number == ABORTED_AFTER_STEPS:
                     engine.abort_request([str(position) for position in aborted])
                 if resets and number % RESET_EVERY_STEPS == 0:
-                    self.llm.reset_prefix_cache(reset_connector=True)
+                    preempts = number // RESET_EVERY_STEPS % 2 == 1
+                    self.llm.reset_prefix_cache(preempts, reset_connector=True)
                 if kill and self.scheduler.connector.has_pending_push_work():
                     os.kill(kill, signal.SIGKILL)
                     kill = 0

@@ -78,5 +78,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         topic="kv@pod@tiny",
     )
     llm = LLM(**engine_arguments("tiny", extra, kv_events_config=events))
+    config = llm.llm_engine.vllm_config
+    assert config.use_v2_model_runner is not second_runner.is_first()
+    assert config.scheduler_config.async_scheduling is second_runner.schedules_ahead()
     yield Engine(llm, probe_dir)
     llm.llm_engine.engine_core.shutdown()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import second_runner
 from driven_engine import driven_engines
 from engines import make_prompt
 from paths import MODELS
@@ -49,6 +50,8 @@ def test_a_killed_and_a_stopped_engine_find_their_ssd_cache_again(tmp_path: Path
         block_bytes = engine.stats()["block_bytes"]
         assert engine.stats()["tiers"]["SSD"]["read_bytes"] == NUM_BLOCKS * block_bytes
         assert engine.generate(late)[0] == cold_late  # however much of it got there
+        runs_second = "Using V2 Model Runner" in (tmp_path / "log").read_text()
+        assert runs_second is not second_runner.is_first()
         cold_after, cached = engine.generate(after)
         assert cached == 0
         engine.settle()

@@ -114,7 +114,10 @@ class Scene:
             kv_transfer_config=transfer,
             kv_events_config=None,
             cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"),
-            parallel_config=SimpleNamespace(rank=0, decode_context_parallel_size=1),
+            parallel_config=SimpleNamespace(
+                rank=0, decode_context_parallel_size=1, pipeline_parallel_size=1
+            ),
+            scheduler_config=SimpleNamespace(async_scheduling=False),
             device_config=SimpleNamespace(device_type="cpu"),
             compilation_config=SimpleNamespace(
                 static_forward_context=dict.fromkeys(self.memory.tensors, layer)
