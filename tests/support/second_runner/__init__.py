@@ -19,15 +19,15 @@ import os
 import sys
 from pathlib import Path
 
-VERSION = "3.7.1"
-"""Of Triton, as torch 2.13 brings it to GPUs."""
+TRITON = "3.7.1"
+"""The version that torch 2.13 brings to GPUs."""
 _OLDEST_VLLM = (0, 32)  # whose second runner is known to run on a CPU
 
 
 def use_if_installed() -> None:
     """Have this process and those that it starts use the plugin, if `scripts/test.sh` has fetched
     Triton. Before vLLM is imported."""
-    directory = Path(sys.prefix) / f"triton-{VERSION}"
+    directory = Path(sys.prefix) / f"triton-{TRITON}"
     if directory.is_dir():
         os.environ.setdefault("INTERPRETED_TRITON", str(directory))
 
