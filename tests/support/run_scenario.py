@@ -61,6 +61,8 @@ def observe(options: dict[str, Any], directory: Path) -> dict[str, Any]:
         overrides = {"connector": PROBED_GROUPS, "block_size": None, **overrides}
     llm = LLM(**engine_arguments(options["model"], extra, **overrides))
     wait_until_open(llm)
+    if settles:  # the cache of an engine in other processes
+        wait_until_healthy(address)
     sampling = SamplingParams(
         temperature=0, max_tokens=options.get("max_tokens", 8), ignore_eos=True
     )
@@ -100,6 +102,18 @@ def observe(options: dict[str, Any], directory: Path) -> dict[str, Any]:
         "dram_hit_tokens": metrics.get("vllm:flexcache_dram_hit_tokens", 0),
         "ssd_hit_tokens": metrics.get("vllm:flexcache_ssd_hit_tokens", 0),
     }
+
+
+def wait_until_healthy(address: str) -> None:
+    """Wait until a cache serves, with all its workers."""
+    deadline = time.monotonic() + SETTLED_WITHIN_S
+    while True:
+        try:
+            urllib.request.urlopen(f"http://{address}/healthz", timeout=30).close()
+            return
+        except OSError:  # nothing answers yet, or that something is missing
+            assert time.monotonic() < deadline, "the cache does not serve"
+            time.sleep(0.05)
 
 
 def has_no_open_task(address: str) -> bool:
