@@ -14,6 +14,7 @@ from paths import MODELS
 from probe_connector import compare_probes
 from vllm import SamplingParams
 
+from flexcache.integration.layerwise_rule import LayerwiseRule
 from flexcache.storage.disk_pool import locate_slot
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.pool_directory import DATA_FILE
@@ -282,6 +283,7 @@ def test_a_prompt_loaded_right_before_an_update_is_answered_right(
             engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
     monkeypatch.setattr(side, "transfers_ended", update_on_arrival)
+    monkeypatch.setattr(side.gets, "layerwise", LayerwiseRule("off", None))
     warm = engine.generate(prompt)
     assert num_updates == 1
     assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
