@@ -6,11 +6,9 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
@@ -23,6 +21,7 @@ from flexcache.integration.identity.late import when_identified
 from flexcache.integration.layerwise_rule import LayerwiseRule
 from flexcache.integration.prefill_rate import PrefillRate
 from flexcache.integration.vllm.block_tables import BlockTables, Tables
+from flexcache.integration.vllm.callers import locals_of_callers
 from flexcache.integration.vllm.calls import CacheCalls
 from flexcache.integration.vllm.engine import (
     UNREAD,
@@ -289,8 +288,8 @@ def _free_deferred_blocks(pool: Any) -> None:
     """
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    for frame, _ in traceback.walk_stack(inspect.currentframe()):
-        caller = frame.f_locals.get("self")
+    for names in locals_of_callers():
+        caller = names.get("self")
         if isinstance(caller, Scheduler):
             deferred = getattr(caller, "deferred_frees", ())  # vLLM 0.32 and later
             while deferred:
