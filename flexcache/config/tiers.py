@@ -132,7 +132,9 @@ class TierConfig:
         3600.0, "Each step of a put's priority counts as a use this much later.", "s"
     )
     skip_slow_loads: bool = setting(
-        True, "Skip loads that the engine recomputes faster, judged by measured times of both."
+        True,
+        "Skip loads that the engine recomputes faster, judged by measured times of both, and wait "
+        "for the remote store no longer than recomputing would take.",
     )
     skip_useless_ssd_writes: bool = setting(
         True,

@@ -90,7 +90,7 @@ class FlexCacheScheduler:
         interval = tail_interval(model.groups, block_size, config.tail_interval_tokens)
         self.puts = Puts(self._cache, self._tables, PutPoints(block_size, interval))
         self._publishes = config.kv_events and place.endpoint is None
-        self._prefill = PrefillRate()
+        self._prefill = PrefillRate() if config.skip_slow_loads else None
         self._launched: deque[tuple[int, float]] = deque(maxlen=_MOST_STEPS_AHEAD)
         """Tokens and times of the steps that vLLM has launched and not yet ended."""
         self._reported: Mapping[str, float] = {}
@@ -233,7 +233,7 @@ class FlexCacheScheduler:
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return what the tiers stored and lost, for vLLM to publish with its own events. vLLM
         calls it once at the end of each step."""
-        if self._launched:
+        if self._launched and self._prefill is not None:
             rate = self._prefill.batch_ended(*self._launched.popleft(), time.monotonic())
             if rate is not None:
                 self._cache.report_prefill(rate)
