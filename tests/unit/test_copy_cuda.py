@@ -648,6 +648,7 @@ def test_what_is_chosen_at_attach_is_looked_at_again_on_real_ops(
         rig.copy(OpKind.D2H, EVEN, EVEN)
     assert kernel.num_ops == 0
     caplog.set_level(logging.INFO, "flexcache")
+    caplog.clear()  # the level may have been so before
     for _ in range(2 * copy_choice._REVIEW_OPS + 2):
         rig.copy(OpKind.D2H, EVEN, ODD)
     [line] = [r.getMessage() for r in caplog.records if "copy_way_chosen" in r.getMessage()]
