@@ -304,7 +304,7 @@ def share_a_server(server: Server, tmp_path: Path) -> None:
             deaf.linger = 0
             deaf.rcvhwm = 1
             deaf.connect(kv_server.endpoint)
-            for _ in range(40_000):
+            for _ in range(150_000):
                 deaf.send(b"nonsense")  # and it never reads what the server says to that
             server.look_until(lambda look: look["unread_messages_total"] > 0)
         fail_at_a_message(kv_server)
