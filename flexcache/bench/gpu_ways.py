@@ -12,7 +12,7 @@ import torch
 from flexcache.bench.gpu_pool import KINDS, NUM_LAYERS, Runs, open_pool
 from flexcache.bench.results import Result, Unsupported, sample, sample_beside
 from flexcache.transfer.workers.copy_choice import CopyWay
-from flexcache.transfer.workers.copy_cuda import KernelTables
+from flexcache.transfer.workers.copy_cuda import KernelTables, split_by_table
 from flexcache.transfer.workers.hip_driver import load_driver
 from flexcache.transfer.workers.lane import Lane
 
@@ -52,10 +52,9 @@ def kernel_programs(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
 def _copy_by_kernel(tables: KernelTables, runs: Runs, programs: int) -> None:
     from flexcache.transfer.workers import copy_kernel
 
-    size = tables.scratch[Lane.LOADS].numel() // 3
-    for first in range(0, len(runs[2]), size):
-        to, start, sizes = (each[first : first + size] for each in runs)
-        table = tables.fill(Lane.LOADS, (to, start, sizes))
+    for part in split_by_table(runs):
+        table = tables.fill(Lane.LOADS, part)
+        assert table is not None
         copy_kernel.launch(table, tables.scratch[Lane.LOADS], programs)
     torch.cuda.current_stream().synchronize()
     tables.clear(Lane.LOADS)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster import ops, running_cluster, until
+from cluster import Cluster, ops, running_cluster, until
 from engine_memory import DeviceMemory, device_memory
 from fake_digests import FakeDigests
 from fake_gpu import Memory
@@ -80,16 +80,21 @@ def test_what_a_gpu_wrote_is_read_through_dram_and_the_other_way_round(
         assert ops(cluster)["DISK2D"] == 12
 
 
+def get_from_below(cluster: Cluster, target: list[int], expected: list[bytes]) -> None:
+    """Have `TOKENS` loaded, none of them from DRAM."""
+    cluster.manager.clear("CPU")
+    cluster.wipe(target)
+    assert cluster.get(TOKENS, target).mask.all()
+    assert cluster.read(target) == expected
+
+
 def test_beside_dram_both_ways_are_timed(memory: DeviceMemory, tmp_path: Path) -> None:
     source, target = list(range(12)), list(range(20, 32))
     with running_cluster([tmp_path], memory=memory) as cluster:
         expected = cluster.read(source)
         assert cluster.put(TOKENS, source).mask.all()
         for _ in range(8):
-            cluster.manager.clear("CPU")
-            cluster.wipe(target)
-            assert cluster.get(TOKENS, target).mask.all()
-            assert cluster.read(target) == expected
+            get_from_below(cluster, target, expected)
         moved = ops(cluster)
         assert (moved["DISK2H"], moved["DISK2D"]) == (4 * 12, 4 * 12)
 
@@ -171,10 +176,7 @@ def test_cufile_in_its_compatibility_mode_is_not_chosen_beside_dram(
         expected = cluster.read(source)
         assert cluster.put(TOKENS, source).mask.all()
         for _ in range(6):
-            cluster.manager.clear("CPU")
-            cluster.wipe(target)
-            assert cluster.get(TOKENS, target).mask.all()
-            assert cluster.read(target) == expected
+            get_from_below(cluster, target, expected)
         assert ops(cluster)["DISK2H"] == 6 * 12
         assert "DISK2D" not in ops(cluster)
     [line] = [each.getMessage() for each in caplog.records if "no_direct_path" in each.getMessage()]

@@ -21,7 +21,7 @@ from typing import Any
 
 from flexcache.integration.identity.checkpoint import LoadedAdapter
 from flexcache.integration.identity.files import ANY_TIME, FileDigests
-from flexcache.integration.vllm.callers import locals_of_callers
+from flexcache.integration.vllm.callers import find_caller
 from flexcache.integration.vllm.metadata import AdapterUse
 from flexcache.logs import log_event
 
@@ -64,7 +64,7 @@ class RankWeights:
 
     def attach(self) -> None:
         """Watch the worker that is being set up. Its model has been loaded."""
-        worker = _find_worker()
+        worker = find_caller("model_runner", "load_model")
         if worker is None:
             log_event(
                 logger, logging.WARNING, "weights_unwatched",
@@ -182,14 +182,6 @@ class RankWeights:
 
 def _level(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> int:
     return int(options.get("level", arguments[0] if arguments else 1))
-
-
-def _find_worker() -> Any:
-    """Return vLLM's worker, which is setting its connector up; None if it is not found."""
-    objects = (names.get("self") for names in locals_of_callers())
-    return next(
-        (o for o in objects if hasattr(o, "model_runner") and hasattr(o, "load_model")), None
-    )
 
 
 def _models_of(runner: Any) -> list[Any]:

@@ -21,7 +21,7 @@ from flexcache.integration.identity.late import when_identified
 from flexcache.integration.layerwise_rule import LayerwiseRule
 from flexcache.integration.prefill_rate import PrefillRate
 from flexcache.integration.vllm.block_tables import BlockTables, Tables
-from flexcache.integration.vllm.callers import locals_of_callers
+from flexcache.integration.vllm.callers import find_caller
 from flexcache.integration.vllm.calls import CacheCalls
 from flexcache.integration.vllm.engine import (
     UNREAD,
@@ -286,15 +286,11 @@ def _free_deferred_blocks(pool: Any) -> None:
     vLLM keeps the blocks of ended and preempted requests for the sake of connectors whose loads do
     not wait for that step, and so its prefix cache could not be reset. Ours wait (their gates).
     """
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    for names in locals_of_callers():
-        caller = names.get("self")
-        if isinstance(caller, Scheduler):
-            deferred = getattr(caller, "deferred_frees", ())  # vLLM 0.32 and later
-            while deferred:
-                pool.free_blocks(reversed(deferred.popleft()[1]))
-            return
+    scheduler = find_caller("deferred_frees")
+    if scheduler is None:  # before vLLM 0.32
+        return
+    while scheduler.deferred_frees:
+        pool.free_blocks(reversed(scheduler.deferred_frees.popleft()[1]))
 
 
 def _warn_of_surprises(failure_policy: str, config: CacheConfig, place: Place) -> None:

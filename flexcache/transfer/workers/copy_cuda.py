@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_int64
 from dataclasses import dataclass
 from functools import partial
@@ -104,12 +104,13 @@ class KernelTables:
         """Whether an op's table fits now, beside those that may still be read."""
         return self._find(lane, num_runs) is not None
 
-    def fill(self, lane: Lane, runs: Runs) -> torch.Tensor:
-        """Write a table ``(3, n)`` of copies, for which there must be room. It is left alone until
-        the event of its `landed` has fired, or until `clear`."""
+    def fill(self, lane: Lane, runs: Runs) -> torch.Tensor | None:
+        """Write a table ``(3, n)`` of copies; return None if there is no room for it. It is left
+        alone until the event of its `landed` has fired, or until `clear`."""
         num_runs = len(runs[2])
         start = self._find(lane, num_runs)
-        assert start is not None
+        if start is None:
+            return None
         table = self._words[lane][start : start + 3 * num_runs].reshape(3, num_runs)
         np.stack(runs, out=table)
         self._used[lane].append(_Table(start, start + _words_for(num_runs)))
@@ -140,6 +141,13 @@ class KernelTables:
             start = 0
         is_free = not any(start < each.stop and each.start < start + size for each in used)
         return start if is_free and size <= room else None
+
+
+def split_by_table(runs: Runs) -> Iterator[Runs]:
+    """Yield copies in parts, each of which fits in a lane's memory on the device."""
+    for first in range(0, len(runs[2]), _RUNS_PER_TABLE):
+        to, start, sizes = (each[first : first + _RUNS_PER_TABLE] for each in runs)
+        yield to, start, sizes
 
 
 def _words_for(num_runs: int) -> int:
@@ -426,12 +434,13 @@ class CudaCopier:
     def _launch(self, runs: Runs, lane: Lane, programs: int | None) -> None:
         """Launch the kernel on the current stream, with as many tables as are needed."""
         assert self._kernel is not None and self._tables is not None
-        for first in range(0, len(runs[2]), _RUNS_PER_TABLE):
-            to, start, sizes = (each[first : first + _RUNS_PER_TABLE] for each in runs)
-            if not self._tables.has_room(lane, len(sizes)):  # and no engine makes these copies
+        programs = programs or self._kernel.PROGRAMS[0]
+        for part in split_by_table(runs):
+            table = self._tables.fill(lane, part)
+            if table is None:  # and no engine makes these copies
                 self._settle(lane)
-            table = self._tables.fill(lane, (to, start, sizes))
-            programs = programs or self._kernel.PROGRAMS[0]
+                table = self._tables.fill(lane, part)
+                assert table is not None
             self._kernel.launch(table, self._tables.scratch[lane], programs)
 
     def _find_ways(self) -> None:

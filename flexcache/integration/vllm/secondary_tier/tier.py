@@ -35,7 +35,7 @@ from flexcache.config import CacheConfig
 from flexcache.ids import BlockKey
 from flexcache.integration.identity.checkpoint import identify_adapter
 from flexcache.integration.identity.files import FileDigests
-from flexcache.integration.vllm.callers import locals_of_callers
+from flexcache.integration.vllm.callers import find_caller, locals_of_callers
 from flexcache.integration.vllm.secondary_tier.host import TierHost
 from flexcache.integration.vllm.secondary_tier.identity import read_chunk_identity
 from flexcache.logs import log_event
@@ -208,11 +208,8 @@ class FlexCacheSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
 
         The engine core is constructing its scheduler now; this side cannot see the workers.
         """
-        for names in locals_of_callers():
-            core: Any = names.get("self")
-            if hasattr(core, "model_executor") and hasattr(core, "collective_rpc"):
-                break
-        else:
+        core = find_caller("model_executor", "collective_rpc")
+        if core is None:
             log_event(
                 logger, logging.WARNING, "weights_unwatched",
                 reason="this vLLM constructs its tiers otherwise",
