@@ -146,6 +146,7 @@ def test_a_store_runs_after_the_work_that_writes_its_source(
 ) -> None:
     check_copies(memory, OpKind.D2H)  # the first copies of a process may have to wait
     machine.fill(memory.device, 1)  # a kernel's first use loads it, once the device is idle
+    torch.cuda.current_stream().synchronize()  # which the next one does not wait for
     runs = memory.runs(OpKind.D2H, 300, np.full(300, 4096, np.int64))
     with machine.busy():
         machine.fill(memory.device, 7)

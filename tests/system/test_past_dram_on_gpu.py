@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from o_direct import require_direct
 
 from flexcache import KVStatus
 from flexcache.client.rank import ClientState
+from flexcache.transfer.workers.device_files import DeviceFiles
 
 TOKENS = np.arange(12 * 16)
 OTHERS = TOKENS + 1000
@@ -164,6 +166,26 @@ def test_a_gpu_that_is_lost_ends_what_is_under_way(memory: DeviceMemory, tmp_pat
         [client] = cluster.clients
         until(lambda: client.state is ClientState.REFUSED)
         assert cluster.num_leased() == 0
+
+
+def test_a_gpu_that_is_lost_before_file_io_begins_ends_it(
+    memory: DeviceMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = list(range(12))
+    start = DeviceFiles.start
+
+    def lose(files: DeviceFiles, *transfer: Any) -> None:
+        memory.gpu.set_faults(is_lost=True)
+        start(files, *transfer)
+
+    with running_cluster([tmp_path], memory=memory, num_cpu_blocks=0) as cluster:
+        assert cluster.put(TOKENS, blocks).mask.all()
+        monkeypatch.setattr(DeviceFiles, "start", lose)
+        task_id, _ = cluster.manager.get_async(TOKENS, cluster.slots(blocks))
+        response = cluster.manager.wait([task_id], 60)[task_id]
+        assert response.status is KVStatus.FAILED
+        [client] = cluster.clients
+        until(lambda: client.state is ClientState.REFUSED)
 
 
 def test_cufile_in_its_compatibility_mode_is_not_chosen_beside_dram(

@@ -57,7 +57,8 @@ class DeviceFiles:
         except BaseException:
             self.close()
             raise
-        self._threads = ThreadPoolExecutor(depth, "flexcache-cufile", initializer=bind)
+        self._bind = bind
+        self._threads = ThreadPoolExecutor(depth, "flexcache-cufile")
         self._closing.append(partial(self._threads.shutdown, wait=True))
 
     def start(self, transfer: Transfer, offset: int) -> None:
@@ -89,7 +90,13 @@ class DeviceFiles:
         return Transferred(transfer.token, text, is_bad=True)
 
     def _run(self, transfer: Transfer, offset: int) -> None:
-        self._ended.append((transfer, self.move(transfer, offset)))
+        try:
+            self._bind()  # by each I/O: an initializer that raises would end no I/O
+        except Exception as error:  # a lost device, say
+            moved = Transferred(transfer.token, str(error))
+        else:
+            moved = self.move(transfer, offset)
+        self._ended.append((transfer, moved))
 
     def close(self) -> None:
         """Wait for I/O in flight and release everything. Never raises. Idempotent."""

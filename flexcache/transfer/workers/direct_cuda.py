@@ -127,8 +127,11 @@ class CudaDirectIO:
         for transfer, moved in self._files.take_ended():
             if moved.error is None and transfer.direction is Direction.READ:
                 arrived.append(transfer)
-            else:
-                self._end(transfer, moved.error, moved.is_bad)
+                continue
+            if moved.error is not None:
+                # raises if the device is lost
+                torch.cuda.Event().record(self._streams[_LANES[transfer.direction]])
+            self._end(transfer, moved.error, moved.is_bad)
         self._queue(arrived, self._sum_up)
         done = [batch for batch in self._batches if batch.done.query()]
         self._batches = [batch for batch in self._batches if batch not in done]
