@@ -78,8 +78,9 @@ class Bench:
             if num_external:
                 sources = self._side.hit_sources(request.request_id)
                 self._found[request.request_id.split("-")[0]] = {tier.value for tier in sources}
+            record = self._side.gets._requests.get(request.request_id)
+            self.num_in_step += bool(num_external and record and record.get.promised)
             allocated(request, tables, num_external)
-            self.num_in_step += request.request_id in self._side.gets._step.by_layer
 
         self._side.allocated = note
 

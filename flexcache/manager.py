@@ -29,9 +29,10 @@ from flexcache.client.group_blocks import GroupBlocks, GroupTable
 from flexcache.client.slots import NO_BLOCKS, BlockIds, Slots, as_slots, gpu_blocks, matched_slots
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.config.address import with_engine
+from flexcache.errors import ServerLostError
 from flexcache.ids import KVStatus, TaskKind, TierName
 from flexcache.request_info import PromptDetail, RequestInfo
-from flexcache.tasks.instructions import MatchedTask, TaskResult
+from flexcache.tasks.instructions import MatchedTask, PromisedLoad, TaskResult
 
 
 @dataclass(frozen=True, eq=False)
@@ -416,6 +417,30 @@ class KVManager(_WholeCache):
         extents = map(self._client.extent, task_ids)
         blocks = self._groups.gpu_blocks(slot_mappings, group_blocks, extents)
         self._client.launch(task_ids, blocks, gated)
+
+    def promise(self, task_id: int) -> PromisedLoad | None:
+        """Start a matched get, instead of launching it, for a step that cannot do without it.
+
+        The engine hands the promise to each rank with that step (`KVTPClient.load_promised`). Until
+        `end_promises` the load cannot be lost: not by the end of the server or the session, a
+        change of the weights, or a rank that leaves. A cancel ends it if no rank was given it.
+
+        Returns:
+            None if it cannot be promised, and is to be launched: not all its blocks are in DRAM,
+            it has an adapter or the model groups, a rank is not ready, or the server is away.
+
+        Raises:
+            KeyError: The id was never issued.
+        """
+        try:
+            return self._client.promise(*arguments.ids_of([task_id]))
+        except ServerLostError:
+            return None
+
+    def end_promises(self) -> None:
+        """Say that every step that was given a promised load has ended, and no other get is
+        promised. Idempotent."""
+        self._client.end_promises()
 
     def report_prefill(self, tokens_per_s: float) -> None:
         """Report how fast the engine computes prompts, as ``skip_slow_loads`` requires."""

@@ -39,6 +39,7 @@ class Attachment:
         layout: Signature of the tensors' layout.
         registration: What the server has to know of it.
         wakes: Whether the rank's thread is woken when copies have landed; else it asks.
+        fence: The engine's.
 
     Raises:
         UnsupportedLayoutError: The tensors do not hold the server's blocks.
@@ -80,6 +81,7 @@ class Attachment:
             self.wakes = copier.wakes and direct is None
             held.callback(self.worker.close)
             fence.hold()
+            self.fence = fence
             self._held = held.pop_all()
 
     def close(self, rank: int) -> None:

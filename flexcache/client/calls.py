@@ -30,6 +30,7 @@ from flexcache.protocol.messages import (
     Match,
     Matched,
     NewWeights,
+    Promise,
     Rejected,
     Reply,
     Request,
@@ -150,7 +151,7 @@ class Calls:
         return None if reply.is_pending else _matched(task_id, reply)
 
     def request(
-        self, request: Clear | SessionHint | NewWeights | GetStats | CheckInvariants
+        self, request: Promise | Clear | SessionHint | NewWeights | GetStats | CheckInvariants
     ) -> Any:
         """The server's answer.
 

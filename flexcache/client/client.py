@@ -12,13 +12,14 @@ from typing import Any
 
 from flexcache.cache.journal import Change
 from flexcache.cache.prompt import Prompt
+from flexcache.client.promises import StepPromises
 from flexcache.client.slots import BlockIds
 from flexcache.client.tasks import ClientTasks, Extent
 from flexcache.client.transport import Transport
 from flexcache.errors import ClosedError
 from flexcache.forks import tell_of_forks
 from flexcache.ids import TaskKind
-from flexcache.tasks.instructions import MatchedTask, TaskResult
+from flexcache.tasks.instructions import MatchedTask, PromisedLoad, TaskResult
 
 _NOT_STARTED = "the cache was not started: call start() first"
 
@@ -29,8 +30,9 @@ class EngineClient:
     Before `start` and after `shutdown` whatever needs the cache raises a `ClosedError`.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, num_ranks: int) -> None:
         self.transport = transport
+        self._promises = StepPromises(num_ranks)
         self._tasks = ClientTasks()
         self._closed: str | None = _NOT_STARTED
         """Why there is no cache; None while there is one."""
@@ -120,6 +122,25 @@ class EngineClient:
                 [task_ids[i] for i in positions], [gpu_blocks[i] for i in positions], gated
             )
 
+    def promise(self, task_id: int) -> PromisedLoad | None:
+        """Start a matched get of blocks in DRAM that the engine has its ranks carry out, if it can
+        be neither lost nor cancelled by others until `end_promises`.
+
+        Raises:
+            FlexCacheError: The cache cannot be asked.
+        """
+        self._require_open()
+        if not self._promises.begin(self.transport.fence_path):
+            return None
+        promised = self.transport.promise(task_id)
+        if promised is not None:
+            self._tasks.promised(task_id)
+        return promised
+
+    def end_promises(self) -> None:
+        """No step under way counts on a promised load. Idempotent."""
+        self._promises.end()
+
     def cancel(self, task_ids: Iterable[int]) -> None:
         """Stop what has not started. Idempotent."""
         are_open = self._tasks.cancel(task_ids)
@@ -180,6 +201,7 @@ class EngineClient:
         if self._is_parents:
             return
         self._closed = "the cache was shut down"
+        self._promises.end()
         self._tasks.close()
         self.transport.close()
 

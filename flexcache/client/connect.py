@@ -28,7 +28,7 @@ def open_client(
     if address is None and model.dp_size == 1:
         name = engine_name(engine_id, dp_rank)
         local = LocalTransport(local_endpoint(engine_id), model, config, name)
-        return EngineClient(local), engine_id
+        return EngineClient(local, model.num_ranks), engine_id
     if address is None:
         group = engine_id or model.fingerprint(config.tokens_per_block)
         endpoint = private_endpoint(f"group-{group}")
@@ -38,4 +38,5 @@ def open_client(
     engine_id = engine_id or new_engine_id()
     name = engine_name(engine_id, dp_rank)
     patience_s = 0.0 if dp_rank == 0 else _OTHERS_START_AFTER_S
-    return EngineClient(RemoteTransport(endpoint, model, config, name, patience_s)), engine_id
+    remote = RemoteTransport(endpoint, model, config, name, patience_s)
+    return EngineClient(remote, model.num_ranks), engine_id

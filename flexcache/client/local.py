@@ -33,6 +33,10 @@ class LocalTransport(LocalSession):
     def endpoint(self) -> str:
         return self.server.endpoint
 
+    @property
+    def fence_path(self) -> str | None:
+        return self.server.fence_path(self._engine)
+
     def start(self, tasks: ClientTasks) -> None:
         ids = self.server.start(tasks)
         assert ids is not None

@@ -22,6 +22,7 @@ from enum import Enum
 from functools import partial
 
 import msgspec
+import numpy as np
 import torch
 
 from flexcache.cache.prompt import check_version
@@ -38,6 +39,7 @@ from flexcache.errors import (
     UntrustedError,
 )
 from flexcache.forks import tell_of_forks
+from flexcache.ids import OpKind
 from flexcache.logs import log_event
 from flexcache.protocol.messages import (
     UNKNOWN_WEIGHTS,
@@ -57,7 +59,8 @@ from flexcache.protocol.messages import (
 )
 from flexcache.protocol.names import pid_namespace
 from flexcache.service_thread import ServiceThread
-from flexcache.transfer.messages import Drop, Execute, Stop
+from flexcache.tasks.instructions import PromisedLoad
+from flexcache.transfer.messages import Drop, Execute, Stop, pack_ids, unpack_ids
 from flexcache.transfer.workers.device import DeviceWorker
 from flexcache.transfer.workers.layer_load import LayerLoad
 
@@ -128,6 +131,7 @@ class KVTPClient:
         self._attachment: Attachment | None = None  # closed before the engine may reuse its slots
         self._tasks = RankTasks(keeps_loads, lambda: self._ops.wake())
         self._ops = RankOps(self._link, self._tasks, engine_polls, holds_adapter)
+        self._is_leaving = False
         self._updating = threading.Lock()
         self._weights = WeightsChanged(0)
         self._told = self._weights
@@ -221,6 +225,17 @@ class KVTPClient:
         """
         return self._tasks.load_by_layer(task_id, num_blocks)
 
+    def load_promised(self, promised: PromisedLoad, gpu_blocks: Sequence[int]) -> LayerLoad:
+        """Begin a load that the engine's `KVManager` has promised, or its first blocks, whose
+        layers the caller then waits for one by one. It is lost only if the copy itself fails, or
+        the caller has closed this client."""
+        source = unpack_ids(promised.pool_blocks)[: len(gpu_blocks)]
+        message = Execute(
+            promised.op_id, OpKind.H2D, pack_ids(source), pack_ids(np.array(gpu_blocks, np.int64)),
+            promised.task_id, gated=True,
+        )  # fmt: skip
+        return self._tasks.load_promised(message, len(gpu_blocks))
+
     def wait_held(self, task_id: int, num_blocks: int, timeout: float) -> bool:
         """Wait up to ``timeout`` seconds until this rank holds a launched, gated load of
         ``num_blocks`` GPU blocks, all of them in DRAM; return whether it does.
@@ -281,7 +296,10 @@ class KVTPClient:
     def _set_weights(self, weights: WeightsChanged) -> None:
         """Refuse what was planned for others, and tell the server, for which it waits a moment: so
         the engine's next request begins under the new name."""
-        self._weights = weights
+        with self._changed:
+            self._weights = weights
+            if (attachment := self._attachment) is not None:
+                attachment.fence.withdraw(self.rank)
         self._ops.set_weights(weights.number)
         # By the line a server in this process knows it before any op planned after it, however busy
         # its loop is. By the socket the rank's thread tells other servers, and what was not told
@@ -289,6 +307,7 @@ class KVTPClient:
         # one, which a handler of a signal may have close the client: so a server may be told twice.
         if self._state is ClientState.SERVING and self._ops.tell(weights):
             self._told = weights
+            self._offer(weights.number)
             return
         connected = (ClientState.REGISTERING, ClientState.SERVING)
         if self._state in connected:
@@ -299,6 +318,13 @@ class KVTPClient:
                     lambda: self._heard == known or self._state not in connected,
                     _TELL_PATIENCE_S,
                 )
+
+    def _offer(self, known: int) -> None:
+        """Let steps count on this rank, if the weights that the server knows of are its own."""
+        with self._changed:
+            is_right = known == self._weights.number != UNKNOWN_WEIGHTS
+            if is_right and self._attachment is not None and not self._is_leaving:
+                self._attachment.fence.offer(self.rank)
 
     def close(self) -> None:
         """Stop serving. Idempotent, from any thread, and after it was interrupted. The state is not
@@ -377,7 +403,7 @@ class KVTPClient:
     def _fail(self, reason: str) -> None:
         """Leave permanently: neither the engine nor the server must wait for this rank."""
         worker = self._worker
-        self._let_go()  # the engine may reuse the blocks when it sees the state
+        self._let_go(has_failed=True)  # the engine may reuse the blocks when it sees the state
         self._set_state(ClientState.REFUSED, reason)
         with contextlib.suppress(Exception):  # the link may be what has failed
             if worker is not None:
@@ -418,9 +444,12 @@ class KVTPClient:
                 with self._changed:
                     self._heard = message.ranks.get(self.rank)
                     self._changed.notify_all()
+                if self._heard is not None and self._heard[0] == self._hello.client:
+                    self._offer(self._heard[1])
             case Registered():
                 self._log(logging.INFO, "rank_registered")
                 self._set_state(ClientState.SERVING)
+                self._offer(self._told.number)
             case Refused(reason, final):
                 if reason != self._error:
                     self._log(logging.ERROR, "rank_refused", reason=reason)
@@ -443,7 +472,7 @@ class KVTPClient:
             attachment = Attachment(
                 welcome, self._tensors, alive, self._link.event, self._tasks.keeps_loads
             )
-            self._attachment = attachment
+            self._attachment, self._is_leaving = attachment, False
             self._ops.begin(attachment, welcome.server_pid, welcome.epoch)
             self._hello = msgspec.structs.replace(self._hello, layout=attachment.layout)
             self._told = weights = self._weights
@@ -456,13 +485,22 @@ class KVTPClient:
         self._set_state(ClientState.REGISTERING)
         self._link.send(answer)
 
-    def _let_go(self) -> None:
-        """Wait for running copies; afterwards the engine may reuse its slots."""
+    def _let_go(self, has_failed: bool = False) -> None:
+        """Wait until no step counts on this rank, unless it is closed or has failed, and for copies
+        that run; afterwards the engine may reuse its slots."""
+        attachment = self._attachment
+        with self._changed:
+            self._is_leaving = True
+        if attachment is not None and not has_failed:
+            self._tasks.serve_steps(
+                lambda: self._closing or attachment.fence.may_leave(self.rank), self._link.rest
+            )
         self._ops.hang_up()
-        if self._attachment is not None:
+        if attachment is not None:
             self._tasks.detach()
-            self._attachment.close(self.rank)
-            self._attachment = None
+            with self._changed:
+                self._attachment = None
+            attachment.close(self.rank)
         self._ops.end()
 
 

@@ -308,6 +308,8 @@ class RankOps:
     def _advance(self, worker: DeviceWorker, may_copy: bool = True) -> list[Done]:
         """Start what may start; return what has ended."""
         with self._turn:
+            for message in self._tasks.take_promised():
+                worker.execute(message)  # refused by nothing: a step counts on it
             ended, self._ended_early = self._ended_early, []
             moved = worker.advance() if may_copy else worker.advance(may_copy=False)
             return ended + self._judged(moved)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from flexcache.client.gates import GatedTasks
 from flexcache.client.held_loads import HeldLoads
 from flexcache.ids import OpKind
-from flexcache.tasks.ids import session_of
+from flexcache.tasks.ids import epoch_of, session_of
 from flexcache.tasks.instructions import RunOp
 from flexcache.transfer.messages import Done, Execute
 from flexcache.transfer.workers.device import DeviceWorker
 from flexcache.transfer.workers.layer_load import LayerLoad
 
 _GATE_PATIENCE_S = 3.0  # for the engine to come to a load that it has begun
+_LEAVE_POLL_S = 0.002
 EVENT_POLL_S = 0.0001
 """Interval between checks whether copies on a GPU have completed."""
 
@@ -43,6 +45,8 @@ class RankTasks:
         """Those of them that were planned for weights which have changed since."""
         self._is_cut_off = False
         """Whether the server was lost, so that nothing more will be given."""
+        self._promised: deque[Execute] = deque()
+        """Promised loads that the worker was not given yet."""
 
     # -- any thread ------------------------------------------------------------------------------
 
@@ -84,6 +88,21 @@ class RankTasks:
                 self._gates.shut([task_id])
             self._gates.take_over([task_id])
         load = LayerLoad({}, num_blocks)
+        load.end()
+        return load
+
+    def load_promised(self, message: Execute, num_blocks: int) -> LayerLoad:
+        """Begin a promised load, which the caller waits for by layer."""
+        with self._changed:
+            worker, task_id = self._worker, message.task_id
+            if epoch_of(task_id) != self._gates.epoch:
+                worker = None
+            if worker is not None:
+                load = worker.gates.load_by_layer(task_id, num_blocks, is_promised=True)
+                self._promised.append(message)
+                self._wake()
+                return load
+        load = LayerLoad({}, num_blocks)  # the client was closed, or its thread has failed
         load.end()
         return load
 
@@ -139,12 +158,20 @@ class RankTasks:
             self._worker, self._gates.epoch = worker, epoch
             self._held, self._is_cut_off = HeldLoads(), False
             self._open, self._stale = {}, {}
+            self._promised.clear()
             self._changed.notify_all()
 
     def detach(self) -> None:
         """Let no gate open any more: copies are about to end."""
         with self._changed:
             self._worker = None
+
+    def take_promised(self) -> list[Execute]:
+        """Return the ops of promised loads that were begun since the last call."""
+        taken = []
+        while self._promised:
+            taken.append(self._promised.popleft())
+        return taken
 
     def is_shut(self, message: Execute) -> bool:
         """Return whether the gate of an op will never be opened."""
@@ -222,6 +249,20 @@ class RankTasks:
                 time.sleep(EVENT_POLL_S)
             elif not worker.has_work:
                 rest(give_up_s - time.monotonic())
+
+    def serve_steps(self, may_leave: Callable[[], bool], rest: Callable[[float], None]) -> None:
+        """Go on with what steps count on until this rank may leave. Other ops may run meanwhile.
+
+        Args:
+            rest: As in `finish`.
+        """
+        worker = self._worker
+        while worker is not None and worker.failure is None and not may_leave():
+            self.advance(worker)
+            if worker.only_waits:
+                time.sleep(EVENT_POLL_S)
+            elif not worker.has_work:
+                rest(_LEAVE_POLL_S)
 
     def _are_ended(self, worker: DeviceWorker, is_late: bool) -> bool:
         """Return whether no held load will get any further, and then end them all."""

@@ -43,6 +43,7 @@ from flexcache.protocol.messages import (
     Launch,
     ModelSpec,
     NewWeights,
+    Promise,
     Readiness,
     Refused,
     Rejected,
@@ -55,7 +56,7 @@ from flexcache.protocol.messages import (
 from flexcache.protocol.names import pid_namespace
 from flexcache.request_info import PromptDetail
 from flexcache.tasks.ids import last_id
-from flexcache.tasks.instructions import MatchedTask, TaskResult
+from flexcache.tasks.instructions import MatchedTask, PromisedLoad, TaskResult
 from flexcache.transfer.messages import Stop, pack_ids
 
 logger = logging.getLogger(__name__)
@@ -98,6 +99,7 @@ class RemoteTransport:
         self._changed = threading.Condition()
         """Its lock is held wherever `_life` changes."""
         self._fence: Fence | None = None
+        self._fence_path = ""
         self._orphans_fence: Fence | None = None
         self._orphans_session = SessionId(0)
         self._calls_identity = b""
@@ -186,6 +188,14 @@ class RemoteTransport:
                 for task_id, blocks in zip(task_ids, gpu_blocks, strict=True)
             ]
         )
+
+    @property
+    def fence_path(self) -> str | None:
+        return None if self._fence is None else self._fence_path
+
+    def promise(self, task_id: int) -> PromisedLoad | None:
+        answer = self._calls.request(Promise(0, task_id))
+        return None if answer is None else PromisedLoad(*answer)
 
     def cancel(self, task_ids: Sequence[int]) -> None:
         self._calls.tell([Cancel(np.array(task_ids, dtype="<u8").tobytes())])
@@ -328,7 +338,7 @@ class RemoteTransport:
         self._link.attend(welcome.server_pid, [welcome.fence])
         socket = self._link.connect(self._calls_identity, immediate=False)
         try:
-            self._fence = Fence.open(welcome.fence)
+            self._fence, self._fence_path = Fence.open(welcome.fence), welcome.fence
         except RegistrationError as error:  # it died a moment after it had welcomed us
             socket.close()
             raise ServerLostError(str(error)) from None

@@ -122,6 +122,11 @@ class ClientTasks:
                 self._tasks[task_ids[position]].launched = True
         return to_start
 
+    def promised(self, task_id: int) -> None:
+        """The cache has started it: no launch follows."""
+        with self._lock:
+            self._known(task_id).launched = True
+
     def extent(self, task_id: int) -> Extent:
         """What a task moves. A `KeyError` if the id was never given out."""
         with self._lock:

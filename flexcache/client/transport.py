@@ -15,7 +15,7 @@ from flexcache.client.slots import BlockIds
 from flexcache.client.tasks import ClientTasks
 from flexcache.ids import TaskKind
 from flexcache.request_info import PromptDetail
-from flexcache.tasks.instructions import MatchedTask
+from flexcache.tasks.instructions import MatchedTask, PromisedLoad
 
 
 class Transport(Protocol):
@@ -53,6 +53,17 @@ class Transport(Protocol):
 
     def launch(self, task_ids: Sequence[int], gpu_blocks: Sequence[BlockIds], gated: bool) -> None:
         """Start open tasks."""
+
+    @property
+    def fence_path(self) -> str | None:
+        """Where the engine's fence is; None if it has no rank, or there is no server."""
+
+    def promise(self, task_id: int) -> PromisedLoad | None:
+        """Start a get from DRAM that the engine has its ranks carry out, if that can be promised.
+
+        Raises:
+            FlexCacheError: It cannot, since there is no server.
+        """
 
     def cancel(self, task_ids: Sequence[int]) -> None:
         """Stop what has not started of tasks. Idempotent."""

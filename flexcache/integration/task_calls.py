@@ -15,6 +15,7 @@ from flexcache.ids import KVStatus
 from flexcache.integration.safe_calls import safely
 from flexcache.logs import log_event
 from flexcache.manager import KVManager
+from flexcache.tasks.instructions import PromisedLoad
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,16 @@ class TaskCalls:
             for task_id in task_ids
             if task_id not in ended or ended[task_id].status is KVStatus.SUCCESS
         ]
+
+    def promise(self, task_id: int) -> PromisedLoad | None:
+        """Start a matched get that cannot be lost any more, if that can be promised."""
+        promised: PromisedLoad | None = safely(self.manager.promise, task_id)
+        return promised
+
+    def end_promises(self) -> None:
+        """No step counts on a promised load any more. Idempotent."""
+        if self.is_open:
+            self.manager.end_promises()
 
     def has_arrived(self, task_id: int, num_tokens: int) -> bool:
         """Return whether everything that was matched was loaded.

@@ -8,6 +8,15 @@ in-memory file for each engine, which provides two mechanisms:
   releases it when a rank dies. If the server is lost, the scheduler waits until the lock is free.
 * Words (`transfer.workers.permit`): a task that must be answered while a rank may still be copying
   is revoked first. Server and scheduler have a word each.
+
+A scheduler whose engine cannot do without a load counts on the ranks, by locks of their own:
+
+    byte 0         shared: a step counts on all ranks
+    byte 1 + rank  exclusive: the rank may be counted on
+
+The scheduler takes byte 0 and then looks whether all ranks have theirs; a rank that leaves gives
+its byte back and then waits until byte 0 is free. So either the scheduler sees that it leaves, or
+it stays. The kernel releases the locks of a process that dies.
 """
 
 from __future__ import annotations
@@ -16,6 +25,8 @@ import contextlib
 import fcntl
 import mmap
 import os
+import struct
+from collections.abc import Iterable
 
 from flexcache.errors import RegistrationError
 from flexcache.forks import tell_of_forks
@@ -23,6 +34,8 @@ from flexcache.transfer.workers.permit import NUM_WORDS, WORD_BYTES
 
 _SERVERS, _SCHEDULERS = range(NUM_WORDS)
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_COUNTED_ON, _RANKS = 0, 1  # bytes that are locked
+_FLOCK = struct.Struct("hhqqi4x")  # of the kernel: type, whence, start, length, process
 
 
 class Fence:
@@ -75,6 +88,46 @@ class Fence:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
             return True
         return False
+
+    # -- ranks that are counted on ---------------------------------------------------------------
+
+    def offer(self, rank: int) -> None:
+        """This rank may be counted on: whatever a step needs of the pool, it has."""
+        self._lock(fcntl.F_WRLCK, _RANKS + rank)
+
+    def withdraw(self, rank: int) -> None:
+        """No further step may count on this rank. Idempotent."""
+        self._lock(fcntl.F_UNLCK, _RANKS + rank)
+
+    def may_leave(self, rank: int) -> bool:
+        """Withdraw this rank; return whether no step counts on it."""
+        self.withdraw(rank)
+        return self._could_lock(_COUNTED_ON)
+
+    def count_on(self, ranks: Iterable[int]) -> bool:
+        """Keep these ranks from leaving until `close`, unless one cannot be counted on."""
+        is_kept = self._lock(fcntl.F_RDLCK, _COUNTED_ON)
+        return is_kept and not any(self._could_lock(_RANKS + rank) for rank in ranks)
+
+    @property
+    def is_counted_on(self) -> bool:
+        """Whether a step counts on the engine's ranks."""
+        return not self._could_lock(_COUNTED_ON)
+
+    def _lock(self, kind: int, byte: int) -> bool:
+        """Set a lock of this end; return whether no other end's is in the way."""
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+        except (BlockingIOError, PermissionError):  # the kernel may say either
+            return False
+        return True
+
+    def _could_lock(self, byte: int) -> bool:
+        question = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+        answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, question)
+        return bool(_FLOCK.unpack(answer)[0] == fcntl.F_UNLCK)
+
+    # -- revocations -----------------------------------------------------------------------------
 
     def revoke(self, task_id: int) -> None:
         """Stop ranks from starting another piece of a copy for this task or an earlier one.

@@ -282,6 +282,15 @@ class Matched(msgspec.Struct, tag=True, frozen=True):
     tail_at: int = 0
 
 
+class Promise(msgspec.Struct, tag=True, frozen=True):
+    """Start a matched get from DRAM that the scheduler has its ranks carry out: they are sent
+    nothing, and its blocks stay until they report. Answered with `Answer`: a `PromisedLoad`, or
+    None if the task is to be launched."""
+
+    request_id: int
+    task_id: int
+
+
 class Launch(msgspec.Struct, tag=True, frozen=True):
     """Start a matched task. A problem with it is answered as the task's failure.
 
@@ -398,7 +407,7 @@ class Greeting(msgspec.Struct, frozen=True):
     version: int
 
 
-Request = Match | Clear | SessionHint | NewWeights | GetStats | CheckInvariants
+Request = Match | Promise | Clear | SessionHint | NewWeights | GetStats | CheckInvariants
 Reply = Matched | Answer | Failed
 ToServer = (
     HelloRank

@@ -38,6 +38,7 @@ from flexcache.protocol.messages import (
     NewWeights,
     Ping,
     Pong,
+    Promise,
     Register,
     Rejected,
     Request,
@@ -171,6 +172,9 @@ class Hub:
         if cache is None:
             return self._slot.failure is not None
         tasks, has_news, self._has_news = cache.tasks, self._has_news, False
+        for session, engine in self._notices.ending_sessions.items():
+            if not self._registry.is_counted_on(engine):
+                tasks.end_session(session, now, is_counted_on=False)
         while instructions := tasks.take_instructions():
             for instruction in instructions:
                 has_news |= isinstance(instruction, LookUpEnded)
@@ -250,11 +254,11 @@ class Hub:
         if peer is not None:
             peer.heard_s = now
         match message:
-            case Match() | Clear() | SessionHint() | NewWeights() | CheckInvariants() if (
-                caller is not None
-            ):
+            case (
+                Match() | Promise() | Clear() | SessionHint() | NewWeights() | CheckInvariants()
+            ) if caller is not None:
                 self._requests.answer(caller, message, data, now)
-            case Match() | Clear() | SessionHint() | NewWeights() | CheckInvariants():
+            case Match() | Promise() | Clear() | SessionHint() | NewWeights() | CheckInvariants():
                 self.counters["rejected_without_session"] += 1
                 self.outbox.send(identity, Failed(message.request_id, "session", "no such session"))
             case Launch() if caller is not None:
@@ -339,6 +343,10 @@ class Hub:
         """Open the cache for a model that is known before any engine greets: now, or with the
         sizes that the ranks of the engine (None: of any) tell."""
         self._slot.expect(model, tokens_per_block, engine)
+
+    def fence_path(self, engine: str) -> str | None:
+        """Where others find the fence of an engine, if it has a peer."""
+        return self._registry.fence_path(engine)
 
     def workers(self, engine: str | None = None) -> dict[str, int]:
         """Process id of every rank, of one engine or of all."""

@@ -13,7 +13,7 @@ from flexcache.errors import ClosedError
 from flexcache.ids import TaskId, TaskKind
 from flexcache.server.server import KVServer
 from flexcache.tasks.ids import TaskIds
-from flexcache.tasks.instructions import MatchedTask
+from flexcache.tasks.instructions import MatchedTask, PromisedLoad
 
 
 class LocalSession:
@@ -78,6 +78,11 @@ class LocalSession:
     ) -> None:
         with self.server.lock, self.server.session() as tasks:
             tasks.launch([TaskId(t) for t in task_ids], gpu_blocks, time.monotonic(), gated)
+
+    def promise(self, task_id: int) -> PromisedLoad | None:
+        """Start a get that the engine has its ranks carry out, if that can be promised."""
+        with self.server.lock, self.server.session() as tasks:
+            return tasks.promise(TaskId(task_id), time.monotonic())
 
     def cancel(self, task_ids: Sequence[int]) -> None:
         with self.server.lock, self.server.session() as tasks:

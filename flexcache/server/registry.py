@@ -172,6 +172,16 @@ class Registry:
             fence = self._fences[engine] = self._host.make_fence()
         return fence
 
+    def fence_path(self, engine: str) -> str | None:
+        """Where others find the fence of an engine, if it has a peer."""
+        fence = self._fences.get(engine)
+        return None if fence is None else fence.path
+
+    def is_counted_on(self, engine: str) -> bool:
+        """Whether a step of the engine counts on its ranks."""
+        fence = self._fences.get(engine)
+        return fence is not None and fence.is_counted_on
+
     def revoke(self, engine: str, task_id: TaskId) -> None:
         """Let no rank of the engine begin another copy for this task or an earlier one."""
         fence = self._fences.get(engine)

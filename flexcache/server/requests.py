@@ -32,6 +32,7 @@ from flexcache.protocol.messages import (
     Match,
     Matched,
     NewWeights,
+    Promise,
     Reply,
     SessionHint,
     TaskAnswer,
@@ -52,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_PARKED_BYTES = 256 << 20
 
-SessionRequest = Match | Clear | SessionHint | NewWeights | CheckInvariants
+SessionRequest = Match | Promise | Clear | SessionHint | NewWeights | CheckInvariants
 
 
 class _Parked(NamedTuple):
@@ -123,6 +124,9 @@ class Requests:
         match request:
             case Match():
                 return self._match(caller, request, memoryview(data), now)
+            case Promise(request_id, number):
+                promised = self._slot.tasks.promise(_check_owner(caller, number), now)
+                return Answer(request_id, promised)
             case Clear():
                 return self._clear(caller, request, now)
             case SessionHint(request_id, session_id, over, returns_in_s):

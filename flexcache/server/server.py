@@ -281,6 +281,11 @@ class KVServer:
         """Whether there are tiers: what an engine of this process asks for before is a miss."""
         return self._cache is not None
 
+    def fence_path(self, engine: str) -> str | None:
+        """Where others find the fence of an engine, if it has a peer."""
+        with self.lock:
+            return self.hub.fence_path(engine)
+
     def next_id(self, ids: TaskIds) -> TaskId:
         """Number a task of an engine in this process, before there are tiers."""
         with self.lock:

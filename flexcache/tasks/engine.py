@@ -53,6 +53,7 @@ from flexcache.tasks.instructions import (
     REMOTE,
     Forgotten,
     Instruction,
+    PromisedLoad,
     RunLookUp,
     RunOp,
     TaskAnswered,
@@ -67,6 +68,7 @@ from flexcache.tasks.runner import TaskRunner
 from flexcache.tasks.sessions import TaskSessions
 from flexcache.transfer.breaker import CircuitBreaker
 from flexcache.transfer.graph import BlockIds
+from flexcache.transfer.messages import pack_ids
 
 
 class _Change:
@@ -241,21 +243,26 @@ class KVTaskEngine:
         self._take_in(lambda: self._sessions.add(session, engine))
         self._accounts.session_began(session, engine)
 
-    def end_session(self, session: SessionId, now: float) -> None:
-        """The engine is gone: its tasks are cancelled, except for what goes on below the GPU.
+    def end_session(self, session: SessionId, now: float, is_counted_on: bool = True) -> None:
+        """The engine is gone: its tasks are cancelled, except for what goes on below the GPU and,
+        as long as a step may count on its ranks, for what was promised. Idempotent.
 
         The session is forgotten once the last of them has ended.
         """
-        self._take_in(self._end_session, session, now)
 
-    def _end_session(self, session: SessionId, now: float) -> None:
-        owner = self._sessions.get(session)
-        if owner is None:
-            return
-        owner.is_gone = True
-        self._accounts.session_ended(session)
-        self._cancel_unanswered([owner], now)
-        self._sessions.forget_if_gone(owner)
+        def change() -> None:
+            owner = self._sessions.get(session)
+            if owner is None:
+                return
+            if not owner.is_gone:
+                owner.is_gone = True
+                self._accounts.session_ended(session)
+                self._cancel_unanswered([owner], now)
+            if not is_counted_on:
+                self._cancel([t for t, task in owner.tasks.items() if task.is_promised], now)
+            self._sessions.forget_if_gone(owner)
+
+        self._take_in(change)
 
     def report_prefill(self, session: SessionId, blocks_per_s: float) -> None:
         """How fast the engine computes, for load or recompute."""
@@ -292,9 +299,14 @@ class KVTaskEngine:
         self._take_in(change)
 
     def _cancel_unanswered(self, sessions: Iterable[Session], now: float) -> None:
-        """Cancel what callers wait for, but not writes below the GPU."""
+        """Cancel what callers wait for, but neither writes below the GPU nor what was promised."""
         for session in sessions:
-            self._cancel([t for t, task in session.tasks.items() if not task.is_answered], now)
+            unanswered = [
+                task_id
+                for task_id, task in session.tasks.items()
+                if not task.is_answered and not task.is_promised
+            ]
+            self._cancel(unanswered, now)
 
     def session_hint(
         self, session_id: str, over: bool, returns_in_s: float | None, now: float
@@ -380,8 +392,38 @@ class KVTaskEngine:
                 self._runner.run(task, now)
         return had_ended
 
+    def promise(self, task_id: TaskId, now: float) -> PromisedLoad | None:
+        """Start a matched get from DRAM that its engine has its ranks carry out: until they have
+        reported or the engine cancels it, its blocks stay where they are.
+
+        Returns:
+            None if it cannot be promised, and is to be launched.
+
+        Raises:
+            KeyError: The id was never given out.
+        """
+        self._end_doubt()
+        task = self._sessions.tasks.get(task_id)
+        if task is None:
+            self._sessions.of(task_id).require_known(task_id)
+            return None
+        ops, ranks = task.plan.graph.ops, task.owner.executors[OpKind.H2D]
+        is_from_host = [op.kind for op in ops] == [OpKind.H2D] and task.plan.tail is None
+        may_start = not task.is_launched and not task.state.is_cancelled
+        if not (is_from_host and may_start and not task.adapter and self._executors.are_up(ranks)):
+            return None
+        with self._change:
+            task.gated = task.is_promised = True
+            task.plan.bind_gpu_blocks(np.zeros(task.plan.num_gpu_blocks, np.int64))
+            self._deadlines.launched(task, now)
+            self._runner.run(task, now)
+        source = ops[0].src
+        assert source is not None
+        return PromisedLoad(task_id, ops[0].op_id, pack_ids(source))
+
     def cancel(self, task_ids: Iterable[TaskId], now: float) -> list[TaskId]:
         """Stop what has not started; pin no prefetched blocks. Idempotent. Checks all ids first.
+        What was promised ends at once: no step may count on it.
 
         Returns:
             Those that were never launched and have ended by this.
@@ -399,11 +441,14 @@ class KVTaskEngine:
             task = self._sessions.tasks.get(task_id)
             if task is None:
                 self.cache.early.cancel(task_id, now)
-            if task is None or task.state.is_cancelled:
+            if task is None or (task.state.is_cancelled and not task.is_promised):
                 continue
-            task.cancel()
-            self._accounts.cancelled(task)
-            if task.is_launched:
+            if not task.state.is_cancelled:
+                task.cancel()
+                self._accounts.cancelled(task)
+            if task.is_promised:
+                self._runner.settle(self._executors.take_back(task, now), now)
+            elif task.is_launched:
                 self._runner.stop(task, now)
             else:
                 unlaunched.append(task_id)

@@ -240,6 +240,14 @@ class Executors:
             for executor in run.waiting_for:
                 self._instructions.append(DropOp(executor, run.op.op_id))
 
+    def take_back(self, task: Task, now: float) -> list[OpRun]:
+        """End the ops of a promised task that no rank was given, or will move any more."""
+        ended = []
+        for run in list(task.running.values()):
+            for executor in list(run.waiting_for):
+                ended += self._reported(run, executor, 0, None, False, now)
+        return ended
+
     def withdraw(self, task: Task) -> list[OpId]:
         """Take the task's ops that have not had their turn out of their lanes."""
         withdrawn = sorted(task.waiting)
@@ -289,13 +297,15 @@ class Executors:
         checksums = self._checksums.expected(op)
         # First, since it is the ops that run that tell `under_way` who has been given one: an
         # instruction that was left has not been taken before this call has ended.
-        for executor in executors:
+        for executor in () if task.is_promised else executors:
             self._instructions.append(
                 RunOp(executor, task.task_id, op, checksums, gated, task.adapter)
             )
         self._running[op.op_id] = run
         task.add_running(run)
         self._accounts.op_started(task, op, now)
+        if task.is_promised:
+            return  # no deadline: a rank that hangs has its engine hang
         lane = self._lanes.get(executors[0])
         patience_s = self._op_timeout_s if lane is None else lane.timeout_s
         num_blocks = len(op)

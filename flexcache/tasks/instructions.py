@@ -36,6 +36,17 @@ class MatchedTask(NamedTuple):
     tail_at: int = 0
 
 
+class PromisedLoad(NamedTuple):
+    """A load that the engine's ranks carry out by themselves (`KVTaskEngine.promise`).
+
+    ``pool_blocks``: blocks of the host pool (int64), in the order of the prompt.
+    """
+
+    task_id: TaskId
+    op_id: OpId
+    pool_blocks: bytes
+
+
 class TaskResult(NamedTuple):
     """How a task ended: ``num_ok`` blocks from block ``start`` of the prompt on.
 

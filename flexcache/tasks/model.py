@@ -50,6 +50,9 @@ class Task:
     state: TaskState = TaskState.CREATED
     gated: bool = False
     """Whether its launch asked for ops of the GPU to wait until the engine opens their gate."""
+    is_promised: bool = False
+    """Whether a step of its engine counts on it: its ranks are given it by the engine, and nothing
+    but their reports or the engine's own cancel ends it."""
     session_id: str | None = None
     """Whose prompt it is, if its caller has said."""
     adapter: str = ""
@@ -75,7 +78,10 @@ class Task:
         plan = Plan(self.plan.kind, self.plan.root, self.plan.start, self.plan.start)
         plan.num_before = self.plan.num_before
         plan.graph.ops = [run.op for run in running]
-        left = Task(self.task_id, owner, plan, self.num_tokens, gated=self.gated, is_told=is_told)
+        left = Task(
+            self.task_id, owner, plan, self.num_tokens, gated=self.gated,
+            is_promised=self.is_promised, is_told=is_told,
+        )  # fmt: skip
         if self.launched_s is not None:
             left.launch(self.launched_s)
         for run in running:

@@ -94,7 +94,7 @@ class ProbeConnector(_Connector):  # type: ignore[misc]
             self._write("stored", pairs)
         super().bind_connector_metadata(connector_metadata)
         self._loading.update(loading)
-        self._by_layer = [load.request_id for load in connector_metadata.loads if load.by_layer]
+        self._by_layer = [load.request_id for load in connector_metadata.loads if load.promised]
 
     def get_finished(self, finished_req_ids: set[str]) -> Any:
         sent, received = super().get_finished(finished_req_ids)

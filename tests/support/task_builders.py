@@ -42,6 +42,7 @@ from flexcache.tasks.instructions import (
 )
 from flexcache.tasks.stats import BreakerStats, CacheIdentity, CacheStats
 from flexcache.transfer.graph import TransferOp
+from flexcache.transfer.messages import unpack_ids
 
 IDENTITY = CacheIdentity(fingerprint="a model", layout="", block_bytes=1, tokens_per_block=16)
 ROOT = make_root("a model", [], ENGINE_KEYS)
@@ -282,6 +283,23 @@ class World:
         for task_id, is_open in zip(task_ids, are_open, strict=True):
             self.tasks[task_id].launched |= is_open
         self._carry_out()
+
+    def promise(self, task_id: TaskId) -> bool:
+        """Have a get promised; if it is, its engine gives it to all ranks at once."""
+        info = self.tasks[task_id]
+        promised = self.engine.promise(task_id, self.now)
+        assert not self.engine.take_instructions(), "a rank was given an op of a promised load"
+        if promised is None:
+            return False
+        info.launched = info.gated = True
+        [op] = info.plan.graph.ops
+        op.dst = info.slots
+        assert op.src is not None
+        pool_blocks = unpack_ids(promised.pool_blocks).tolist()
+        assert (promised.op_id, pool_blocks) == (op.op_id, op.src.tolist())
+        for rank in self._load_ranks:
+            self._take_on(RunOp(device(info.engine, rank), task_id, op, None, gated=True))
+        return True
 
     def _can_continue(self, kind: TaskKind, engine: str, text: str) -> bool:
         """Whether a tier that counts has all blocks of a prompt, or awaits those it lacks."""

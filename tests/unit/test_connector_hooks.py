@@ -13,6 +13,7 @@ LEFT_TO_VLLM = {
     "clear_connector_metadata": "vLLM's own",
     "has_connector_metadata": "vLLM's own",
     "get_mem_pool_context": "KV tensors are taken as vLLM allocates them",
+    "bind_kv_cache_manager": "loads that could be lost run between steps",
     "set_host_xfer_buffer_ops": "for transports that cannot reach the device",
     "finish_forward": "copies out of a step's blocks begin in a later step",
     "reset_capture_state": "a captured graph waits for no layer",

@@ -92,7 +92,7 @@ def server(tmp_path: Path) -> Iterator[PlayedServer]:
 def client(server: PlayedServer) -> Iterator[EngineClient]:
     model = ModelConfig("m", 1, 1, 8, torch.float16)
     config = CacheConfig(endpoint=server.endpoint)
-    client = EngineClient(RemoteTransport(server.endpoint, model, config, "e", 0.0))
+    client = EngineClient(RemoteTransport(server.endpoint, model, config, "e", 0.0), 1)
     client.start()
     yield client
     client.shutdown()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,8 +36,12 @@ def budget(counters: Counters) -> StepBudget:
     return budget
 
 
-def take_steps(budget: StepBudget, num_tokens: int, seconds: float, now: float = 0.0) -> None:
+_starts = itertools.count(100, 100)
+
+
+def take_steps(budget: StepBudget, num_tokens: int, seconds: float) -> None:
     for _ in range(2):
+        now = next(_starts)
         budget.begin_step(0, num_tokens, now)
         budget.end_step(now + seconds)
 
@@ -84,6 +90,15 @@ def test_the_counters_are_not_read_again_too_soon(budget: StepBudget, counters: 
     counters.so_far = (2000, 1.010)  # a thousand tokens in a second
     assert not budget.has_room(500, 32, now=6.0)
     assert counters.num_read == 2
+
+
+def test_a_step_that_is_launched_early_begins_when_the_one_before_it_has_ended() -> None:
+    steps = StepTimes()
+    steps.begin(32, 0.0)
+    for number in range(1, 5):
+        steps.begin(32, 0.040 * number - 0.039)
+        steps.end(0.040 * number)
+    assert steps.at_least(32) == pytest.approx(0.040)
 
 
 def test_an_idle_step_says_nothing() -> None:

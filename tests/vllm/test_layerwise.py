@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cluster import until
+from cluster import PATIENCE_S, until
 from engines import Engine, make_prompt
 from paths import MODELS
 from probe_connector import compare_probes
@@ -19,7 +19,7 @@ from test_processes import _cpu_flags, assert_exact, run
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from flexcache.errors import ConfigError
+from flexcache.errors import ConfigError, LoadLostError
 from flexcache.integration.layerwise_rule import LayerwiseRule
 from flexcache.integration.vllm.layerwise import find_obstacle
 from flexcache.integration.vllm.step_budget import StepBudget
@@ -48,7 +48,7 @@ class Watch:
 
     @property
     def by_layer(self) -> list[bool]:
-        return [load.by_layer for load in self.loads]
+        return [load.promised is not None for load in self.loads]
 
 
 @pytest.fixture
@@ -119,22 +119,21 @@ def test_negative_control_missing_loads_are_noticed(
 ) -> None:
     prompt = make_prompt(500, next(_seeds))
     cold = tokens_of(engine, prompt)
-    worker = get_kv_transfer_group()._worker
+    client = get_kv_transfer_group()._worker.client
+    load, skipped = client.load_promised, []
+
+    def skip(*arguments: Any) -> LayerLoad:
+        skipped.append(arguments)
+        nothing = LayerLoad({}, 1)
+        nothing.part_started(0, None)
+        return nothing
+
     with monkeypatch.context() as patch:
-        patch.setattr(type(worker.client), "load_by_layer", lose)
-        patch.setattr(worker, "take_bad_blocks", lambda: set())
+        patch.setattr(client, "load_promised", skip)
         tokens, _ = serve_again(engine, prompt, on_the_gpu)
-    worker.take_bad_blocks()
+    assert load(*skipped[0]).wait_all(None)
     engine.forget_all()
     assert tokens != cold
-
-
-def lose(client: Any, task_id: int, num_blocks: int) -> Any:
-    """Replace `KVTPClient.load_by_layer`: nothing is copied."""
-    load = client._worker.gates.load_by_layer(task_id, num_blocks)
-    load.give_up()
-    client._link.wake()
-    return load
 
 
 def test_a_prompt_with_nothing_left_to_compute_waits_between_steps(
@@ -189,7 +188,7 @@ def test_a_rest_longer_than_a_scheduling_chunk_is_computed_in_steps(
     assert tokens_of(engine, prompt) == tokens
 
 
-def test_requests_that_share_a_load_do_not_share_its_step(
+def test_requests_compute_with_what_is_loaded_for_another_in_their_step(
     engine: Engine, watch: Watch, on_the_gpu: dict[str, torch.Tensor]
 ) -> None:
     shared = make_prompt(256, next(_seeds))
@@ -197,19 +196,19 @@ def test_requests_that_share_a_load_do_not_share_its_step(
     cold = [o.outputs[0].token_ids for o in engine.generate_all(prompts)]
     engine.forget_gpu()
     scrub(on_the_gpu)
-    steps: list[list[str]] = []
+    steps: list[int] = []
     take_step = watch._take_step
 
     def note(scheduled: Any) -> Any:
         metadata = take_step(scheduled)
-        steps.append([load.request_id for load in metadata.loads])
+        steps.append(len(metadata.loads))
         return metadata
 
     watch._take_step = note
     warm = engine.generate_all(prompts)
     assert [o.outputs[0].token_ids for o in warm] == cold
     assert all(o.num_cached_tokens == 352 for o in warm)
-    assert next(len(loads) for loads in steps if loads) == 1
+    assert max(steps) == 5
     seen = compare_probes(engine.probe_dir)
     assert seen["different"] == []
     assert seen["loaded"] == 8 + 5 * 3  # what is shared only once
@@ -245,23 +244,33 @@ def test_a_request_that_ends_with_its_first_token_leaves_nothing_behind(
     assert engine.manager.stats()["tiers"]["CPU"]["leased"] == 0
 
 
-def test_layers_with_nothing_to_load_may_be_announced_too() -> None:
-    loads, load = StepLoads(["a"], 60), LayerLoad({"a": 1}, 1)
-    load.begin_part()
-    load.part_started(1, None)
-    loads.add(load, [7])
+def lost_load() -> LayerLoad:
+    load = LayerLoad({"a": 1, "b": 2}, 1)
+    load.end()
+    return load
+
+
+def test_a_step_waits_for_whole_loads_until_all_layers_were_announced_once() -> None:
+    """A lost load shows which layers are waited for."""
+    loads = StepLoads(["a", "b"])
     for name in ("an encoder's", "a"):
         loads.before_layer(name)
-    assert loads.finish() == set()
+    loads.add(lost_load())
+    with pytest.raises(LoadLostError):
+        loads.before_step()
+    with pytest.raises(LoadLostError):
+        loads.before_layer("b")
+    loads.before_step()
+    with pytest.raises(LoadLostError, match="layerwise_load = off"):
+        loads.finish()
 
 
-def test_a_layer_that_comes_after_it_was_read_does_not_count() -> None:
-    loads, load = StepLoads(["a"], 0.0), LayerLoad({"a": 1}, 1)
-    loads.add(load, [7])
-    loads.before_layer("a")  # the model computes with what is there
-    if load.begin_part():
-        load.part_started(1, None)
-    assert loads.finish() == {7}
+def test_a_step_that_a_graph_may_replay_waits_for_whole_loads() -> None:
+    loads = StepLoads(["a"], has_graphs=True)
+    loads.before_layer("a")
+    loads.add(lost_load())
+    with pytest.raises(LoadLostError):
+        loads.before_step()
 
 
 # -- beside other requests -----------------------------------------------------------------------
@@ -332,7 +341,7 @@ def test_copies_begin_before_inputs_are_prepared_if_they_may(
     worker, order = get_kv_transfer_group()._worker, []
     runner = engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     runner = runner.model_runner
-    load, update, take_step = worker.client.load_by_layer, runner._update_states, watch.take_step
+    load, update, take_step = worker.client.load_promised, runner._update_states, watch.take_step
 
     def note_load(*arguments: Any) -> Any:
         order.append("load")
@@ -348,7 +357,7 @@ def test_copies_begin_before_inputs_are_prepared_if_they_may(
     prompt = make_prompt(300, next(_seeds))
     cold = tokens_of(engine, prompt)
     engine.forget_gpu()
-    monkeypatch.setattr(worker.client, "load_by_layer", note_load)
+    monkeypatch.setattr(worker.client, "load_promised", note_load)
     monkeypatch.setattr(runner, "_update_states", note_update)
     monkeypatch.setattr(engine.scheduler.connector._scheduler, "take_step", telling)
     assert tokens_of(engine, prompt) == cold
@@ -372,82 +381,78 @@ def test_copies_begin_late_if_blocks_are_cleared_or_siblings_save_them(
     monkeypatch.setattr(side, "_has_siblings", has_siblings)
     step = SimpleNamespace(num_scheduled_tokens={}, new_block_ids_to_zero=cleared)
     assert side.take_step(step).begins_late is expected
+    list(side.take_events())  # it has ended
 
 
-# -- loads that do not ---------------------------------------------------------------------------
+# -- whatever happens ---------------------------------------------------------------------------
 
 
-def refuse_launch(engine: Engine, patch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: Any, **options: Any) -> None:
-        raise ValueError("not today")
-
-    patch.setattr(engine.manager, "launch", refuse)
+def promise_nothing(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(engine.manager, "promise", lambda task_id: None)
 
 
-def fail_in_the_third_layer(engine: Engine, patch: pytest.MonkeyPatch) -> None:
-    copier = client_worker()._copier
-    start, count = copier.start, itertools.count()
-
-    def fail(*arguments: Any) -> None:
-        if next(count) == 2:
-            raise RuntimeError("CUDA error: an illegal address")
-        start(*arguments)
-
-    patch.setattr(copier, "start", fail)
-
-
-def announce_no_third_layer(engine: Engine, patch: pytest.MonkeyPatch) -> None:
-    loads = get_kv_transfer_group()._worker.step_loads
-    announce = loads.before_layer
-    patch.setattr(loads, "before_layer", lambda name: None if ".2." in name else announce(name))
-
-
-def begin_too_late(engine: Engine, patch: pytest.MonkeyPatch) -> None:
-    """Stop the rank's thread between messages until the engine no longer waits."""
-    worker, may_go = client_worker(), threading.Event()
+def begin_late(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+    """Stop the rank's thread until the engine waits for a layer."""
+    worker, is_waited_for = client_worker(), threading.Event()
     step_loads = get_kv_transfer_group()._worker.step_loads
-    advance, finish = worker.advance, step_loads.finish
+    advance, before_layer = worker.advance, step_loads.before_layer
 
     def late(**options: Any) -> Any:
-        may_go.wait()
+        if worker.gates.layer_loads:
+            is_waited_for.wait(PATIENCE_S)
         return advance(**options)
 
-    def finish_and_release() -> Any:
-        bad = finish()
-        may_go.set()
-        return bad
+    def wait(name: str) -> None:
+        if step_loads._loads:
+            is_waited_for.set()
+        before_layer(name)
 
-    patch.setattr(step_loads, "_timeout_s", 0.05)
     patch.setattr(worker, "advance", late)
-    patch.setattr(step_loads, "finish", finish_and_release)
+    patch.setattr(step_loads, "before_layer", wait)
 
 
-def lose_the_task(engine: Engine, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(type(get_kv_transfer_group()._worker.client), "load_by_layer", lose)
+def replay_a_graph(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+    """No layer is announced."""
+    step_loads = get_kv_transfer_group()._worker.step_loads
+    patch.setattr(step_loads, "_has_graphs", True)
+    patch.setattr(step_loads, "before_layer", lambda name: None)
 
 
-FAULTS: list[Callable[[Engine, pytest.MonkeyPatch], None]] = [
-    refuse_launch,
-    fail_in_the_third_layer,
-    announce_no_third_layer,
-    begin_too_late,
-    lose_the_task,
-]
+def clear_the_cache(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+    """Reset it between the schedule and the step."""
+    worker = get_kv_transfer_group()._worker
+    begin = worker.begin_step
+
+    def reset_and_begin(metadata: Any) -> None:
+        if any(load.promised for load in metadata.loads):
+            engine.manager.reset()
+        begin(metadata)
+
+    patch.setattr(worker, "begin_step", reset_and_begin)
 
 
-@pytest.fixture
-def _trusts_announcements_again() -> Iterator[None]:
-    yield
-    get_kv_transfer_group()._worker.step_loads._all_are_announced = True
+def change_weights(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+    """Change them between the schedule and the step."""
+    worker = get_kv_transfer_group()._worker
+    begin = worker.begin_step
+
+    def change_and_begin(metadata: Any) -> None:
+        if any(load.promised for load in metadata.loads):
+            worker.client.weights_changed()
+        begin(metadata)
+
+    patch.setattr(worker, "begin_step", change_and_begin)
 
 
-@pytest.mark.usefixtures("_trusts_announcements_again")
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_load_that_is_lost_within_its_step_is_recomputed(
+EVENTS = [promise_nothing, begin_late, replay_a_graph, clear_the_cache, change_weights]
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.__name__)
+def test_no_load_is_lost_within_a_step(
     engine: Engine,
     watch: Watch,
     on_the_gpu: dict[str, torch.Tensor],
-    fault: Callable[[Engine, pytest.MonkeyPatch], None],
+    event: Callable[[Engine, pytest.MonkeyPatch], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prompt = make_prompt(600, next(_seeds))
@@ -456,127 +461,87 @@ def test_a_load_that_is_lost_within_its_step_is_recomputed(
     engine.forget_gpu()
     scrub(on_the_gpu)
     with monkeypatch.context() as patch:
-        fault(engine, patch)
+        event(engine, patch)
         assert tokens_of(engine, prompt) == cold
         engine.settle()
-    assert watch.by_layer == [True]
+    assert watch.by_layer == [event is not promise_nothing]
     assert compare_probes(engine.probe_dir)["different"] == []
-    assert tokens_of(engine, prompt) == cold  # and vLLM keeps no block of the step thrown away
+    assert tokens_of(engine, prompt) == cold
     assert engine.manager.stats()["tiers"]["CPU"]["leased"] == 0
     pool = engine.scheduler.kv_cache_manager.block_pool
     engine.drain()
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # all but the null block
+    engine.forget_all()
+    assert tokens_of(engine, prompt) == cold
     assert serve_again(engine, prompt, on_the_gpu) == (cold, 576)
 
 
-def test_other_requests_in_the_step_of_a_lost_load_are_unaffected(
-    engine: Engine,
-    watch: Watch,
-    on_the_gpu: dict[str, torch.Tensor],
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("within", [False, True])
+def test_blocks_that_were_loaded_for_an_aborted_request_are_whole(
+    engine: Engine, watch: Watch, on_the_gpu: dict[str, torch.Tensor], within: bool
 ) -> None:
-    shared = make_prompt(256, next(_seeds))
-    prompts = [shared + make_prompt(100, next(_seeds)) for _ in range(3)]
-    prompts.append(make_prompt(333, next(_seeds)))
-    cold = [o.outputs[0].token_ids for o in engine.generate_all(prompts)]
-    engine.settle()
-    engine.forget_gpu()
-    scrub(on_the_gpu)
-    monkeypatch.setattr(engine.scheduler, "max_num_scheduled_tokens", 100)
-    with monkeypatch.context() as patch:
-        lose_the_task(engine, patch)
-        assert [o.outputs[0].token_ids for o in engine.generate_all(prompts)] == cold
-        engine.settle()
-    assert any(watch.by_layer)
-    assert [o.outputs[0].token_ids for o in engine.generate_all(prompts)] == cold
-
-
-def test_blocks_of_a_lost_load_are_not_shared_when_their_request_is_aborted(
-    engine: Engine,
-    watch: Watch,
-    on_the_gpu: dict[str, torch.Tensor],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    """Aborted after its step, or between the model's run and the end of the step."""
     prompt = make_prompt(600, next(_seeds))
     cold = tokens_of(engine, prompt)
     engine.settle()
     engine.forget_gpu()
     scrub(on_the_gpu)
-    with monkeypatch.context() as patch:
-        lose_the_task(engine, patch)
-        sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-        llm_engine = engine.llm.llm_engine
-        llm_engine.add_request("aborted", {"prompt_token_ids": prompt}, sampling)
-        llm_engine.step()
-        llm_engine.abort_request(["aborted"])
-        engine.settle()
-    assert watch.by_layer == [True]
-    scrub(on_the_gpu)
-    assert tokens_of(engine, prompt) == cold
-    assert len(watch.by_layer) == 2  # all of it was loaded: vLLM had none
-
-
-def test_blocks_of_a_lost_load_are_not_shared_when_its_request_is_aborted_within_the_step(
-    engine: Engine,
-    watch: Watch,
-    on_the_gpu: dict[str, torch.Tensor],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """vLLM handles aborts between the model's run and the report of what was lost in it."""
-    prompt = make_prompt(600, next(_seeds))
-    cold = tokens_of(engine, prompt)
-    engine.settle()
-    engine.forget_gpu()
-    engine.manager.clear("SSD")
-    scrub(on_the_gpu)
-    launch = engine.manager.launch
-
-    def launch_and_forget(*arguments: Any, **options: Any) -> None:
-        launch(*arguments, **options)
-        engine.manager.clear("CPU")  # a put of the garbage would find room
-
     core = engine.llm.llm_engine.engine_core.engine_core
-    with monkeypatch.context() as patch:
-        lose_the_task(engine, patch)
-        patch.setattr(engine.manager, "launch", launch_and_forget)
-        sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-        engine.llm.llm_engine.add_request("aborted", {"prompt_token_ids": prompt}, sampling)
+    sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    engine.llm.llm_engine.add_request("aborted", {"prompt_token_ids": prompt}, sampling)
+    if within:
         core.aborts_queue.put(list(core.scheduler.requests))
-        engine.llm.llm_engine.step()
-        assert not core.scheduler.running
-        engine.settle()
+    engine.llm.llm_engine.step()
     engine.llm.llm_engine.abort_request(["aborted"])
+    engine.settle()
     assert watch.by_layer == [True]
     engine.scheduler.connector._scheduler.check_idle()
+    output = engine.generate(prompt)
+    assert (list(output.outputs[0].token_ids), output.num_cached_tokens) == (cold, 576)
+    assert watch.by_layer == [True]  # from the GPU
+    assert compare_probes(engine.probe_dir)["different"] == []
+
+
+def test_what_vllm_has_no_room_for_is_promised_to_no_step(
+    engine: Engine,
+    watch: Watch,
+    on_the_gpu: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM asks, and then does not allocate: the load is cancelled, and promised again later."""
+    prompt = make_prompt(600, next(_seeds))
+    cold = tokens_of(engine, prompt)
+    engine.settle()
+    engine.forget_gpu()
     scrub(on_the_gpu)
+    manager, refused = engine.scheduler.kv_cache_manager, []
+    allocate = manager.allocate_slots
+
+    def refuse(request: Any, *arguments: Any, **options: Any) -> Any:
+        if len(refused) < 3:
+            refused.append(engine.manager.stats()["tiers"]["CPU"]["leased"])
+            return None
+        return allocate(request, *arguments, **options)
+
+    monkeypatch.setattr(manager, "allocate_slots", refuse)
     assert tokens_of(engine, prompt) == cold
+    assert watch.by_layer == [True]
+    engine.settle()
+    assert engine.manager.stats()["tiers"]["CPU"]["leased"] == 0
 
 
 # -- what decides --------------------------------------------------------------------------------
 
 
-def test_layerwise_on_is_refused_for_an_engine_that_schedules_ahead() -> None:
-    obstacle = find_obstacle(config_with(async_scheduling=True), "recompute")
-    with pytest.raises(ConfigError, match=r"layerwise_load = 'on': .*async_scheduling=False"):
-        LayerwiseRule("on", obstacle)
-    assert not LayerwiseRule("auto", obstacle).allows("any")
+def test_loads_run_within_steps_of_engines_that_schedule_ahead() -> None:
+    assert find_obstacle(config_with(async_scheduling=True)) is None
+    assert "groups" in str(find_obstacle(config_with(), has_groups=True))
 
 
-@pytest.mark.parametrize("async_scheduling", [True, False])
-def test_layerwise_on_is_refused_on_the_second_runner_however_it_schedules(
-    async_scheduling: bool,
-) -> None:
-    config = config_with(async_scheduling)
-    config.use_v2_model_runner = True
-    obstacle = find_obstacle(config, "recompute")
-    with pytest.raises(ConfigError, match=r"layerwise_load = 'on': .*VLLM_USE_V2_MODEL_RUNNER=0"):
-        LayerwiseRule("on", obstacle)
-    assert not LayerwiseRule("auto", obstacle).allows("any")
-
-
-def test_a_lost_load_must_not_end_its_request() -> None:
-    assert "kv_load_failure_policy" in (find_obstacle(config_with(), "fail") or "")
-    assert find_obstacle(config_with(), "recompute") is None
+def test_on_is_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match=r"layerwise_load = 'on': some reason"):
+        LayerwiseRule("on", "some reason")
+    assert not LayerwiseRule("auto", "some reason").allows("any")
 
 
 def config_with(async_scheduling: bool = False) -> Any:

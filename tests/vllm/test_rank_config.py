@@ -117,4 +117,4 @@ def test_ranks_that_deal_tokens_out_differently_have_other_layouts() -> None:
 
 
 def test_loads_within_a_step_are_not_for_pipeline_stages() -> None:
-    assert "stages" in str(find_obstacle(config(pipeline_parallel_size=2), "recompute"))
+    assert "stages" in str(find_obstacle(config(pipeline_parallel_size=2)))

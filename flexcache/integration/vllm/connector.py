@@ -84,10 +84,6 @@ class FlexCacheConnectorV1(WorkerHooks, GroupHooks):  # type: ignore[misc]
 
     # -- scheduler -------------------------------------------------------------------------------
 
-    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        super().bind_kv_cache_manager(kv_cache_manager)
-        self._scheduler.gets.forget_blocks = kv_cache_manager.evict_blocks
-
     def on_new_request(self, request: Request) -> None:
         self._scheduler.gets.arrived(request)
 

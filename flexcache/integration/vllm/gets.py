@@ -6,16 +6,20 @@ A request has at most one open get, however often vLLM asks; the get's life:
        |
        +--(other prefix, no blocks wanted, request ends)--> cancelled, gone
 
-A get that runs within the step (`layerwise`) is gone when its step begins. vLLM counts its blocks
-as computed, and shares them, as soon as they are allocated. Hence no request that shares them is
-admitted to the same step, and if the load is lost vLLM is made to forget them.
+    matched --promised--> blocks allocated: the ranks are given it with the step, and it is gone
+                  |
+                  +--(no blocks allocated in this step, or as above)--> cancelled, gone
+
+vLLM counts blocks that are loaded within the step as computed, shares them as soon as they are
+allocated, and may have scheduled further steps by the time this one has run. So only loads that
+cannot be lost run there (`client.promises`): they are promised before vLLM is answered.
 """
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Collection
+from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,20 +33,18 @@ from flexcache.integration.vllm.early_loads import EarlyLoads
 from flexcache.integration.vllm.early_lookups import EarlyLookUps
 from flexcache.integration.vllm.metadata import Load
 from flexcache.integration.vllm.names import RequestName
-from flexcache.integration.vllm.requests import Get, RequestRecord, StepLoad
+from flexcache.integration.vllm.requests import Get, RequestRecord
 from flexcache.integration.vllm.siblings import is_served_by_sibling
 from flexcache.integration.vllm.step_budget import StepBudget
-from flexcache.logs import log_event
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Step:
-    """Content of the next step's metadata; ``by_layer`` names the loads that run within it."""
+    """Content of the next step's metadata."""
 
     loads: list[Load] = field(default_factory=list)
-    by_layer: dict[str, None] = field(default_factory=dict)
+    counts_on_ranks: bool = False
+    """Whether loads run within it."""
 
 
 class Gets:
@@ -57,7 +59,6 @@ class Gets:
         budget: Which others are short enough.
         early: Look-ups ahead of vLLM's question.
         early_loads: Loads to DRAM ahead of it.
-        forget_blocks: vLLM's function to drop blocks from its prefix cache, once bound.
         has_matched: Whether anything was matched since this was last reset.
     """
 
@@ -83,13 +84,14 @@ class Gets:
         """In a shared cache, not known before the store is first waited for."""
         self._requests: dict[str, RequestRecord] = {}
         self._step = _Step()
-        self._computing: dict[str, None] = {}
-        """Requests with a load within the step that is being computed."""
+        self._promised: dict[str, None] = {}
+        """Requests whose get was promised since the last step was scheduled."""
+        self._under_way: deque[bool] = deque()
+        """Steps that have not ended, the oldest first: whether loads run within them."""
         self._arrived: set[str] = set()
         """Requests whose load between steps has ended, and that no step has computed since."""
         self._gone: set[str] = set()
         """Those that ended before."""
-        self.forget_blocks: Callable[[set[int]], None] | None = None
         self.has_matched = False
 
     @property
@@ -125,8 +127,6 @@ class Gets:
         engine's own prefix changes, or the match has become too old.
         """
         name = self._cache.names.begins(request, num_computed)
-        if self._shares_a_load(request, num_computed):
-            return None, False
         if not self._may_load(request):
             return 0, False
         self.early.asked(request.request_id)
@@ -139,19 +139,23 @@ class Gets:
             return 0, False
         if not get.sources.keys() <= {TierName.CPU}:
             self.early_loads.found_below(request)
-        get.by_layer = (
-            self.forget_blocks is not None
-            and get.sources.keys() == {TierName.CPU}
-            and self._may_run_in_step(request, get.num_tokens, num_computed + get.num_tokens)
-        )
-        return get.num_tokens, not get.by_layer
+        if get.promised is None and self._may_run_in_step(request, get):
+            get.promised = self._cache.promise(get.task_id)
+            if get.promised is not None:
+                self._promised[request.request_id] = None
+        return get.num_tokens, get.promised is None
 
-    def _may_run_in_step(self, request: Any, num_loaded: int, num_computed: int) -> bool:
-        """Return whether a load from DRAM, after which ``num_computed`` tokens are there, may run
-        within the step."""
-        num_left = request.num_tokens - num_computed
-        if not num_left:
+    def _may_run_in_step(self, request: Any, get: Get) -> bool:
+        """Return whether a load may run within the step, as far as DRAM and the GPU have room for
+        its blocks, and by the time that it takes."""
+        num_loaded = get.num_tokens
+        num_left = request.num_tokens - get.num_computed - num_loaded
+        if not num_left or get.sources.keys() != {TierName.CPU} or get.name.adapter:
             return False
+        pool = self.early_loads.block_pool
+        num_blocks = (request.num_tokens - get.num_computed) // self._block_size
+        if pool is not None and pool.get_num_free_blocks() < num_blocks:
+            return False  # vLLM would not allocate them
         if self.layerwise.allows(request.request_id):
             return True
         is_open = self.layerwise.depends_on_times
@@ -174,18 +178,6 @@ class Gets:
         last = request.num_tokens - self._tables.has_tails
         record.get = self._match(request, record, num_computed, last)
         return record.get
-
-    def _shares_a_load(self, request: Any, num_computed: int) -> bool:
-        """Return whether the engine's own prefix of the request is being loaded in this step."""
-        for request_id in self._step.by_layer:
-            load = self._requests[request_id].step_load
-            if (
-                load is not None
-                and num_computed > load.first * self._block_size
-                and request.block_hashes[load.first] == load.key
-            ):
-                return True
-        return False
 
     def _match(
         self, request: Any, record: RequestRecord, num_computed: int, num_tokens: int
@@ -230,7 +222,9 @@ class Gets:
         if num_external == 0:
             self._cancel(record)
             return
-        by_layer = get is not None and get.by_layer
+        if get is not None and get.promised is not None:
+            self._load_promised(request, record, get, tables, num_external)
+            return
         if get is None or get.num_tokens != num_external:
             num_computed = 0 if get is None else get.num_computed
             self._cancel(record)
@@ -243,13 +237,21 @@ class Gets:
             self.early_loads.loaded(request_id)
         start = 0 if get is None else get.num_computed
         task_id = get.task_id if get is not None and launched else None
-        self._step.loads.append(self._load(request, task_id, tables, start, num_external, by_layer))
-        if by_layer:
-            first = start // self._block_size
-            key = request.block_hashes[first]
-            record.step_load = StepLoad(first, key, list(tables[0][first:]))
-            self.budget.add(num_external, request.num_tokens - start - num_external)
-            self._step.by_layer[request_id] = None
+        self._step.loads.append(self._load(request, task_id, tables, start, num_external))
+
+    def _load_promised(
+        self, request: Any, record: RequestRecord, get: Get, tables: Tables, num_external: int
+    ) -> None:
+        """Have the ranks load a promised get, or as much of it as vLLM wants, within the step."""
+        start, size = get.num_computed, self._block_size
+        block_ids = list(tables[0][start // size : (start + num_external) // size])
+        self._step.loads.append(
+            Load(request.request_id, get.task_id, block_ids, promised=get.promised)
+        )
+        self._step.counts_on_ranks = True
+        self.budget.add(num_external, request.num_tokens - start - num_external)
+        get.launched = True
+        self.early_loads.loaded(request.request_id)
 
     def _launch(self, get: Get, tables: Tables, num_external: int) -> bool:
         """Start a get; without groups, one for which less was found than vLLM was promised too."""
@@ -261,15 +263,14 @@ class Gets:
         return blocks is not None and self._cache.launch(get.task_id, blocks)
 
     def _load(
-        self, request: Any, task_id: int | None, tables: Tables, start: int, num_tokens: int,
-        by_layer: bool,
-    ) -> Load:  # fmt: skip
+        self, request: Any, task_id: int | None, tables: Tables, start: int, num_tokens: int
+    ) -> Load:
         request_id, adapter = request.request_id, self._cache.names.use_of(request)
         num_blocks, first = num_tokens // self._block_size, start // self._block_size
         if self._tables.has_groups:
             return Load(request_id, task_id, [], num_needed=num_blocks, adapter=adapter)
         block_ids = list(tables[0][first : first + num_blocks])
-        return Load(request_id, task_id, block_ids, by_layer, adapter=adapter)
+        return Load(request_id, task_id, block_ids, adapter=adapter)
 
     def take_started(self, scheduled: Collection[str]) -> dict[str, bool]:
         """Return for the metadata which loads are put to use by the step that vLLM has scheduled
@@ -282,15 +283,34 @@ class Gets:
     def take_step(self) -> list[Load]:
         """Return the loads for the metadata of the step that vLLM has scheduled."""
         step, self._step = self._step, _Step()
-        self._computing |= step.by_layer
-        for request_id in step.by_layer:
-            self._requests[request_id].get = None
+        for load in step.loads:
+            if load.promised is not None:
+                self._requests[load.request_id].get = None
+        for request_id in self._promised:  # those that vLLM has not acted on
+            if (record := self._requests.get(request_id)) is not None:
+                self._cancel(record)
+        self._promised.clear()
+        self._under_way.append(step.counts_on_ranks)
+        self._let_ranks_leave()
         return step.loads
 
-    def transfers_ended(self, received: Collection[str], bad_blocks: Collection[int]) -> None:
-        """End a step. On all ranks, the gets between steps of the requests ``received`` have ended;
-        ``bad_blocks`` were not loaded."""
-        self._end_step_loads(bad_blocks)
+    def step_ended(self) -> None:
+        """The oldest of the steps has ended on every rank."""
+        if self._under_way:
+            self._under_way.popleft()
+            self._let_ranks_leave()
+
+    def _let_ranks_leave(self) -> None:
+        if not self.is_counting_on_ranks:
+            self._cache.end_promises()
+
+    @property
+    def is_counting_on_ranks(self) -> bool:
+        """Whether a load runs within a step that has not ended."""
+        return any(self._under_way)
+
+    def transfers_ended(self, received: Collection[str]) -> None:
+        """End gets. On all ranks, those between steps of the requests ``received`` have ended."""
         for request_id in received:
             record = self._requests.get(request_id)
             (self._gone if record is None else self._arrived).add(request_id)
@@ -298,28 +318,6 @@ class Gets:
                 continue
             get, record.get = record.get, None
             record.has_lost_load |= not self._cache.has_arrived(get.task_id, get.num_tokens)
-
-    def _end_step_loads(self, bad_blocks: Collection[int]) -> None:
-        """End the loads within the step that was computed, and make vLLM forget the lost ones.
-
-        vLLM recomputes lost blocks, but would share them until then, and permanently if the request
-        was aborted while its step ran.
-        """
-        computed, self._computing = self._computing, {}
-        for request_id in computed:
-            record = self._requests[request_id]
-            load, record.step_load = record.step_load, None
-            if record.has_ended:
-                del self._requests[request_id]
-            if load is None or self.forget_blocks is None:
-                continue
-            if not set(load.block_ids).isdisjoint(bad_blocks):
-                log_event(
-                    logger, logging.WARNING, "load_lost", request=request_id,
-                    effect="vLLM computes it",
-                )  # fmt: skip
-                record.has_lost_load = True
-                self.forget_blocks(set(load.block_ids))
 
     # -- ends ------------------------------------------------------------------------------------
 
@@ -330,20 +328,14 @@ class Gets:
         self.layerwise.finished(request_id)
         self.early.ended(request_id)
         self.early_loads.ended(request_id)
-        record.has_ended = True
         if request_id in self._arrived:
             self._arrived.remove(request_id)
             self._gone.add(request_id)
         was_loading = record.get is not None and record.get.launched
         self._cancel(record)
-        if record.step_load is None:
-            self._requests.pop(request_id, None)
-        status = request.status.name
-        return (
-            was_loading  # aborted; the workers report the load's end
-            or (record.step_load is not None and status == "FINISHED_ABORTED")
-            or status == "FINISHED_ERROR"
-        )
+        self._requests.pop(request_id, None)
+        # If it was loading it is aborted; the workers report the load's end.
+        return was_loading or request.status.name == "FINISHED_ERROR"
 
     def hit_sources(self, request_id: str) -> dict[TierName, int]:
         """Return how many tokens each tier supplies to the request's load."""
@@ -357,12 +349,7 @@ class Gets:
             if record.get is not None and not record.get.launched:
                 self._cancel(record)
 
-    @property
-    def is_computing(self) -> bool:
-        """Whether a load runs within the step that is being computed."""
-        return bool(self._computing)
-
     def check_idle(self) -> None:
         """Raise `InternalError` if a request is still remembered; all must have ended."""
-        if self._requests or self._computing or self._arrived:
+        if self._requests or self._arrived or self.is_counting_on_ranks:
             raise InternalError(f"ended requests are still remembered: {list(self._requests)}")

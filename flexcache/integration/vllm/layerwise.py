@@ -18,28 +18,20 @@ def recovers_in_steps(vllm_config: Any) -> bool:
     )
 
 
-def find_obstacle(vllm_config: Any, failure_policy: str, has_groups: bool = False) -> str | None:
+def find_obstacle(vllm_config: Any, has_groups: bool = False) -> str | None:
     """Return why loads of an engine cannot run within a step; None if they can.
 
-    A load may fail after its step was computed; see `recovers_in_steps`.
-
     Args:
-        failure_policy: The ``kv_load_failure_policy`` that vLLM obeys.
         has_groups: Whether the model has KV cache groups.
     """
     if has_groups:
-        return "vLLM cannot recover from a load lost in a step of a model with KV cache groups"
+        return "a model with KV cache groups is not loaded layer by layer"
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        return "with pipeline stages the next step is under way when a load is lost"
-    if getattr(vllm_config, "use_v2_model_runner", False):  # whether it schedules ahead or not
-        return (
-            "vLLM's second model runner does not recover from a load lost in a step; set "
-            "VLLM_USE_V2_MODEL_RUNNER=0 in the environment, and async_scheduling=False"
-        )
-    if vllm_config.scheduler_config.async_scheduling:
-        return "vLLM does not recover from a load lost in a step; set async_scheduling=False"
-    if failure_policy != "recompute":
-        return (
-            "a load lost in a step would fail its request; set kv_load_failure_policy='recompute'"
-        )
+        return "not tested with pipeline stages"
     return None
+
+
+def has_full_graphs(vllm_config: Any) -> bool:
+    """Return whether CUDA graphs may replay whole steps, which announce no layer."""
+    mode = getattr(getattr(vllm_config, "compilation_config", None), "cudagraph_mode", None)
+    return mode is not None and bool(mode.has_full_cudagraphs())

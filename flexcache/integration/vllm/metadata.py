@@ -10,6 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from flexcache.tasks.instructions import PromisedLoad
+
 
 class AdapterUse(NamedTuple):
     """The adapter that a load is for.
@@ -31,7 +33,7 @@ class AdapterUse(NamedTuple):
 class Load:
     """A request's blocks that a task fills. ``task_id`` is None if it could not be started.
 
-    With ``by_layer`` the load runs within the step of this metadata, otherwise between steps. In a
+    One that was ``promised`` runs within the step of this metadata, others between steps. In a
     model with groups, ``num_needed`` blocks of the cache must arrive, or the request starts over;
     ``block_ids`` are for other models.
     """
@@ -39,7 +41,7 @@ class Load:
     request_id: str
     task_id: int | None
     block_ids: list[int]
-    by_layer: bool = False
+    promised: PromisedLoad | None = None
     num_needed: int = 0
     adapter: AdapterUse | None = None
 

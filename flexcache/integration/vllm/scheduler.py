@@ -70,11 +70,10 @@ class FlexCacheScheduler:
         keys_per_position = read_keys_per_position(vllm_config, kv_cache_config)
         config = read_cache_config(vllm_config, block_size)
         transfer = read_transfer_config(vllm_config)
-        failure_policy = transfer.kv_load_failure_policy
-        obstacle = find_obstacle(vllm_config, failure_policy, bool(model.groups))
+        obstacle = find_obstacle(vllm_config, bool(model.groups))
         layerwise = LayerwiseRule(config.layerwise_load, obstacle)
         place = read_place(vllm_config, config)
-        _warn_of_surprises(failure_policy, config, place)
+        _warn_of_surprises(transfer.kv_load_failure_policy, config, place)
         _tell_about_states(vllm_config, model)
         namespace = read_key_namespace(vllm_config)
         can_lose_loads = not model.groups
@@ -190,12 +189,11 @@ class FlexCacheScheduler:
     def transfers_ended(self, received: Collection[str], bad_blocks: Collection[int]) -> None:
         """End a step. On all ranks, the gets between steps of the requests ``received`` have ended;
         ``bad_blocks`` were not loaded."""
-        self.gets.budget.end_step(time.monotonic())
-        self._has_news |= bool(received) or self.gets.is_computing
+        self._has_news |= bool(received) or self.gets.is_counting_on_ranks
         self._has_news |= self.puts.release()
         if bad_blocks:
             self.puts.withdraw(bad_blocks)
-        self.gets.transfers_ended(received, bad_blocks)
+        self.gets.transfers_ended(received)
 
     def hit_sources(self, request_id: str) -> dict[TierName, int]:
         """Return how many tokens each tier supplies to the request's load."""
@@ -233,8 +231,11 @@ class FlexCacheScheduler:
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return what the tiers stored and lost, for vLLM to publish with its own events. vLLM
         calls it once at the end of each step."""
+        now = time.monotonic()
+        self.gets.step_ended()
+        self.gets.budget.end_step(now)
         if self._launched and self._prefill is not None:
-            rate = self._prefill.batch_ended(*self._launched.popleft(), time.monotonic())
+            rate = self._prefill.batch_ended(*self._launched.popleft(), now)
             if rate is not None:
                 self._cache.report_prefill(rate)
         if not self._publishes or not self._cache.is_open:

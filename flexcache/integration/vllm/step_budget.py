@@ -20,27 +20,31 @@ _SIZES_PER_OCTAVE = 4  # of steps that are told apart
 _NUM_STEPS = 16  # recent ones, of each size
 _MIN_STEPS = 2  # one alone may have compiled something, or waited
 _NUM_LOADS = 16  # recent readings of the counters
+_MOST_STEPS_AHEAD = 8  # vLLM launches fewer before the first has ended
 
 
 class StepTimes:
     """Durations of steps of about the same number of tokens."""
 
     def __init__(self) -> None:
-        self._began: tuple[int, float] | None = None
+        self._launched: deque[tuple[int, float]] = deque(maxlen=_MOST_STEPS_AHEAD)
+        """Tokens and times of the steps that were launched and have not ended."""
+        self._last_end_s = 0.0
         self._seconds: defaultdict[int, deque[float]] = defaultdict(
             lambda: deque(maxlen=_NUM_STEPS)
         )
 
     def begin(self, num_tokens: int, now: float) -> None:
-        """Record that a step of ``num_tokens`` begins."""
-        self._began = (num_tokens, now) if num_tokens else None
+        """Record that a step of ``num_tokens`` is launched, maybe while others run."""
+        self._launched.append((num_tokens, now))
 
     def end(self, now: float) -> None:
-        """Record that the step has ended."""
-        if self._began is not None:
-            num_tokens, began_s = self._began
-            self._seconds[_size(num_tokens)].append(now - began_s)
-            self._began = None
+        """Record that the oldest step has ended. It began when the one before it had."""
+        if self._launched:
+            num_tokens, launched_s = self._launched.popleft()
+            began_s, self._last_end_s = max(launched_s, self._last_end_s), now
+            if num_tokens:
+                self._seconds[_size(num_tokens)].append(now - began_s)
 
     def at_least(self, num_tokens: int) -> float:
         """Return how many seconds a step of ``num_tokens`` takes at least: as long as the fastest

@@ -1,17 +1,20 @@
 """Worker side of loads that run within the engine step that computes with them.
 
-vLLM announces each layer before it computes it, and waits here until that layer has arrived. Loads
-that are incomplete at the end of the step are reported: vLLM then discards the request's output. A
-layer that vLLM did not announce (a graph replays it, or it belongs to a draft model or an indexer)
-may have been computed too early; its load counts as lost too, and from then on steps wait for their
-loads before they start.
+vLLM announces each layer before it computes it, and waits here until that layer has arrived. One
+that it does not announce would be computed with what is in its place: an indexer's, or any that a
+graph of the whole model replays. So a step waits for its loads before the first layer until every
+layer has been announced once; with such graphs, always. All of a load has arrived before the step's
+results are collected, so before a draft model that runs after that.
+
+No load is lost here: each was promised (`client.promises`). If a copy fails all the same, no token
+may come of the step, since vLLM cannot go back behind it.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection
 
+from flexcache.errors import LoadLostError
 from flexcache.transfer.workers.layer_load import LayerLoad
 
 
@@ -20,54 +23,44 @@ class StepLoads:
 
     Args:
         layers: Names of all layers that are loaded.
-        timeout_s: Limit on all waiting in one step.
+        has_graphs: Whether graphs may replay layers without announcing them.
     """
 
-    def __init__(self, layers: Collection[str], timeout_s: float) -> None:
-        self._layers = frozenset(layers)
-        self._timeout_s = timeout_s
-        self._deadline_s = 0.0
-        self._loads: list[tuple[LayerLoad, list[int]]] = []
-        self._announced: set[str] = set()
-        self._all_are_announced = True
+    def __init__(self, layers: Collection[str], has_graphs: bool = False) -> None:
+        self._unannounced = set(layers)
+        self._has_graphs = has_graphs
+        self._loads: list[LayerLoad] = []
 
-    def add(self, load: LayerLoad, block_ids: list[int]) -> None:
-        """Add a load into these blocks; the step has begun."""
-        if not self._loads:
-            self._deadline_s = time.monotonic() + self._timeout_s
-            self._announced = set()
-        self._loads.append((load, block_ids))
+    def add(self, load: LayerLoad) -> None:
+        """Add a load; the step has begun."""
+        self._loads.append(load)
 
     def before_step(self) -> None:
         """Wait, if necessary, before the first layer."""
-        if self._loads and not self._all_are_announced:
-            for load, _ in self._loads:
-                if not load.wait_all(self._left_s()):
-                    load.give_up()  # the model computes now, so it must not count if it comes yet
+        if self._unannounced or self._has_graphs:
+            self._await_all()
 
     def before_layer(self, name: str) -> None:
         """Wait for this layer, which the model is about to run."""
-        if self._loads:
-            self._announced.add(name)
-            for load, _ in self._loads:
-                if not load.wait_layer(name, self._left_s()):
-                    load.give_up()
+        if self._unannounced:
+            self._unannounced.discard(name)
+        for load in self._loads:
+            if not load.wait_layer(name, None):
+                raise _lost()
 
-    def finish(self) -> set[int]:
-        """End the step; return the blocks that were not loaded. No copy is running afterwards."""
-        loads, self._loads = self._loads, []
-        if not loads:
-            return set()
-        was_early = self._all_are_announced and not self._layers <= self._announced
-        self._all_are_announced &= not was_early
-        bad: set[int] = set()
-        for load, block_ids in loads:
-            if not load.wait_all(self._left_s()):
-                load.give_up()
-            elif not was_early:
-                continue
-            bad.update(block_ids)
-        return bad
+    def finish(self) -> None:
+        """End the step. No copy is running afterwards."""
+        self._await_all()
+        self._loads.clear()
 
-    def _left_s(self) -> float:
-        return max(0.0, self._deadline_s - time.monotonic())
+    def _await_all(self) -> None:
+        for load in self._loads:
+            if not load.wait_all(None):
+                raise _lost()
+
+
+def _lost() -> LoadLostError:
+    return LoadLostError(
+        "a copy from DRAM has failed whose KV vLLM counts as computed: the engine must restart;"
+        " layerwise_load = off loads between steps, where vLLM computes what is lost"
+    )

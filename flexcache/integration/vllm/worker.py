@@ -18,7 +18,7 @@ from flexcache.client.rank import ClientState, KVTPClient
 from flexcache.integration.vllm.engine import read_cache_config, read_place
 from flexcache.integration.vllm.groups import read_groups, read_layers, read_position
 from flexcache.integration.vllm.kv_layout import describe_layout
-from flexcache.integration.vllm.layerwise import recovers_in_steps
+from flexcache.integration.vllm.layerwise import has_full_graphs, recovers_in_steps
 from flexcache.integration.vllm.metadata import FlexCacheMetadata, Load, LoadedAdapters
 from flexcache.integration.vllm.rank_weights import RankWeights
 from flexcache.integration.vllm.step_loads import StepLoads
@@ -49,7 +49,7 @@ class FlexCacheWorker:
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
-        self.step_loads = StepLoads((), self._config.server_timeout_s)
+        self.step_loads = StepLoads(())
         self._idle = False
         self._begun: FlexCacheMetadata | None = None
         self._arrived: dict[str, tuple[int, list[int]]] = {}
@@ -84,7 +84,7 @@ class FlexCacheWorker:
             kv_replicas=getattr(self._kv_cache_config, "kv_tp_replicas", None),
             groups=read_layers(self._kv_cache_config),
         )
-        self.step_loads = StepLoads(kv_caches, self._config.server_timeout_s)
+        self.step_loads = StepLoads(kv_caches, has_full_graphs(self._vllm_config))
 
     def unregister(self) -> None:
         """End all copies: the tensors lose their memory until `restore`. Idempotent.
@@ -134,14 +134,14 @@ class FlexCacheWorker:
                 self._bad_blocks.update(block_ids)
         new: list[int] = []
         for load in metadata.loads:
+            if load.promised is not None:
+                assert self.client is not None  # a step counts on it
+                self.step_loads.add(self.client.load_promised(load.promised, load.block_ids))
+                continue
             may_load = self._weights.may_load(load.adapter, load.block_ids)
             if load.task_id is None or self.client is None or not may_load:  # nothing is loaded
                 self._lose(load, 0)
-                if not load.by_layer:
-                    self._received.add(load.request_id)
-            elif load.by_layer:
-                layers = self.client.load_by_layer(load.task_id, len(load.block_ids))
-                self.step_loads.add(layers, load.block_ids)
+                self._received.add(load.request_id)
             else:
                 self._loads[load.task_id] = load
                 new.append(load.task_id)
@@ -153,7 +153,7 @@ class FlexCacheWorker:
     def take_received(self) -> set[str]:
         """Return the requests whose get between steps has ended on every rank since the last call.
         Called at the end of each step."""
-        self._bad_blocks |= self.step_loads.finish()
+        self.step_loads.finish()
         broken = self._weights.take_broken()
         if self._recovers:
             self._bad_blocks |= broken

@@ -35,7 +35,7 @@ from flexcache.transfer.workers.direct import DirectOps
 from flexcache.transfer.workers.in_flight import InFlight
 from flexcache.transfer.workers.lane import EAGER_LOADS, Lane
 from flexcache.transfer.workers.op_copies import Copies, OpAddresses, OpCopies
-from flexcache.transfer.workers.permit import CopyPermit
+from flexcache.transfer.workers.permit import NEVER_REVOKED, CopyPermit
 
 _MIN_PART_BYTES = 4 << 20  # of a load by layer: below this, starting a copy costs what it gains
 _PIECE_BYTES = 32 << 20
@@ -162,15 +162,20 @@ class DeviceWorker:
         self._dropped[op_id] = None
 
     def fail_all(self, reason: str) -> list[Done]:
-        """Fail all ops that it was given. Returns those that have ended; `advance` does the others,
-        of which something is in flight (`is_failing`)."""
+        """Fail all ops that it was given, but go on with promised loads. Returns those that have
+        ended; `advance` does the others, of which something is in flight (`is_failing`)."""
+        is_promised = self.gates.is_promised
+        kept = [message for message in self._queues[Lane.LAYERS] if is_promised(message)]
         queues = (*self._queues.values(), *self._parked.values())
-        ended = [self._failed(message, reason) for queue in queues for message in queue]
+        to_end = [message for queue in queues for message in queue if message not in kept]
+        ended = [self._failed(message, reason) for message in to_end]
         for queue in self._queues.values():
             queue.clear()
+        self._queues[Lane.LAYERS].extend(kept)
         self._parked.clear()
-        begun = [*self._in_parts, *self._in_pieces.values()]
-        self._in_parts.clear()
+        begun = [op for op in self._in_parts if not is_promised(op.message)]
+        begun += self._in_pieces.values()
+        self._in_parts = [op for op in self._in_parts if op not in begun]
         self._in_pieces.clear()
         self.gates.lose_layer_loads()
         self._in_flight.fail_all(reason)
@@ -239,6 +244,8 @@ class DeviceWorker:
             self._direct.drop(self._dropped)
         for queue in (*self._queues.values(), *self._parked.values()):
             for message in [m for m in queue if m.op_id in self._dropped]:
+                if self.gates.is_promised(message):
+                    continue
                 queue.remove(message)
                 ended.append(self._failed(message, "dropped before it started"))
         self._parked = {task: ops for task, ops in self._parked.items() if ops}
@@ -315,7 +322,8 @@ class DeviceWorker:
         self, op: OpCopies, copies: Copies, *, urgent: bool = False, alone: bool = False
     ) -> Fence | None:
         message = op.message
-        self._permit.task_id = message.task_id
+        is_promised = urgent and self.gates.is_promised(message)
+        self._permit.task_id = NEVER_REVOKED if is_promised else message.task_id
         self._permit.check()
         after = self.gates.fence_of(message.task_id)
         landed = self._copier.start(*copies, message.kind, after, urgent, alone)

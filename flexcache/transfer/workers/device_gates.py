@@ -68,12 +68,14 @@ class DeviceGates:
         """End all loads by layer, and begin none any more."""
         with self._lock:
             self._is_over = True
-        for task_id in self.layer_loads:
-            self.end_layer_load(task_id)
+        with self._lock:
+            loads, self._layer_loads = self._layer_loads, {}
+        for load in loads.values():
+            load.end()
 
     # -- loads by layer --------------------------------------------------------------------------
 
-    def load_by_layer(self, task_id: int, num_blocks: int) -> LayerLoad:
+    def load_by_layer(self, task_id: int, num_blocks: int, is_promised: bool = False) -> LayerLoad:
         """Open the gate of a load; the caller will wait for its layers.
 
         The task must have a single op, over all ``num_blocks``.
@@ -85,7 +87,7 @@ class DeviceGates:
             raise ValueError("a model with several groups is not loaded layer by layer")
         [layout] = self._layouts
         fence = self._copier.fence()
-        load = LayerLoad(layout.layer_ends, num_blocks)
+        load = LayerLoad(layout.layer_ends, num_blocks, is_promised)
         self.has_layer_loads = True
         with self._lock:
             if not self._is_over:
@@ -102,6 +104,11 @@ class DeviceGates:
         with self._lock:
             return self._layer_loads.get(message.task_id)
 
+    def is_promised(self, message: Execute) -> bool:
+        """Whether an op has to be carried out whatever becomes of its task."""
+        load = self.layer_load(message)
+        return load is not None and load.is_promised
+
     @property
     def layer_loads(self) -> list[int]:
         """Tasks of loads by layer that have not ended."""
@@ -109,7 +116,7 @@ class DeviceGates:
             return list(self._layer_loads)
 
     def lose_layer_loads(self) -> None:
-        """Let the engine wait for no more layers of loads that have begun."""
+        """Let the engine wait for no more layers of loads that have begun, unless promised."""
         for task_id in self.layer_loads:
             self.lose_layer_load(task_id)
 
@@ -117,16 +124,19 @@ class DeviceGates:
         """Likewise of one load, if it is one."""
         with self._lock:
             load = self._layer_loads.get(task_id)
-        if load is not None:
+        if load is not None and not load.is_promised:
             load.end()
 
     def end_layer_load(self, task_id: int) -> bool:
-        """End a load by layer: layers not loaded yet are lost. Returns whether it was one."""
+        """End a load by layer: layers not loaded yet are lost, unless it was promised. Returns
+        whether it was one."""
         with self._lock:
-            load = self._layer_loads.pop(task_id, None)
-            if load is not None:
-                self._opened.pop(task_id, None)
-        if load is None:
-            return False
+            load = self._layer_loads.get(task_id)
+            if load is None:
+                return False
+            if load.is_promised and not load.is_over:
+                return True
+            del self._layer_loads[task_id]
+            self._opened.pop(task_id, None)
         load.end()
         return True

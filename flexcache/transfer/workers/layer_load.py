@@ -24,10 +24,14 @@ class LayerLoad:
     Args:
         layer_ends: As `BlockLayout.layer_ends`.
         num_blocks: Number of blocks of the load.
+        is_promised: Whether nothing but a copy that fails may end it (`client.promises`).
     """
 
-    def __init__(self, layer_ends: Mapping[str, int], num_blocks: int) -> None:
+    def __init__(
+        self, layer_ends: Mapping[str, int], num_blocks: int, is_promised: bool = False
+    ) -> None:
         self.num_blocks = num_blocks
+        self.is_promised = is_promised
         self._layer_ends = layer_ends
         self._num_segments = max(layer_ends.values(), default=0)
         self._landings: list[tuple[int, Fence | None]] = []
@@ -58,13 +62,19 @@ class LayerLoad:
             self._is_lost |= not self._has_come(self._num_segments)
             self._changed.notify_all()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it is lost or complete."""
+        with self._changed:
+            return self._is_lost or self._has_come(self._num_segments)
+
     # -- the engine's thread ---------------------------------------------------------------------
 
-    def wait_layer(self, name: str, timeout: float) -> bool:
+    def wait_layer(self, name: str, timeout: float | None) -> bool:
         """Wait for a layer, or for all if the name is unknown; return whether it is loaded."""
         return self._wait(self._layer_ends.get(name, self._num_segments), timeout)
 
-    def wait_all(self, timeout: float) -> bool:
+    def wait_all(self, timeout: float | None) -> bool:
         """Wait for all layers; return whether they are loaded."""
         return self._wait(self._num_segments, timeout)
 
@@ -80,7 +90,7 @@ class LayerLoad:
         if last is not None:
             last.wait()
 
-    def _wait(self, num_segments: int, timeout: float) -> bool:
+    def _wait(self, num_segments: int, timeout: float | None) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: self._is_lost or self._has_come(num_segments), timeout)
             if self._is_lost or not self._has_come(num_segments):

@@ -19,6 +19,8 @@ from flexcache.errors import TaskRevokedError
 
 PIECE_BYTES = 4 << 20
 """Bytes that may be copied between two checks of the words."""
+NEVER_REVOKED = (1 << 64) - 1
+"""In place of the task of a promised load; no word reaches it."""
 NUM_WORDS = 2
 WORD_BYTES = 8
 
