@@ -13,6 +13,7 @@ from struck_steps import BLOWS, MOMENTS
 
 
 @pytest.mark.whole
+@pytest.mark.runners
 def test_no_blow_to_the_server_changes_the_tokens_of_a_step_that_loads() -> None:
     run = subprocess.run(
         [sys.executable, str(SUPPORT / "struck_steps.py")], stdout=subprocess.PIPE, check=True
@@ -24,6 +25,7 @@ def test_no_blow_to_the_server_changes_the_tokens_of_a_step_that_loads() -> None
 
 
 @pytest.mark.whole
+@pytest.mark.runners
 def test_no_process_of_an_engine_that_is_stopped_changes_the_tokens_of_a_step_that_loads() -> None:
     run = subprocess.run(
         [sys.executable, str(SUPPORT / "stopped_steps.py")], stdout=subprocess.PIPE, check=True
