@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from flexcache.ids import OpId
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.transfer.messages import CHECKSUM_BYTES, Done, unpack_checksums
@@ -15,6 +17,8 @@ def problem_of(done: Done) -> str | None:
         return f"{len(done.checksums)} bytes are not whole checksums"
     if done.device_bytes < 0:
         return f"{done.device_bytes} bytes on a device"
+    if not 0 <= done.seconds < math.inf:
+        return f"a load of {done.seconds} s"
     return None
 
 
@@ -24,5 +28,5 @@ def pass_on(tasks: KVTaskEngine, executor: str, done: Done, now: float) -> None:
     tasks.op_done(
         executor, OpId(done.op_id), done.num_ok, now, error=error, bad_block=done.bad_block,
         checksums=unpack_checksums(done.checksums) if done.checksums else None,
-        device_bytes=done.device_bytes,
+        device_bytes=done.device_bytes, seconds=done.seconds,
     )  # fmt: skip

@@ -549,16 +549,18 @@ class KVTaskEngine:
     def op_done(
         self, executor: str, op_id: OpId, num_ok: int, now: float, *, error: str | None = None,
         bad_block: bool = False, checksums: Checksums | None = None, device_bytes: int = 0,
+        seconds: float = 0.0,
     ) -> None:  # fmt: skip
         """An executor has ended its part of an op with the first ``num_ok`` blocks moved.
 
         ``bad_block``: the next one is unreadable or has wrong bytes. ``checksums``: of the blocks
         written to a tier that verifies. ``device_bytes``: what the SSD had to move.
+        ``seconds``: what the copies of a promised load took.
         """
         self._take_in(
             lambda: self._runner.settle(
                 self._executors.done(
-                    executor, op_id, num_ok, now, error, bad_block, checksums, device_bytes
+                    executor, op_id, num_ok, now, error, bad_block, checksums, device_bytes, seconds
                 ),
                 now,
             )

@@ -222,6 +222,7 @@ class Executors:
         bad_block: bool,
         checksums: Checksums | None,
         device_bytes: int = 0,
+        seconds: float = 0.0,
     ) -> list[OpRun]:
         """An executor has ended its part of an op."""
         run = self._running.get(op_id)
@@ -232,6 +233,7 @@ class Executors:
             num_ok = num_ok if covered is None else min(num_ok, covered)
         num_ok = max(0, min(num_ok, len(run.op)))
         run.device_bytes += device_bytes
+        run.copy_s = max(run.copy_s, seconds)
         return self._reported(run, executor, num_ok, error, bad_block, now)
 
     def drop(self, task: Task) -> None:

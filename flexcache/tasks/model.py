@@ -221,6 +221,8 @@ class OpRun:
     error: str | None = None
     device_bytes: int = 0
     """What the disk worker moved on the device."""
+    copy_s: float = 0.0
+    """What the copies of a promised load took: it was started long before they could begin."""
     store_failed: bool = False
     """Whether the remote store, not a single block, was at fault."""
 

@@ -101,7 +101,8 @@ class Done(msgspec.Struct, tag=True, frozen=True):
 
     ``bad_block``: the next one could not be read or has wrong bytes. ``checksums``: those of the
     written blocks, for a tier that verifies them on reading. ``device_bytes``: what the disk worker
-    moved on the device, where blocks may be compressed.
+    moved on the device, where blocks may be compressed. ``seconds``: how long a promised load took
+    once it could begin; 0 if that is not known.
     """
 
     op_id: int
@@ -110,6 +111,7 @@ class Done(msgspec.Struct, tag=True, frozen=True):
     bad_block: bool = False
     checksums: bytes = b""
     device_bytes: int = 0
+    seconds: float = 0.0
 
 
 def pack_ids(blocks: npt.NDArray[np.int64]) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -109,6 +110,23 @@ def test_a_store_takes_what_the_queued_step_writes(machine: Machine, rank: Rank)
     rank.worker.gates.open([2])
     rank.run(order(2, OpKind.H2D, blocks, blocks))
     assert all((layer == 7).all() for layer in rank.read().values())
+
+
+def test_the_time_of_a_promised_load_begins_when_the_compute_before_it_has_ended(
+    machine: Machine, rank: Rank
+) -> None:
+    blocks = np.arange(NUM_BLOCKS)
+    rank.worker.gates.open([1])
+    rank.run(order(1, OpKind.D2H, blocks, blocks))
+    with machine.busy():
+        load = rank.worker.gates.load_by_layer(2, NUM_BLOCKS, is_promised=True)
+        rank.worker.execute(order(2, OpKind.H2D, blocks, blocks))
+        while rank.worker.advance() or not load.is_over:
+            pass  # all of it is queued behind the compute
+        before_s = time.monotonic()
+    [done] = rank.run()
+    assert done.num_ok == NUM_BLOCKS
+    assert 0 < done.seconds < time.monotonic() - before_s
 
 
 def test_each_layer_is_there_for_the_work_that_is_queued_after_waiting_for_it(

@@ -158,6 +158,15 @@ def test_it_ends_as_any_get_does_when_all_ranks_have_reported() -> None:
     world.check_nothing_is_held()
 
 
+def test_its_time_is_that_of_the_copies() -> None:
+    world = stored()
+    promised(world)
+    world.tick(3.0)  # of the steps before
+    for run in world.ops(OpKind.H2D):
+        world.engine.op_done(run.executor, run.op.op_id, len(run.op), world.now, seconds=0.25)
+    assert world.stats().totals.ops["H2D"].seconds == pytest.approx(0.25)
+
+
 def test_its_engine_cancels_it_as_long_as_no_rank_was_given_it() -> None:
     world = stored()
     task_id = promised(world)

@@ -236,6 +236,7 @@ def test_a_load_that_fails_altogether_is_recomputed(
         raise ValueError("not today")
 
     with monkeypatch.context() as patch:
+        patch.setattr(engine.manager, "promise", refuse)
         patch.setattr(engine.manager, "launch", refuse)
         warm = engine.generate(prompt)
     assert warm.outputs[0].token_ids == cold.outputs[0].token_ids

@@ -28,7 +28,7 @@ from flexcache.transfer.workers import device
 from flexcache.transfer.workers.layer_load import LayerLoad
 
 # vLLM's second runner does not recover from a load lost in a step: none runs there.
-pytestmark = pytest.mark.first_runner
+pytestmark = pytest.mark.runners
 BLOCK = 32
 _seeds = itertools.count(5001)
 

@@ -20,6 +20,7 @@ others meanwhile. It has no sockets.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -80,6 +81,7 @@ class DeviceWorker:
         self._queues: dict[Lane, deque[Execute]] = {lane: deque() for lane in Lane}
         self._parked: dict[int, list[Execute]] = {}  # task id -> ops behind its gate
         self._in_parts: list[OpCopies] = []
+        self._not_begun: list[OpCopies] = []
         self._in_pieces: dict[OpKind, OpCopies] = {}
         self._in_flight = InFlight()
         self._dropped: dict[int, None] = {}
@@ -200,6 +202,7 @@ class DeviceWorker:
         for task_id in [task_id for task_id in self._parked if self.gates.is_open(task_id)]:
             for message in self._parked.pop(task_id):
                 self.execute(message)
+        self._note_begun()
         done = self._end_dropped()
         # Where a start is the whole copy few of them make a turn, so that messages get through.
         self._turn_bytes = num_started = 0
@@ -296,7 +299,23 @@ class DeviceWorker:
         except ValueError as error:
             return [self._failed(message, str(error))]
         self._in_parts.append(op)
+        if load is not None and load.is_promised:
+            self._not_begun.append(op)
+            self._note_begun()
         return self._start_part(op)
+
+    def _note_begun(self) -> None:
+        """Note of promised loads whether the compute that their copies come after has ended."""
+        if not self._not_begun:
+            return
+        waiting = []
+        for op in self._not_begun:
+            after = self.gates.opened_at(op.message.task_id)
+            if after is None or after.query():
+                op.began_s = time.monotonic()
+            else:
+                waiting.append(op)
+        self._not_begun = waiting
 
     def _start_part(self, op: OpCopies | None = None) -> list[Done]:
         """Start the next layers of a load by layer: of the one that has the fewest, by default."""

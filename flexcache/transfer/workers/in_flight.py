@@ -10,6 +10,7 @@ loads by layer come, behind nothing that takes long. (A copier may take less: `C
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -135,4 +136,5 @@ class InFlight:
 def _done(op: OpCopies) -> Done:
     if op.failure is not None:
         return Done(op.message.op_id, 0, error=op.failure)
-    return Done(op.message.op_id, op.num_units)
+    seconds = 0.0 if op.began_s is None else time.monotonic() - op.began_s
+    return Done(op.message.op_id, op.num_units, seconds=seconds)

@@ -68,6 +68,8 @@ class OpCopies:
     is_over: bool = False
     """Whether no more of it will be queued."""
     failure: str | None = None
+    began_s: float | None = None
+    """When copies could begin, if it is to be told."""
     _all: Copies | None = None
     _ends: Addresses | None = None
 
