@@ -44,8 +44,10 @@ def _runs_here(item: pytest.Item) -> bool:
         return True
     needs_first = item.get_closest_marker("first_runner") is not None
     is_first, is_ahead = second_runner.is_first(), second_runner.schedules_ahead()
+    if needs_first and not is_first:
+        return False
     if not is_first and is_ahead:
-        return not needs_first
+        return True
     if item.get_closest_marker("runners") is not None:
         item.add_marker(pytest.mark.whole)
         return True

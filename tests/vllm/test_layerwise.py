@@ -316,7 +316,8 @@ def test_a_short_load_runs_within_a_step_that_others_compute_in(
     scrub(on_the_gpu)
     auto(1e-9)
     steps = serve_beside(engine, running, hit)
-    assert [name for name, _ in steps[0]] == ["running", "hit"]
+    names = [[name for name, _ in step] for step in steps]
+    assert names.index(["running", "hit"]) <= 1  # the step before may be scheduled already
     assert [token for step in steps for name, token in step if name == "hit"] == cold
     assert watch.by_layer == [True]
     assert compare_probes(engine.probe_dir)["different"] == []
@@ -334,6 +335,7 @@ def test_a_long_load_is_waited_for_between_steps_while_others_compute(
     assert watch.by_layer == [False]
 
 
+@pytest.mark.first_runner
 @pytest.mark.parametrize("begins_late", [False, True])
 def test_copies_begin_before_inputs_are_prepared_if_they_may(
     engine: Engine, watch: Watch, monkeypatch: pytest.MonkeyPatch, begins_late: bool
