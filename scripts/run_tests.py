@@ -75,10 +75,10 @@ TESTS = {
     "unit": TestLane(("tests/unit",), ("-n3", "--dist=worksteal")),
     "system": TestLane(("tests/system", "tests/gpu"), ("-n4", "--dist=worksteal")),
     "vllm": vllm_lane(),  # the second model runner, asynchronous scheduling
-    "vllm-v1": vllm_lane(VLLM_USE_V2_MODEL_RUNNER="0"),
     "sglang": TestLane(("tests/sglang",), (), (str(SGLANG_VENV / "bin" / "python"),)),
 }
 OTHER_ENGINES = {
+    "vllm-v1": vllm_lane(VLLM_USE_V2_MODEL_RUNNER="0"),
     "vllm-sync": vllm_lane(ASYNC_SCHEDULING="0"),
     "vllm-v1a": vllm_lane(VLLM_USE_V2_MODEL_RUNNER="0", ASYNC_SCHEDULING="1"),
 }

@@ -23,7 +23,7 @@ sys.modules["run_tests"] = run_tests  # dataclasses look there
 _spec.loader.exec_module(run_tests)
 
 
-ENGINES = {"vllm": "tests/vllm", "vllm-v1": "tests/vllm", "sglang": "tests/sglang"}
+ENGINES = {"vllm": "tests/vllm", "sglang": "tests/sglang"}
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ ENGINES = {"vllm": "tests/vllm", "vllm-v1": "tests/vllm", "sglang": "tests/sglan
         (["tests/unit/test_tier.py::test_x"], {"unit": "tests/unit/test_tier.py::test_x"}),
         (
             ["./tests/gpu", "tests/vllm"],
-            {"system": "./tests/gpu", "vllm": "tests/vllm", "vllm-v1": "tests/vllm"},
+            {"system": "./tests/gpu", "vllm": "tests/vllm"},
         ),
         (
             ["tests"],
