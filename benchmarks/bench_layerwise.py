@@ -116,7 +116,7 @@ class Bench:
 
     def store_nothing(self) -> None:
         """So that what is new in a prompt stays new."""
-        self._scheduler.connector._scheduler._cache.put = lambda *arguments: None
+        self._scheduler.connector._scheduler._cache.match_put = lambda *arguments: None
 
     def serve(
         self, prompts: list[list[int]], num_tokens: int, steps_between: int = 0
