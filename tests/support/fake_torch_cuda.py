@@ -50,6 +50,11 @@ class FakeStream:
     def wait_event(self, event: FakeEvent) -> None:
         event.wait(self)
 
+    def wait_stream(self, stream: FakeStream) -> None:
+        event = self._owner.Event()
+        event.record(stream)
+        event.wait(self)
+
     def synchronize(self) -> None:
         self._gpu.call("cuStreamSynchronize", c_void_p(self.handle))
 
@@ -57,7 +62,7 @@ class FakeStream:
 class FakeEvent:
     owner: FakeTorchCuda
 
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self._handle = c_void_p()  # the driver's event is made at the first record
         self._is_timed = enable_timing
 

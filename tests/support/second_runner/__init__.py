@@ -9,6 +9,7 @@ Environment:
     INTERPRETED_TRITON: Directory of the Triton to use. Without it the plugin does nothing.
     VLLM_USE_V2_MODEL_RUNNER: vLLM's own: "0" for the first runner. Read when an engine starts; vLLM
         takes the second by default, once it finds Triton.
+    CUDA_ON_HOST: Set by `cuda_on_host`: the platform is vLLM's CUDA instead of its CPU.
     ASYNC_SCHEDULING: "1" leaves the choice to the engine's arguments and to vLLM, as on a GPU; "0"
         turns it off. By default "1" with the second runner, "0" with the first.
 """
@@ -59,5 +60,8 @@ def activate() -> str | None:
         sys.path.append(directory)
     from second_runner.kernels import prepare
 
-    prepare()
+    if "CUDA_ON_HOST" in os.environ:
+        prepare("nvidia")
+        return "second_runner.cuda_platform.CudaOnHost"
+    prepare("cpu")
     return "second_runner.platform.CpuLikeGpu"

@@ -14,14 +14,14 @@ _translated: set[int] = set()
 """Modules with Triton's language in which the interpreter has put its own functions."""
 
 
-def prepare() -> None:
-    """Announce a backend for CPUs, and take over how kernels are run. Idempotent."""
+def prepare(backend: str) -> None:
+    """Announce a backend, and take over how kernels are run. Idempotent."""
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, for its own kernels
     import triton.backends
     from triton.runtime.interpreter import GridExecutor, interpreter_builder
 
     triton.knobs.runtime.interpret = True  # whatever environment a forked process is given
-    triton.backends.backends["cpu"] = SimpleNamespace(driver=_Driver)
+    triton.backends.backends[backend] = SimpleNamespace(driver=_Driver)
     GridExecutor.__call__ = _run
     # A check of Triton's own, which takes a quarter of the time.
     interpreter_builder.options = replace(interpreter_builder.options, sanitize_overflow=False)
