@@ -7,6 +7,7 @@ together here: one pool of full attention, and beside it sliding windows or Mamb
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import PoolName
@@ -31,7 +32,8 @@ def resolve_pool_group(params: Any, components: set[Any]) -> Any:
         ConfigError: A pool is not supported; names it.
     """
     pool = params.token_to_kv_pool_allocator.get_kvcache()
-    name = type(pool).__name__
+    names = [type(each).__name__ for each in (pool, *_drafts(params))]
+    name = " with a draft's ".join(names)
     if any(part in name for part in _NOT_STORED):
         raise reject("model", name, "is a pool that is not supported")
     try:
@@ -59,12 +61,48 @@ def _assemble(pool: Any, params: Any, kinds: set[str]) -> Any:
         )
         entries = [_full_entry(pool.full_kv_pool, full, size), state_entry]
     else:
+        if kinds != {"FULL"} and params.mtp_draft_device_pools:
+            raise ValueError("a draft beside states")  # SGLang would leave it out
         return linker_pool_assembler.resolve_hybrid_device_pool_group(
             kvcache=pool, page_size=size, params=params, components=_components(kinds)
         )
-    num_layers = 1 + max(layer for entry in entries for layer in entry.layer_mapping)
-    is_replicated = kinds == {"FULL"} and isinstance(pool, MLATokenToKVPool)
-    return DevicePoolGroup(entries, num_layers, size, rank_replicated=is_replicated)
+    last = max(layer for entry in entries for layer in entry.layer_mapping)
+    drafts = _drafts(params)
+    if drafts:
+        entries.append(_draft_entry(drafts, params, last))
+    is_replicated = kinds == {"FULL"} and all(
+        isinstance(each, MLATokenToKVPool) for each in (pool, *drafts)
+    )
+    return DevicePoolGroup(entries, last + 1, size, rank_replicated=is_replicated)
+
+
+def _drafts(params: Any) -> list[Any]:
+    """Return the pools of draft models, which have the slots of full attention."""
+    pools = (*params.mtp_draft_device_pools, *params.sidecar_draft_device_pools)
+    return [p.full_kv_pool if type(p) is HybridLinearKVPool else p for p in pools]
+
+
+def _draft_entry(drafts: Sequence[Any], params: Any, last_layer: int) -> Any:
+    """Describe the pools of drafts, which are read only when the model's last layer has been.
+
+    A draft takes the model's hidden states, so it cannot compute what a hit leaves out: without
+    its KV nothing that it proposes is accepted.
+    """
+    if params.mtp_draft_mamba_pools:
+        raise ValueError("a draft with states of its own")
+    if any(pool.page_size != params.page_size for pool in drafts):
+        raise ValueError("a draft with pages of another size")
+    parts = [_full_entry(pool, {}, params.page_size).components[0] for pool in drafts]
+    buffers = [buffer for part in parts for buffer in part]
+    return DevicePoolEntry(
+        name=PoolName.DRAFT,
+        indices_from_pool=PoolName.KV,
+        device_pool=drafts[0],
+        components=[buffers],
+        layer_mapping={last_layer: range(len(buffers))},
+        page_size=params.page_size,
+        rows_are_pages=False,
+    )
 
 
 def _full_entry(pool: Any, layer_mapping: dict[int, int], page_size: int) -> Any:
