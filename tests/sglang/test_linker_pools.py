@@ -99,6 +99,11 @@ def check_refused() -> None:
     fp4.page_size = 16
     with pytest.raises(ConfigError, match="MHATokenToKVPoolFP4"):
         sglang_pools.make_linker(sglang_pools.make_params(fp4))
+    for draft in (fp4, sglang_pools.windows_pool()):
+        params = sglang_pools.make_params(sglang_pools.mha_pool())
+        drafting = replace(params, sidecar_draft_device_pools=(draft,))
+        with pytest.raises(ConfigError, match=f"with a draft's {type(draft).__name__}"):
+            sglang_pools.make_linker(drafting)
     staged = replace(sglang_pools.make_params(sglang_pools.mha_pool()), pp_size=2)
     with pytest.raises(ConfigError, match="pp_size = 2"):
         sglang_pools.make_linker(staged)
@@ -175,3 +180,33 @@ def check_plugins_without_ours() -> None:
 
 def test_a_start_without_the_plugin_is_refused() -> None:
     apart(check_plugins_without_ours, SGLANG_PLUGINS="another")
+
+
+def check_other_version() -> None:
+    import importlib
+    import sys
+
+    import sglang.version
+    import sglang_pools
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+
+    from flexcache.integration.sglang import FlexCacheHiCacheStorage
+
+    params = sglang_pools.make_params(sglang_pools.mha_pool())
+    vars(sglang.version)["__version__"] = "0.5.23+cu130"
+    sglang_pools.make_linker(params).close()
+    vars(sglang.version)["__version__"] = "0.5.24"
+    wanted = r"SGLang 0\.5\.24 is installed.* sglang==0\.5\.23"
+    with pytest.raises(ConfigError, match=wanted):
+        sglang_pools.make_linker(params)
+    with pytest.raises(ConfigError, match=wanted):
+        FlexCacheHiCacheStorage(HiCacheStorageConfig.__new__(HiCacheStorageConfig), {})
+    for name in [name for name in sys.modules if name.startswith("flexcache.integration.sglang")]:
+        del sys.modules[name]
+    vars(sys)["modules"]["sglang.srt.mem_cache.unified_cache.unified_cache_linker"] = None
+    with pytest.raises(ConfigError, match=wanted):  # one without this module
+        importlib.import_module("flexcache.integration.sglang")
+
+
+def test_a_version_that_was_not_run_is_refused() -> None:
+    apart(check_other_version)

@@ -9,7 +9,13 @@ except ModuleNotFoundError as error:
 
     raise MissingDependencyError("flexcache.integration.sglang needs SGLang 0.5.23") from error
 
-from flexcache.integration.sglang.linker import FlexCacheLinker
-from flexcache.integration.sglang.storage import FlexCacheHiCacheStorage
+from flexcache.integration.sglang.parking import check_version
+
+try:
+    from flexcache.integration.sglang.linker import FlexCacheLinker
+    from flexcache.integration.sglang.storage import FlexCacheHiCacheStorage
+except ImportError:  # of a module that this version does not have
+    check_version()
+    raise
 
 __all__ = ["FlexCacheHiCacheStorage", "FlexCacheLinker"]

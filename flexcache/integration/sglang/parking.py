@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flexcache.config.values import reject
+from flexcache.errors import ConfigError
 from flexcache.integration.sglang.rank_cache import RankCache
 from flexcache.integration.sglang.rank_weights import RANK
 
@@ -28,6 +29,8 @@ _TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 _WRAPPER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper"
 _REPORTER = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+SGLANG_VERSION = "0.5.23"
+"""The version that was run. Others change what is called here, also by methods that stay."""
 
 
 def install() -> None:
@@ -48,13 +51,30 @@ def install() -> None:
     RANK.install(lambda name, hook, kind: HookRegistry.register(name, hook, HookType(kind)))
 
 
-def check_allowed() -> None:
-    """Check that SGLang may install the plugin.
+def check_version() -> None:
+    """Check that this SGLang was run with FlexCache.
 
     Raises:
-        ConfigError: ``SGLANG_PLUGINS`` leaves it out: updates of the weights would go unnoticed,
-            and behind SGLang's tree pages below DRAM would never be read.
+        ConfigError: It is another version.
     """
+    from sglang.version import __version__ as found
+
+    if found.partition("+")[0] != SGLANG_VERSION:  # behind it is how it was built
+        raise ConfigError(
+            f"SGLang {found} is installed, with which FlexCache has not been run: it would load "
+            f"wrong KV where SGLang differs. Install sglang=={SGLANG_VERSION}, or start SGLang "
+            "without FlexCache"
+        )
+
+
+def check_allowed() -> None:
+    """Check that SGLang is one that was run, and may install the plugin.
+
+    Raises:
+        ConfigError: It is another one. Or ``SGLANG_PLUGINS`` leaves the plugin out: updates of the
+            weights would go unnoticed, and behind SGLang's tree pages below DRAM never be read.
+    """
+    check_version()
     allowed = os.environ.get("SGLANG_PLUGINS", "")
     if allowed and "flexcache" not in (name.strip() for name in allowed.split(",")):
         raise reject("SGLANG_PLUGINS", allowed, "must name flexcache, which needs its hooks")
