@@ -210,3 +210,17 @@ def check_other_version() -> None:
 
 def test_a_version_that_was_not_run_is_refused() -> None:
     apart(check_other_version)
+
+
+def start_stages() -> None:
+    import sglang
+    from sglang_engine import options
+    from sglang_linker import linker_options
+
+    sglang.Engine(**options(**linker_options(num_cpu_blocks=100), pp_size=2))
+
+
+def test_pipeline_stages_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(AssertionError):
+        apart(start_stages)
+    assert "ConfigError: pp_size = 2: must be 1" in capfd.readouterr().err

@@ -47,8 +47,9 @@ def drafting(algorithm: str, directory: str) -> dict[str, Any]:
     """Likewise of a model with a draft of three tokens.
 
     Args:
-        algorithm: "STANDALONE": the draft is the model itself, of which much is accepted. "EAGLE": a
-            layer that takes the model's hidden states. "NEXTN": a layer in the model's checkpoint.
+        algorithm: "STANDALONE": the draft is the model itself, of which much is accepted.
+            "EAGLE": a layer that takes the model's hidden states. "NEXTN": one in the model's
+            checkpoint.
         directory: Where checkpoints may be written.
     """
     path = MODELS / "tiny"

@@ -29,6 +29,11 @@ class LayerWaits:
         self._num_batches = 0
         self.consumer_index = -1
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a forward pass that was added has not been finished."""
+        return bool(self._loads)
+
     def add(self, loads: Sequence[Load]) -> int:
         """Take the loads of the next forward pass; return its index."""
         index = self._num_batches

@@ -36,7 +36,7 @@ from flexcache.integration.sglang.kv_events import TreeEvents, publishes_events
 from flexcache.integration.sglang.layer_waits import LayerWaits, Load
 from flexcache.integration.sglang.offloads import Offloads
 from flexcache.integration.sglang.page_calls import PageCalls, Pages
-from flexcache.integration.sglang.page_tables import PageTables
+from flexcache.integration.sglang.page_tables import Blocks, PageTables
 from flexcache.integration.sglang.parked import ParkedRequests
 from flexcache.integration.sglang.parking import check_allowed
 from flexcache.integration.sglang.pinned_pages import PinnedPages
@@ -51,13 +51,19 @@ from flexcache.integration.sglang.ranks import (
 )
 from flexcache.integration.sglang.request_sessions import RequestSessions, valid_session_id
 from flexcache.integration.sglang.whole_load import WholeLoad
+from flexcache.tasks.instructions import PromisedLoad
 
 
 class Queued(NamedTuple):
-    """A load that the rank holds, and whose gate is shut."""
+    """A load that the rank holds, and whose gate is shut.
+
+    ``pages``: those on the GPU that it fills, if it was ``promised``.
+    """
 
     task_id: int
     num_pages: int
+    promised: PromisedLoad | None
+    pages: Blocks
 
 
 class Asked(NamedTuple):
@@ -175,11 +181,15 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             return self.agree(False)
         task_id, pages = taken
         blocks = self._tables.to_load(transfers, pages.num_before)
-        will_load = self.agree(self._calls.hold(task_id, blocks, self._patience_s))
+        # A reset ends what is only held; models with tails load in several ops.
+        promised = None if self._tables.has_tails else self._calls.promise(task_id)
+        is_sure = promised is not None or self._calls.hold(task_id, blocks, self._patience_s)
+        will_load = self.agree(is_sure)
         if will_load:
-            self._queued[rid] = Queued(task_id, num_pages)
+            self._queued[rid] = Queued(task_id, num_pages, promised, blocks[0])
         else:
             self._calls.drop(task_id)
+            self._let_leave()
         return will_load
 
     def start_layer_wise_loading(self) -> int:
@@ -190,19 +200,29 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             return self.layer_done_counter.add([self._begin(load) for load in queued.values()])
 
     def _begin(self, queued: Queued) -> Load:
-        task_id, num_pages = queued
+        task_id, num_pages, promised, pages = queued
+        if promised is not None:
+            return self.cache.client.load_promised(promised, pages)
         if self._tables.has_tails:
             return WholeLoad(self.cache.client, task_id, self._calls.cancel)
         return self.cache.client.load_by_layer(task_id, num_pages)
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        return self.layer_done_counter.finish(counter_index)
+        has_landed = self.layer_done_counter.finish(counter_index)
+        self._let_leave()
+        return has_landed
 
     def cancel_queued_load(self, rid: str) -> bool:
         queued = self._queued.pop(rid, None)
         if queued is not None:
             self._calls.drop(queued.task_id)
+            self._let_leave()
         return queued is not None
+
+    def _let_leave(self) -> None:
+        """Let the rank leave a server that is lost, unless a load was promised that has not ended."""
+        if not self._queued and not self.layer_done_counter.is_busy:
+            self._calls.end_promises()
 
     def release(self, rid: str) -> None:
         """Unpin what was found for a request."""
@@ -295,6 +315,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         for rid in list(self._queued):
             self.cancel_queued_load(rid)
         self.layer_done_counter.reset()
+        self._let_leave()
         self._offloads.reset()
 
     def close(self) -> None:

@@ -54,6 +54,8 @@ class PageCalls:
         self._cache = cache
         self._tasks = TaskCalls(cache.manager, cache.page_size)
         self.cancel = self._tasks.cancel
+        self.promise = self._tasks.promise
+        self.end_promises = self._tasks.end_promises
 
     def match(self, pages: Pages) -> Match | None:
         """Find the longest prefix of some pages that can be loaded."""
