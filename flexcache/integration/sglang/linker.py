@@ -202,7 +202,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def _begin(self, queued: Queued) -> Load:
         task_id, num_pages, promised, pages = queued
         if promised is not None:
-            return self.cache.client.load_promised(promised, pages)
+            return self.cache.client.load_promised(promised, pages.tolist())
         if self._tables.has_tails:
             return WholeLoad(self.cache.client, task_id, self._calls.cancel)
         return self.cache.client.load_by_layer(task_id, num_pages)
@@ -220,7 +220,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return queued is not None
 
     def _let_leave(self) -> None:
-        """Let the rank leave a server that is lost, unless a load was promised that has not ended."""
+        """Let the rank leave a server that is lost, unless a promised load has not ended."""
         if not self._queued and not self.layer_done_counter.is_busy:
             self._calls.end_promises()
 
