@@ -26,6 +26,7 @@ from typing import IO
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 SGLANG_VENV = Path(os.environ.get("SGLANG_VENV", ROOT / ".venv-sglang"))
+NEW_VLLM = os.environ.get("NEW_VLLM_PATH")
 NOTHING_SELECTED = 5  # pytest's exit status
 NOT_SET_UP = 77
 OVERDUE = 124
@@ -64,11 +65,11 @@ class TestLane:
     python: tuple[str, ...] = (sys.executable,)
 
 
-def vllm_lane(**environment: str) -> TestLane:
+def vllm_lane(*options: str, **environment: str) -> TestLane:
     """Return the tests of vLLM's engine, started as `second_runner` in tests/support says."""
     changes = [f"{name}={value}" for name, value in environment.items()]
     python = (sys.executable,) if not changes else ("/usr/bin/env", *changes, sys.executable)
-    return TestLane(("tests/vllm",), ("-n2", "--dist=loadfile"), python)
+    return TestLane(("tests/vllm",), ("-n2", "--dist=loadfile", *options), python)
 
 
 TESTS = {
@@ -83,6 +84,8 @@ OTHER_ENGINES = {
     "vllm-v1a": vllm_lane(VLLM_USE_V2_MODEL_RUNNER="0", ASYNC_SCHEDULING="1"),
 }
 """vLLM's engines that only `all` runs, with the tests marked `runners`."""
+if NEW_VLLM is not None:  # `scripts/newer_vllm.py` has made it
+    OTHER_ENGINES["vllm-033"] = vllm_lane("-m", "runners or newest", PYTHONPATH=NEW_VLLM)
 
 
 @dataclass(frozen=True)

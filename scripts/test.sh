@@ -10,6 +10,7 @@
 #   SGLANG=0     leaves out SGLang, which needs an environment of its own (2.8 GB, once)
 #   OLD_VLLM=0   leaves the oldest supported vLLM out of `all` (a download of about 100 MB, once)
 #   CUDA_VLLM=0  leaves vLLM's CUDA platform out of `all` (a download of 330 MB, 90 MB unpacked, once)
+#   NEW_VLLM=0   leaves the newest out, which has no CPU build yet (560 MB, once)
 #   TRITON=0     leaves the oldest and newest Triton out of `all` (540 MB, 1.7 GB unpacked, once)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
@@ -50,6 +51,11 @@ if [ "${1:-}" != fast ] && [ $# != 0 ]; then
       vllm/{_{C,moe_C}_stable_libtorch,_{deepselect,flashkda,flashmla,qutlass}_C}.abi3.so \
       vllm/{_flashmla_extension_C,cumem_allocator,vllm_flash_attn/_vllm_fa{2,3}_C}.abi3.so ||
       unset CUDA_VLLM_PATH
+  fi
+  if [ "${NEW_VLLM:-1}" != 0 ]; then
+    export NEW_VLLM_PATH=${NEW_VLLM_PATH:-$VENV/vllm-0.33.0}
+    [ -d "$NEW_VLLM_PATH" ] || { echo "fetching vLLM 0.33.0, to be tested too" &&
+      "$PYTHON" scripts/newer_vllm.py 0.33.0 "$NEW_VLLM_PATH"; } || unset NEW_VLLM_PATH
   fi
   # Headers of the driver's interface: the first with batched copies, the last of 12, and 13.
   for release in -cu12==12.8.90 -cu12==12.9.79 ==13.5.37; do

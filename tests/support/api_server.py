@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import paths
 from engines import ENGINE_ENV
 from paths import MODELS, ROOT, SUPPORT
 from ports import free_port
@@ -73,7 +74,7 @@ class ApiServer:
             "--block-size", str(block_size), "--kv-cache-memory-bytes", str(kv_cache_bytes),
             "--enable-prompt-tokens-details", *options, *arguments,
         ]  # fmt: skip
-        path = os.pathsep.join([*python_path, str(SUPPORT), str(ROOT)])
+        path = paths.python_path(*python_path, SUPPORT, ROOT)
         variables = {**os.environ, **ENGINE_ENV, "PYTHONPATH": path, **(environment or {})}
         log.write_bytes(b"")
         self.process: ForkedProcess | subprocess.Popen[bytes]

@@ -28,7 +28,7 @@ import numpy as np
 import secondary_tier_calls
 from engine_systems import Settings, clear_lmcache, llm_arguments
 from engines import ENGINE_ENV, Engine
-from paths import MODELS, ROOT, SUPPORT
+from paths import MODELS, ROOT, SUPPORT, python_path
 from preloaded import ForkedProcess
 from users import Answer, Turn, converse
 
@@ -70,14 +70,14 @@ class DrivenEngine:
         self.settings = settings
         self._log = log
         self._runtime_dir = tempfile.TemporaryDirectory(prefix="fc-")  # socket paths must be short
-        path = [str(ROOT), str(SUPPORT), str(ROOT / "benchmarks" / "peers"), *packages]
+        path = python_path(ROOT, SUPPORT, ROOT / "benchmarks" / "peers", *packages)
         environment = {
             **os.environ,
             **ENGINE_ENV,
             "OMP_NUM_THREADS": str(settings.num_threads or len(os.sched_getaffinity(0))),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "PYTHONHASHSEED": "0",
-            "PYTHONPATH": os.pathsep.join(path),
+            "PYTHONPATH": path,
             "XDG_RUNTIME_DIR": self._runtime_dir.name,
         }
         if settings.probe_dir is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from engines import ENGINE_ENV, MODELS
-from paths import ROOT
+from paths import ROOT, python_path
 from ports import free_range
 
 pytestmark = pytest.mark.whole
@@ -32,7 +32,12 @@ def test_the_vllm_example_loads_what_it_has_computed(tmp_path: Path) -> None:
         "--model", MODELS / "tiny", "--ssd-dir", tmp_path, "--cpu-gb", "0.05", "--ssd-gb", "0.1",
         "--engine-args", json.dumps(ENGINE_ARGS),
     ]  # fmt: skip
-    environment = {**os.environ, **ENGINE_ENV, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0"}
+    environment = {
+        **os.environ,
+        **ENGINE_ENV,
+        "PYTHONPATH": python_path(ROOT),
+        "PYTHONHASHSEED": "0",
+    }
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     (cold, total), (warm, _) = (
@@ -57,7 +62,7 @@ def test_conversations_return_to_the_engine_that_has_their_kv() -> None:
         sys.executable, ROOT / "examples" / "router_two_engines.py",
         "--model", MODELS / "tiny", "--engine-args", options, "--port", str(free_range(8)),
     ]  # fmt: skip
-    environment = {**os.environ, **ENGINE_ENV, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **ENGINE_ENV, "PYTHONPATH": python_path(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     turns = re.findall(

@@ -114,6 +114,15 @@ def test_other_kinds_are_refused_by_name() -> None:
         read_groups(engine(), caches(cross, FULL))
 
 
+def test_hisparse_is_refused_by_name() -> None:
+    made = engine()
+    made.attention_config = SimpleNamespace(hisparse_config=None)
+    assert read_groups(made, caches(FULL)) == ()
+    made.attention_config.hisparse_config = object()
+    with pytest.raises(ConfigError, match=r"HiSparseConnector.*leave it out"):
+        read_groups(made, caches(FULL))
+
+
 def test_an_older_vllm_is_asked_for_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "TELLS_GROUPS", False)
     assert read_groups(engine(), caches(FULL)) == ()

@@ -14,6 +14,7 @@ import torch
 from engines import ENGINE_ENV
 from paths import MODELS
 from safetensors.torch import load_file, save_file
+from vllm.config import VllmConfig
 
 from flexcache.errors import ConfigError
 from flexcache.integration.identity.files import ANY_TIME, FileDigests
@@ -311,6 +312,24 @@ def test_sleep_mode_is_refused_by_a_vllm_that_would_not_announce_it(
     monkeypatch.setattr(KVConnectorBase_V1, "unregister_kv_caches", None, raising=False)
     with pytest.raises(AttributeError):  # it goes on
         read_model_config(config, SimpleNamespace())
+
+
+def test_hashes_of_more_than_a_block_are_refused_and_vllm_makes_none_beside_a_connector() -> None:
+    config = stand_in()
+    config.num_hash_lookahead_tokens = 1
+    with pytest.raises(ConfigError, match="disable_lookahead_block_hashes"):
+        read_model_config(config, SimpleNamespace())
+    count = getattr(VllmConfig, "num_hash_lookahead_tokens", None)
+    if count is None:
+        return  # before 0.33
+    config.speculative_config = SimpleNamespace(
+        use_eagle_block_drop=lambda: True, disable_lookahead_block_hashes=False
+    )
+    config.cache_config.enable_prefix_caching = True
+    config.num_prefill_lookahead_tokens, config.kv_transfer_config = 1, None
+    assert count.fget(config) == 1
+    config.kv_transfer_config = object()
+    assert count.fget(config) == 0
 
 
 def test_equal_values_have_equal_digests_however_they_are_spelled() -> None:

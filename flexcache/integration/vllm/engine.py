@@ -106,6 +106,7 @@ def read_model_config(vllm_config: Any, kv_cache_config: Any) -> ModelConfig:
     only the names of rank 0's.
     """
     _refuse_sleep_mode(vllm_config)
+    _refuse_lookahead_hashes(vllm_config)
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     return ModelConfig(
         model_id=UNREAD,
@@ -156,4 +157,13 @@ def _refuse_sleep_mode(vllm_config: Any) -> None:
         raise ConfigError(
             "enable_sleep_mode = True: sleep() would unmap KV memory that FlexCache may be copying;"
             " use vLLM 0.33 or later, leave it off, or run without the connector"
+        )
+
+
+def _refuse_lookahead_hashes(vllm_config: Any) -> None:
+    num_tokens = getattr(vllm_config, "num_hash_lookahead_tokens", 0)
+    if num_tokens:  # vLLM 0.33 has none beside a connector
+        raise ConfigError(
+            f"vLLM's block hashes cover {num_tokens} tokens after each block, and would not name"
+            " what is in it; set disable_lookahead_block_hashes in speculative_config"
         )

@@ -30,6 +30,7 @@ def read_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[KVGroup, ...]:
     Raises:
         ConfigError: A group is of a kind that cannot be cached.
     """
+    refuse_hisparse(vllm_config)
     all_groups = kv_cache_config.kv_cache_groups
     if not TELLS_GROUPS and len(all_groups) > 1:
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in all_groups)
@@ -53,6 +54,16 @@ def read_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[KVGroup, ...]:
             "--enable-prefix-caching, or run without the connector"
         )
     return groups
+
+
+def refuse_hisparse(vllm_config: Any) -> None:
+    """Raise `ConfigError` if vLLM keeps KV in host memory, and defers what it tells of loads."""
+    attention = getattr(vllm_config, "attention_config", None)
+    if getattr(attention, "hisparse_config", None) is not None:
+        raise ConfigError(
+            "HiSparse (attention_config.hisparse_config, or HiSparseConnector) keeps KV in host"
+            " memory, which cannot be cached; leave it out, or run without FlexCache"
+        )
 
 
 def cached_group_ids(kv_cache_config: Any) -> tuple[int, ...]:
@@ -106,8 +117,6 @@ def layer_specs(group_spec: Any) -> list[Any]:
 def _read_group(vllm_config: Any, group: Any, is_only_one: bool) -> KVGroup:
     spec = layer_specs(group.kv_cache_spec)[0]
     size, layers = _block_size(vllm_config, group.kv_cache_spec), tuple(group.layer_names)
-    if getattr(group, "host_resident", False):
-        raise ConfigError("a KV cache group in host memory (HiSparse) cannot be cached")
     if isinstance(spec, specs.SlidingWindowSpec):
         window = spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
         return KVGroup("window", size, window, layers)

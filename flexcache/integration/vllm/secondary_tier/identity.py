@@ -12,6 +12,7 @@ from flexcache.errors import ConfigError
 from flexcache.integration.identity.late import identify_now
 from flexcache.integration.vllm.callers import locals_of_callers
 from flexcache.integration.vllm.engine import read_key_namespace, why_uncached
+from flexcache.integration.vllm.groups import refuse_hisparse
 from flexcache.integration.vllm.identity import read_model_id
 from flexcache.storage.kv_identity import KVIdentity
 
@@ -22,9 +23,10 @@ def read_chunk_identity(spec: Any, chunk_bytes: int, settings: CacheConfig) -> K
     vLLM's offloading config names the model but not its revision, quantization and the like.
 
     Raises:
-        ConfigError: The model's KV is of no use to another request.
+        ConfigError: The model's KV is of no use to another request, or kept by HiSparse.
     """
     vllm_config = _find_vllm_config()
+    refuse_hisparse(vllm_config)
     reason = why_uncached(vllm_config, len(spec.config.groups))
     if reason is not None:  # vLLM does not ask, and would serve the second request of a prompt so
         raise ConfigError(
