@@ -27,6 +27,7 @@ from transformers import (
     Olmo3Config,
     PretrainedConfig,
     PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
 )
 
 _WEIGHTS = "model.safetensors"
@@ -78,6 +79,12 @@ def _configs() -> dict[str, PretrainedConfig]:
             qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, n_routed_experts=4,
             n_shared_experts=1, num_experts_per_tok=2, n_group=1, topk_group=1,
             first_k_dense_replace=4, max_position_embeddings=4096, initializer_range=0.1, **_COMMON,
+        ),
+        # A mixture of experts, two of four for each token.
+        "experts": Qwen3MoeConfig(
+            hidden_size=256, moe_intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=64, num_experts=4, num_experts_per_tok=2,
+            max_position_embeddings=4096, initializer_range=0.2, **_COMMON,
         ),
         **hybrid_configs(),
     }  # fmt: skip

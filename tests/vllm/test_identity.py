@@ -297,21 +297,27 @@ def test_scales_that_an_engine_computes_for_itself_are_refused() -> None:
         read_model_id(config)
 
 
-def test_sleep_mode_is_refused_by_a_vllm_that_would_not_announce_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_needs_vllm_033_is_refused_by_name_before(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     from flexcache.integration.vllm import FlexCacheConnectorV1
 
-    config = stand_in(enable_sleep_mode=True)
-    assert FlexCacheConnectorV1.supports_sleep_mode(config) is True
-    monkeypatch.delattr(KVConnectorBase_V1, "unregister_kv_caches", raising=False)
-    with pytest.raises(ConfigError, match=r"enable_sleep_mode.*vLLM 0\.33"):
-        read_model_config(config, SimpleNamespace())
-    monkeypatch.setattr(KVConnectorBase_V1, "unregister_kv_caches", None, raising=False)
-    with pytest.raises(AttributeError):  # it goes on
-        read_model_config(config, SimpleNamespace())
+    sleeps = stand_in(enable_sleep_mode=True)
+    assert FlexCacheConnectorV1.supports_sleep_mode(sleeps) is True
+    routes = stand_in()
+    routes.aux_output_config = SimpleNamespace(enable_return_routed_experts=True)
+    routes_028 = stand_in(enable_return_routed_experts=True)
+    for config, name in (
+        (sleeps, "enable_sleep_mode"),
+        (routes, "experts"),
+        (routes_028, "experts"),
+    ):
+        monkeypatch.delattr(KVConnectorBase_V1, "unregister_kv_caches", raising=False)
+        with pytest.raises(ConfigError, match=rf"{name}.*vLLM 0\.33"):
+            read_model_config(config, SimpleNamespace())
+        monkeypatch.setattr(KVConnectorBase_V1, "unregister_kv_caches", None, raising=False)
+        with pytest.raises(AttributeError):  # it goes on
+            read_model_config(config, SimpleNamespace())
 
 
 def test_hashes_of_more_than_a_block_are_refused_and_vllm_makes_none_beside_a_connector() -> None:

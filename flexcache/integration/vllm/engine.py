@@ -105,7 +105,7 @@ def read_model_config(vllm_config: Any, kv_cache_config: Any) -> ModelConfig:
     The sizes of blocks are the ranks' to tell: each knows its own layers' tensors, the scheduler
     only the names of rank 0's.
     """
-    _refuse_sleep_mode(vllm_config)
+    _refuse_before_033(vllm_config)
     _refuse_lookahead_hashes(vllm_config)
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     return ModelConfig(
@@ -151,12 +151,21 @@ def read_key_namespace(vllm_config: Any) -> tuple[str, ...]:
     return ("vllm", str(vllm_config.cache_config.prefix_caching_hash_algo))
 
 
-def _refuse_sleep_mode(vllm_config: Any) -> None:
-    is_announced = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
-    if vllm_config.model_config.enable_sleep_mode and not is_announced:
+def _refuse_before_033(vllm_config: Any) -> None:
+    if hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
+        return
+    remedy = "use vLLM 0.33 or later, leave it off, or run without the connector"
+    model = vllm_config.model_config
+    if model.enable_sleep_mode:
         raise ConfigError(
             "enable_sleep_mode = True: sleep() would unmap KV memory that FlexCache may be copying;"
-            " use vLLM 0.33 or later, leave it off, or run without the connector"
+            f" {remedy}"
+        )
+    name = "enable_return_routed_experts"
+    if getattr(getattr(vllm_config, "aux_output_config", model), name, False):
+        raise ConfigError(
+            f"{name} = True: vLLM has no experts of tokens that are loaded, and would end at a hit;"
+            f" {remedy}"
         )
 
 
