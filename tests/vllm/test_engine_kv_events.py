@@ -22,6 +22,7 @@ from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
 
 from flexcache.events.subscriber import KVEventSubscriber, Received
 
+pytestmark = pytest.mark.newest
 BLOCK = 32
 PATIENCE_MS = 20_000
 _seeds = itertools.count(10_000)

@@ -33,9 +33,12 @@ from flexcache.integration.vllm.groups import (
 )
 from flexcache.integration.vllm.kv_layout import describe_layout
 
-pytestmark = pytest.mark.skipif(
-    not groups.TELLS_GROUPS, reason="this vLLM tells connectors of one group only"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not groups.TELLS_GROUPS, reason="this vLLM tells connectors of one group only"
+    ),
+    pytest.mark.newest,
+]
 ATTENTION = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
 FULL = FullAttentionSpec(block_size=128, **ATTENTION)
 WINDOW = SlidingWindowSpec(block_size=256, sliding_window=512, **ATTENTION)

@@ -21,6 +21,7 @@ from flexcache.integration.vllm.groups import TELLS_GROUPS
 pytestmark = [
     pytest.mark.skipif(not TELLS_GROUPS, reason="this vLLM keeps one group only"),
     pytest.mark.whole,
+    pytest.mark.newest,
 ]
 KV_BYTES = 64 << 20
 

@@ -22,6 +22,8 @@ from flexcache.integration.identity.settings import digest
 from flexcache.integration.vllm.engine import read_model_config
 from flexcache.integration.vllm.identity import read_model_id as read_id
 
+pytestmark = pytest.mark.newest
+
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,

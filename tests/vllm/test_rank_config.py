@@ -16,6 +16,8 @@ from flexcache.integration.vllm.groups import read_keys_per_position, read_posit
 from flexcache.integration.vllm.kv_layout import describe_layout
 from flexcache.integration.vllm.layerwise import find_obstacle
 
+pytestmark = pytest.mark.newest
+
 
 def config(*, use_mla: bool = False, drafts: bool = False, **parallel: int) -> Any:
     made = stand_in(

@@ -1,4 +1,4 @@
-"""Which experts computed a token is told of loaded tokens, too, by vLLM 0.33 and later.
+"""Tokens that are loaded come with the experts that computed them, in vLLM 0.33 and later.
 
 vLLM keeps the experts of what it computed itself, and limits hits to that. Earlier versions end at
 such a hit, and are refused (`test_identity`).

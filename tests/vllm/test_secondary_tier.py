@@ -27,6 +27,7 @@ from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.kv_identity import KVIdentity
 from flexcache.storage.pool_directory import DATA_FILE
 
+pytestmark = pytest.mark.newest
 PROMPT = make_prompt(700, 1)
 CHUNKS = 21  # whole blocks of 32
 CACHED = CHUNKS * 32

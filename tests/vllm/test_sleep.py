@@ -28,6 +28,7 @@ from flexcache.integration.vllm.worker import FlexCacheWorker
 from flexcache.storage.host_pool import HostSegment
 from flexcache.transfer.workers.copier import Addresses
 
+pytestmark = pytest.mark.newest
 BLOCK, NUM_BLOCKS, LAYERS = 16, 24, 3
 SHAPE = (NUM_BLOCKS, 2, BLOCK, 2, 16)
 LAYER_BYTES = int(np.prod(SHAPE)) * 2

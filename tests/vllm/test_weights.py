@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from stores import PATIENT, store_at
 from test_remote import until_it_stores
 
+pytestmark = pytest.mark.newest
 PROMPT = make_prompt(300, 1)
 CACHED = 288  # whole blocks of 32
 SHARED = [make_prompt(300, seed) for seed in range(10, 15)]
