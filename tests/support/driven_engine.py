@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import secondary_tier_calls
+from engine_soak import Soak
 from engine_systems import Settings, clear_lmcache, llm_arguments
 from engines import ENGINE_ENV, Engine
 from paths import MODELS, ROOT, SUPPORT, python_path
@@ -163,6 +164,12 @@ class DrivenEngine:
             aborted=list(aborted), resets=resets, kill=kill, updated=updated,
         )  # fmt: skip
         return {int(position): tokens for position, tokens in seen.items()}
+
+    def soak(
+        self, prompts: Sequence[tuple[list[int], list[int]]], seconds: float, seed: int, ssd: str
+    ) -> dict[str, int]:
+        """Ask at random, as `Soak` does, and return what it counts."""
+        return dict(self._call("soak", prompts=prompts, seconds=seconds, seed=seed, ssd=ssd))
 
     def damage_loads(self, group: int) -> None:
         """Change a byte in DRAM of each block of a KV cache group that is loaded from now on."""
@@ -427,6 +434,9 @@ class Commands(Engine):
             self.drain()
         assert not updated, "they did not run together"
         return {position: seen for position, seen in tokens.items() if position not in aborted}
+
+    def soak(self, prompts: Any, seconds: float, seed: int, ssd: str) -> dict[str, int]:
+        return Soak(self, prompts, Path(ssd), seed).run(seconds)
 
     def gpu_blocks(self) -> dict[str, int]:
         pool = self.scheduler.kv_cache_manager.block_pool

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import torch
 from hybrid_models import hybrid_configs
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -32,6 +33,7 @@ from transformers import (
 
 _WEIGHTS = "model.safetensors"
 _LORA_RANK = 8
+NUM_GUESSABLE = 16
 _COMMON = {
     "vocab_size": 512,
     "bos_token_id": 0,
@@ -149,6 +151,19 @@ def make_draft(directory: Path) -> Path:
         save_file({**layer, "fc.weight": joint}, target / _WEIGHTS)
 
     return _make(directory / "tiny-draft", write)
+
+
+def make_guessable(directory: Path, name: str) -> Path:
+    """Make a variant of a model that answers with few tokens only, so that even a draft of random
+    weights is sometimes right."""
+
+    def write(target: Path) -> None:
+        shutil.copytree(make_model(directory, name), target)
+        weights = load_file(target / _WEIGHTS)
+        weights["lm_head.weight"][NUM_GUESSABLE:] *= 0.01
+        save_file(weights, target / _WEIGHTS, metadata={"format": "pt"})
+
+    return _make(directory / f"{name}-guessable", write)
 
 
 def make_adapter(directory: Path, number: int) -> Path:
