@@ -490,6 +490,11 @@ class Commands(Engine):
         """Wait until every tier (with vLLM's own offloading, DRAM) has what was stored."""
         if self.manager is None:
             self.drain()
+        elif "endpoint" in self._settings.more:
+            self.manager.wait_ready(STOP_S)  # its server may have been restarted
+            self.drain()
+            while any(self.manager.stats()["tasks"].values()):
+                time.sleep(0.01)
         else:
             super().settle()
 

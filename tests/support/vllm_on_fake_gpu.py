@@ -25,6 +25,7 @@ MODEL = "tiny"
 LATE_US = 8_000.0
 """Copies take this long, and land up to this much later. A layer of the model takes a tenth."""
 READY_S = 120.0
+NUM_LATE_STEPS = 20
 FAKE_GPU = {"kv_connector": "FakeGpuConnector", "kv_connector_module_path": __name__}
 
 Prompts = Sequence[list[int]]
@@ -101,6 +102,64 @@ def serve_on_fake_gpu(prompts: Prompts, in_one_piece: bool) -> dict[str, Any]:
         seen["without waiting"] = serve("on")
         gpu.wait_idle()
     return seen
+
+
+def serve_late_writes(prompts: Prompts) -> list[dict[str, Any]]:
+    """Have a step's KV written late, as its put is already launched; then serve what was stored. The
+    second prompt's put waits for no step. Returns tokens, and how many were cached."""
+    from flexcache.transfer.workers.copy_cuda import CudaCopier
+
+    FakeGpuConnector.in_one_piece = False
+    seen = []
+    with pytest.MonkeyPatch.context() as patch, _running_engine(patch) as engine:
+        for number, prompt in enumerate(prompts[:2]):
+            if number == 1:
+                patch.setattr(CudaCopier, "fence", lambda _: FakeGpuConnector.memory.torch.Event())
+            with _written_late(engine) as launch:
+                engine.generate(prompt, 1)
+                launch()
+            engine.forget_gpu()
+            for tensor in FakeGpuConnector.tensors.values():
+                tensor.normal_(0, 3)
+            output = engine.generate(prompt)
+            tokens = list(output.outputs[0].token_ids)
+            seen.append({"tokens": tokens, "cached": output.num_cached_tokens})
+    return seen
+
+
+@contextmanager
+def _written_late(engine: Engine) -> Iterator[Callable[[], None]]:
+    """Let the compute stream write the KV of the next step when the block ends. Yields a function
+    that steps the engine until its put can do no more without that."""
+    gpu, tensors = FakeGpuConnector.memory.gpu, FakeGpuConnector.tensors
+    executor = engine.llm.llm_engine.engine_core.engine_core.model_executor
+    runner = executor.driver_worker.worker.model_runner
+    held: list[int] = []
+    execute = runner.execute_model
+
+    def execute_late(*arguments: Any, **options: Any) -> Any:
+        before = {name: tensor.clone() for name, tensor in tensors.items()}
+        result = execute(*arguments, **options)
+        written = {name: tensor.clone() for name, tensor in tensors.items()}
+        if not held and not all(torch.equal(before[name], written[name]) for name in before):
+            stream = FakeGpuConnector.memory.torch.current_stream().handle
+            held.append(gpu.hold(stream))
+            for name, tensor in tensors.items():
+                tensor.copy_(before[name])
+            gpu.queue(stream, lambda: [tensors[name].copy_(written[name]) for name in written])
+        return result
+
+    def launch() -> None:
+        for _ in range(NUM_LATE_STEPS):
+            engine.llm.llm_engine.step()
+            gpu.wait_quiet()
+        assert engine.scheduler.has_requests(), "there is no put"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "execute_model", execute_late)
+        yield launch
+        gpu.fire(held[0])
+        engine.drain()
 
 
 def _sleep_during_a_load(engine: Engine, prompt: list[int]) -> dict[str, Any]:

@@ -83,3 +83,11 @@ def test_without_the_wait_for_each_layer_the_tokens_are_wrong(
     """The negative control: the model computes before the copies have landed."""
     assert seen["without waiting"]["cached"] == CACHED
     assert seen["without waiting"]["tokens"] != alone
+
+
+def test_a_put_has_what_its_step_writes_late(alone: list[list[int]]) -> None:
+    """And without its wait for the compute stream it has not: the negative control."""
+    late, unwaited = in_engine_process(vllm_on_fake_gpu.serve_late_writes)
+    assert late == {"tokens": alone[0], "cached": CACHED[0]}
+    assert unwaited["cached"] == CACHED[1]
+    assert unwaited["tokens"] != alone[1]
