@@ -68,6 +68,8 @@ class FakeEvent:
 
     def record(self, stream: FakeStream | None = None) -> None:
         stream = stream or self.owner.current_stream()
+        if not isinstance(stream, FakeStream):
+            return  # of an engine on the CPU: what it would queue is done
         if not self._handle:
             self.owner.gpu.call("cuEventCreate", byref(self._handle), 0 if self._is_timed else 2)
         self.owner.gpu.call("cuEventRecord", self._handle, c_void_p(stream.handle))
@@ -195,7 +197,9 @@ class FakeTorchCuda:
 
     # -- streams -----------------------------------------------------------------------------------
 
-    def Stream(self, device: torch.device) -> FakeStream:  # noqa: N802
+    def Stream(self, device: torch.device | None = None) -> FakeStream:  # noqa: N802
+        if device is None or device.type == "cpu":
+            return self._real.Stream(device)  # type: ignore[return-value]  # vLLM's placeholder
         with self._on(device.index), self._lock:
             pool = self._pools.setdefault(device.index, deque())
             if len(pool) < POOL_SIZE:
@@ -209,13 +213,16 @@ class FakeTorchCuda:
             return FakeStream(self, handle, device.index)
 
     def current_stream(self, device: torch.device | int | None = None) -> FakeStream:
+        if isinstance(device, torch.device) and device.type == "cpu":
+            return self._real.current_stream(device)  # type: ignore[no-any-return]
         index = device.index if isinstance(device, torch.device) else device
         if index is None:
             index = self.current_device()
         return self._streams.get(index) or FakeStream(self, 0, index)
 
     def set_stream(self, stream: FakeStream) -> None:
-        self._set_stream(stream)
+        if isinstance(stream, FakeStream):
+            self._set_stream(stream)
 
     def default_handle(self, device: int) -> int:
         with self._lock:

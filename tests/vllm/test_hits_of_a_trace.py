@@ -18,7 +18,7 @@ ADDED, UNIQUE = 96, 12 * BLOCK
 """Tokens of a turn, and of a prompt that never comes again."""
 ROOMY = {"num_cpu_blocks": 512, "num_ssd_blocks": 1024}
 TIGHT = {"num_cpu_blocks": 32, "num_ssd_blocks": 48}
-FOUND = {"lru": 0, "density": 0}
+FOUND = {"lru": 7712, "density": 7712}
 """Tokens, of `prompt_tokens`, that a tight cache finds. Another number needs a reason."""
 
 
@@ -56,5 +56,5 @@ def test_with_room_for_all_that_is_known_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize("policy", list(FOUND))
 def test_a_policy_finds_as_much_as_it_did(policy: str, tmp_path: Path) -> None:
     found, known = hit_tokens(tmp_path, eviction_policy=policy, **TIGHT)
-    print(policy, found, known)
+    assert known > found
     assert found == FOUND[policy]
