@@ -11,6 +11,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -174,6 +175,10 @@ class DrivenEngine:
     def damage_loads(self, group: int) -> None:
         """Change a byte in DRAM of each block of a KV cache group that is loaded from now on."""
         self._call("damage_loads", group=group)
+
+    def copy_after_match(self, source: Path, target: Path) -> None:
+        """Copy a file once blocks for the next request have been found, before they are loaded."""
+        self._call("copy_after_match", source=str(source), target=str(target))
 
     def gpu_blocks(self) -> dict[str, int]:
         """Number of blocks: ``free``, and ``all`` that requests can have."""
@@ -437,6 +442,18 @@ class Commands(Engine):
 
     def soak(self, prompts: Any, seconds: float, seed: int, ssd: str) -> dict[str, int]:
         return Soak(self, prompts, Path(ssd), seed).run(seconds)
+
+    def copy_after_match(self, source: str, target: str) -> None:
+        connector = self.connector
+        allocated = connector.update_state_after_alloc
+
+        def copy_and_go_on(request: Any, blocks: Any, num_external_tokens: int) -> None:
+            if num_external_tokens:
+                shutil.copy(source, target)
+                connector.update_state_after_alloc = allocated
+            allocated(request, blocks, num_external_tokens)
+
+        connector.update_state_after_alloc = copy_and_go_on
 
     def gpu_blocks(self) -> dict[str, int]:
         pool = self.scheduler.kv_cache_manager.block_pool

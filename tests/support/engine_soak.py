@@ -1,4 +1,4 @@
-"""Random work for an engine with too few GPU blocks; every answer is compared with the known one."""
+"""Random work for an engine with too few GPU blocks; each answer is compared with the known one."""
 
 from __future__ import annotations
 
@@ -97,7 +97,8 @@ class Soak:
         try:
             self._engine.llm.reset_prefix_cache(interrupts, reset_connector=reaches_us)
         except RuntimeError as error:  # vLLM interrupts no request that is waiting for its load
-            assert "waiting for remote KV transfer" in str(error)
+            if "waiting for remote KV transfer" not in str(error):
+                raise
             self.counts["resets refused"] += 1
         else:
             self.counts["resets"] += 1

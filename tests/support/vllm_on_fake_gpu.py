@@ -105,8 +105,8 @@ def serve_on_fake_gpu(prompts: Prompts, in_one_piece: bool) -> dict[str, Any]:
 
 
 def serve_late_writes(prompts: Prompts) -> list[dict[str, Any]]:
-    """Have a step's KV written late, as its put is already launched; then serve what was stored. The
-    second prompt's put waits for no step. Returns tokens, and how many were cached."""
+    """Have a step's KV written late, when its put is launched already; then serve what was stored.
+    The second prompt's put waits for no step. Returns tokens, and how many were cached."""
     from flexcache.transfer.workers.copy_cuda import CudaCopier
 
     FakeGpuConnector.in_one_piece = False

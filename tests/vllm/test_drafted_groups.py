@@ -1,5 +1,4 @@
-"""A model with windows and a draft model, whose KV is in groups: restarts and failed loads change no
-answer.
+"""A model with windows and a draft model: restarts and failed loads change no answer.
 
 The draft stands for a layer that predicts further tokens (MTP) and the windows for states: vLLM's
 kernels for CPUs do not undo rejected drafts in states.
@@ -148,7 +147,7 @@ def damage(path: Path, every: int) -> None:
 
 @pytest.mark.parametrize("every", [1, 60], ids=["every block", "some blocks"])
 def test_a_load_that_fails_while_others_want_its_blocks(every: int, tmp_path: Path) -> None:
-    """Requests with a common beginning come at once, and again while the first load is under way."""
+    """Requests with a common beginning come at once, so that some wait for others' blocks."""
     shared = [PROMPTS[1] + make_prompt(40, seed) for seed in (5, 6, 7)]
     prompts = [PROMPTS[1], *shared, PROMPTS[2]]
     alone = answers_alone(tmp_path, prompts, "auto")

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from api_server import ApiServer, serving
+from engine_systems import FLEXCACHE
 from make_tokenizers import make_tokenizer
 from paths import MODELS
+from predictions import Predictions, predicting
 
 aiohttp = pytest.importorskip("aiohttp")
 
@@ -21,6 +23,7 @@ from flexcache.router.chooser import Arrival  # noqa: E402
 from flexcache.router.request import RouteRequest  # noqa: E402
 from flexcache.router.tokens import Tokenizers, TokenLimits  # noqa: E402
 from flexcache.router.tokens.content_format import content_format  # noqa: E402
+from flexcache.router.workers import EventSource  # noqa: E402
 
 pytestmark = pytest.mark.whole
 
@@ -188,6 +191,64 @@ def test_a_generating_request_has_the_tokens_that_were_rendered(
         await readers.close()
 
     asyncio.run(main())
+
+
+def test_routers_that_come_later_expect_of_chats_what_the_engine_finds(tmp_path: Path) -> None:
+    """Chats with tools and a date. One router is there from the beginning, one is restarted midway,
+    and one has no replay: the parents of the blocks that it hears of are unknown to it."""
+    tokenizer = make_tokenizer(tmp_path, "chatml")
+    dated = tokenizer / "tokenizer_config.json"
+    config = json.loads(dated.read_text())
+    config["chat_template"] = "{{ strftime_now('%d %B %Y') }}" + config["chat_template"]
+    dated.write_text(json.dumps(config))
+    events, replay = (f"ipc://{tmp_path}/{name}" for name in ("kv", "again"))
+    made = ApiServer(
+        tmp_path / "log", arguments=["--tokenizer", str(tokenizer)],
+        transfer={**FLEXCACHE, "kv_connector_extra_config": {"cpu_cache_gb": 0.05}},
+        kv_events={"endpoint": events, "replay_endpoint": replay},
+    )  # fmt: skip
+    source = EventSource(events, replay)
+    messages = [{"role": "user", "content": "block of a prompt " * 40}]
+
+    async def main() -> None:
+        readers = Tokenizers(tokenizer=str(tokenizer))
+        readers.set_engines({made.url: {}})
+        await readers.start()
+        asked: list[int] = []
+
+        async def turn(*routers: Predictions) -> list[int]:
+            """Ask on. Return the tokens that each router expects to be found, then those found."""
+            for router in routers:
+                await router.come_to((len(asked) - 1) // 32 * 32 if asked else 0, "engine", asked)
+            body = {
+                "messages": messages, "max_tokens": 1, "temperature": 0, "tools": TOOLS[:1],
+                "tool_choice": "none", "model": made.model,
+            }  # fmt: skip
+            asked[:] = map(int, (await read(readers, CHAT, body)).token_ids)  # type: ignore[arg-type]
+            expected = [router.total("engine", asked) for router in routers]
+            async with session.post(f"{made.url}{CHAT}", json=body) as response:
+                answer = await response.json()
+            said = answer["choices"][0]["message"]["content"] or ""
+            messages.append({"role": "assistant", "content": said})
+            messages.append({"role": "user", "content": f"and tier {len(messages)} " * 20})
+            usage = answer["usage"]
+            assert usage["prompt_tokens"] == len(asked)
+            return [*expected, (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0]
+
+        async with aiohttp.ClientSession() as session, predicting(engine=(source,)) as first:
+            assert await turn(first) == [0, 0]
+            expected, found = await turn(first)
+            assert expected == found > 0
+            async with predicting(engine=(EventSource(events, None),)) as deaf:
+                for _ in range(2):
+                    async with predicting(engine=(source,)) as restarted:
+                        one, other, found = await turn(first, restarted)
+                        assert one == other == found > 0
+                assert deaf.total("engine", asked) == 0
+        await readers.close()
+
+    with serving(made):
+        asyncio.run(main())
 
 
 def test_another_tokenizer_than_the_engines_is_noticed(server: ApiServer) -> None:

@@ -49,9 +49,7 @@ def prompts_of_users(model: str, log: Path) -> Iterator[tuple[list[int], list[in
     """All turns of some conversations with their answers, by an engine that caches nothing and
     drafts nothing. Half of the users begin with the same words."""
     plain = {**engine_arguments(model), "enable_prefix_caching": False}
-    settings = Settings(
-        "alone", f"{model}-guessable", engine=plain, has_groups=True, num_threads=1
-    )
+    settings = Settings("alone", f"{model}-guessable", engine=plain, has_groups=True, num_threads=1)
     talks = [make_prompt(150, user % 2) + make_prompt(100 + 70 * user, 50 + user)
              for user in range(NUM_USERS)]  # fmt: skip
     with running(DrivenEngine(settings, log)) as engine:
