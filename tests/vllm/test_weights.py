@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import second_runner
 import torch
 from driven_engine import DrivenEngine, running
 from engine_systems import Settings
@@ -245,10 +246,12 @@ def test_an_adapter_loaded_again_in_place_is_another(
 
 
 @pytest.mark.whole
+@pytest.mark.runners
 def test_an_adapter_retrained_between_the_match_and_the_load_is_another(
     adapter: Path, checkpoints: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """vLLM reads the files when it runs the request, which is after its KV was found."""
+    """vLLM reads the files when it runs the request, after its KV was found. Only its first runner
+    can compute that again then; elsewhere such KV stays on the GPU, and is not stored."""
     model = checkpoints[0]
     with running(start(tmp_path, model, on_ssd(tmp_path), **LORA)) as engine:
         old, _ = engine.generate(PROMPT, adapter=str(adapter))
@@ -256,15 +259,17 @@ def test_an_adapter_retrained_between_the_match_and_the_load_is_another(
     retrained = make_adapter(MODELS, 2) / "adapter_model.safetensors"
     with running(start(tmp_path, model, on_ssd(tmp_path), **LORA)) as engine:
         engine.copy_after_match(retrained, adapter / retrained.name)
-        new, new_cached = engine.generate(PROMPT, adapter=str(adapter))
+        answers = [engine.generate(PROMPT, adapter=str(adapter))[0] for _ in range(2)]
         engine.settle()
         engine.forget("GPU")
-        again, again_cached = engine.generate(PROMPT, adapter=str(adapter))
+        answers.append(engine.generate(PROMPT, adapter=str(adapter))[0])
         blocks = engine.gpu_blocks()
         assert blocks["free"] == blocks["all"]
     expected = answers_of(tmp_path, model, adapter)
-    print("XX", old[:3], new[:3], new_cached, again[:3], again_cached, expected[:3])
-    assert new == again == expected != old
+    recovers = second_runner.is_first() and not second_runner.schedules_ahead()
+    first = 0 if recovers else 2
+    assert answers[first:] == [expected] * (3 - first)
+    assert expected != old
 
 
 @pytest.mark.whole
