@@ -39,7 +39,7 @@ from flexcache.integration.vllm.groups import (
 )
 from flexcache.integration.vllm.identity import read_model_id
 from flexcache.integration.vllm.kv_events import to_vllm_events
-from flexcache.integration.vllm.layerwise import find_obstacle
+from flexcache.integration.vllm.layerwise import find_obstacle, recovers_in_steps
 from flexcache.integration.vllm.metadata import FlexCacheMetadata
 from flexcache.integration.vllm.put_points import PutPoints, tail_interval
 from flexcache.integration.vllm.puts import Puts
@@ -76,7 +76,7 @@ class FlexCacheScheduler:
         _warn_of_surprises(transfer.kv_load_failure_policy, config, place)
         _tell_about_states(vllm_config, model)
         namespace = read_key_namespace(vllm_config)
-        can_lose_loads = not model.groups
+        can_lose_loads = not model.groups and recovers_in_steps(vllm_config)
         self._cache = CacheCalls(None, block_size, namespace, keys_per_position, can_lose_loads)
         self._tables = BlockTables(model.groups, cached_group_ids(kv_cache_config), block_size)
         self._has_siblings = transfer is not vllm_config.kv_transfer_config
