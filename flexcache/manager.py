@@ -432,8 +432,11 @@ class KVManager(_WholeCache):
         Raises:
             KeyError: The id was never issued.
         """
+        [task_id] = arguments.ids_of([task_id])
+        if self.model_config.groups:
+            return None
         try:
-            return self._client.promise(*arguments.ids_of([task_id]))
+            return self._client.promise(task_id)
         except ServerLostError:
             return None
 

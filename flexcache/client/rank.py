@@ -403,7 +403,10 @@ class KVTPClient:
     def _fail(self, reason: str) -> None:
         """Leave permanently: neither the engine nor the server must wait for this rank."""
         worker = self._worker
-        self._let_go(has_failed=True)  # the engine may reuse the blocks when it sees the state
+        try:  # the engine may reuse the blocks when it sees the state
+            self._let_go(has_failed=worker is None or worker.failure is not None)
+        except Exception:  # whatever has failed prevents this, too
+            self._let_go(has_failed=True)
         self._set_state(ClientState.REFUSED, reason)
         with contextlib.suppress(Exception):  # the link may be what has failed
             if worker is not None:
@@ -491,6 +494,8 @@ class KVTPClient:
         attachment = self._attachment
         with self._changed:
             self._is_leaving = True
+        if attachment is not None:
+            attachment.fence.withdraw(self.rank)
         if attachment is not None and not has_failed:
             self._tasks.serve_steps(
                 lambda: self._closing or attachment.fence.may_leave(self.rank), self._link.rest

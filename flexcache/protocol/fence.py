@@ -114,10 +114,11 @@ class Fence:
         """Whether a step counts on the engine's ranks."""
         return not self._could_lock(_COUNTED_ON)
 
-    def _lock(self, kind: int, byte: int) -> bool:
+    def _lock(self, kind: int, byte: int, to_end: bool = False) -> bool:
         """Set a lock of this end; return whether no other end's is in the way."""
+        lock = _FLOCK.pack(kind, os.SEEK_SET, byte, int(not to_end), 0)
         try:
-            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, lock)
         except (BlockingIOError, PermissionError):  # the kernel may say either
             return False
         return True
@@ -145,6 +146,7 @@ class Fence:
         """Release the lock and the memory. Idempotent."""
         if self._fd >= 0:  # a child may have got the descriptor past `forked`
             fcntl.flock(self._fd, fcntl.LOCK_UN)
+            self._lock(fcntl.F_UNLCK, _COUNTED_ON, to_end=True)
         self.forked()
 
     def forked(self) -> None:

@@ -433,6 +433,10 @@ class KVTaskEngine:
         for task_id in to_cancel:
             self._sessions.of(task_id).require_known(task_id)
         with self._change:
+            for task_id in to_cancel:
+                task = self._sessions.tasks.get(task_id)
+                if task is not None and task.is_promised:
+                    task.gated = False  # no rank was given it, so none is told of its end
             return self._cancel(to_cancel, now)
 
     def _cancel(self, task_ids: Iterable[TaskId], now: float) -> list[TaskId]:

@@ -129,8 +129,9 @@ class Executors:
         for run in running:
             op = run.op
             self._running[op.op_id] = run
-            deadline_s = deadlines.get(op.op_id, now + self._op_timeout_s)
-            heapq.heappush(self._deadlines, (deadline_s, op.op_id))
+            if not run.task.is_promised:
+                deadline_s = deadlines.get(op.op_id, now + self._op_timeout_s)
+                heapq.heappush(self._deadlines, (deadline_s, op.op_id))
             if op.kind.is_direct:
                 self._direct_blocks += len(op)
             if (worker := WORKER_OF.get(op.kind)) is not None:

@@ -23,6 +23,7 @@ class OpTotals:
     """Time during which at least one was running: bytes / seconds is what they reach together."""
     running: int = 0
     busy_since_s: float = 0.0
+    counted_until_s: float = 0.0
 
     def stats(self) -> OpStats:
         return OpStats(
@@ -32,7 +33,7 @@ class OpTotals:
 
     def started(self, now: float) -> None:
         if self.running == 0:
-            self.busy_since_s = now
+            self.busy_since_s = max(now, self.counted_until_s)  # a start may be told late
         self.running += 1
 
     def ended(
@@ -46,6 +47,7 @@ class OpTotals:
         self.running -= 1
         if self.running == 0:
             self.seconds += now - self.busy_since_s
+            self.counted_until_s = now
 
     def keep_running(self, count: int, now: float) -> None:
         """Count only so many of the ops that run on; how the others ended is not known."""

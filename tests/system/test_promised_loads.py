@@ -14,6 +14,7 @@ from load import tokens_of
 from test_shared import CONFIG, Member, members
 
 from flexcache import CacheConfig
+from flexcache.client.rank import ClientState
 from flexcache.tasks.instructions import PromisedLoad
 
 NUM_BLOCKS = 20
@@ -114,9 +115,11 @@ def promise_local(cluster: Cluster) -> PromisedLoad:
     cluster.put(TOKENS, BLOCKS)
     task_id, mask = cluster.manager.get_match(TOKENS)
     assert mask.all()
-    promised = cluster.manager.promise(task_id)
-    assert promised is not None
-    return promised
+    until(lambda: all(client.state is ClientState.SERVING for client in cluster.clients))
+    found: list[PromisedLoad | None] = []
+    until(lambda: found.append(cluster.manager.promise(task_id)) or found[-1])  # ranks offer last
+    assert found[-1] is not None
+    return found[-1]
 
 
 def test_a_load_is_promised_and_cancelled_again() -> None:
@@ -124,6 +127,7 @@ def test_a_load_is_promised_and_cancelled_again() -> None:
         promised = promise_local(cluster)
         cluster.manager.cancel([promised.task_id])
         until(lambda: cluster.manager.try_wait([promised.task_id]))
+        assert not cluster.clients[0].wait_ended(0.0)  # which no rank was to hear of
         cluster.manager.end_promises()
         cluster.manager.check()
         assert cluster.manager.stats()["tiers"]["CPU"]["leased"] == 0
@@ -156,6 +160,30 @@ def test_a_rank_that_thinks_its_server_is_gone_keeps_its_promise(
         assert cluster.read(TARGETS) == expected
         cluster.manager.end_promises()
         cluster.manager.wait_ready(PATIENCE_S)
+        until(lambda: cluster.manager.stats()["tiers"]["CPU"]["leased"] == 0)
+
+
+def test_a_rank_whose_thread_fails_keeps_its_promise_and_makes_no_other(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_cluster() as cluster:
+        expected = cluster.read(BLOCKS)
+        promised, [client] = promise_local(cluster), cluster.clients
+        other, _ = cluster.manager.get_match(TOKENS)
+        cluster.wipe(TARGETS)
+
+        def fail() -> None:
+            raise RuntimeError("a message that makes no sense")
+
+        monkeypatch.setattr(client._ops, "take_given", fail)
+        client._ops.wake()
+        until(lambda: "rank_failed" in caplog.text)
+        until(lambda: cluster.manager.promise(other) is None)
+        load = client.load_promised(promised, TARGETS)
+        assert load.wait_all(PATIENCE_S)
+        assert cluster.read(TARGETS) == expected
+        cluster.manager.end_promises()
+        until(lambda: client.state is ClientState.REFUSED)
         until(lambda: cluster.manager.stats()["tiers"]["CPU"]["leased"] == 0)
 
 

@@ -4,7 +4,7 @@ vLLM announces each layer before it computes it, and waits here until that layer
 that it does not announce would be computed with what is in its place: an indexer's, or any that a
 graph of the whole model replays. So a step waits for its loads before the first layer until every
 layer has been announced once; with such graphs, always. All of a load has arrived before the step's
-results are collected, so before a draft model that runs after that.
+results are collected: the draft model of vLLM 0.33 runs after that, others announce their layers.
 
 No load is lost here: each was promised (`client.promises`). If a copy fails all the same, no token
 may come of the step, since vLLM cannot go back behind it.

@@ -311,7 +311,11 @@ class DeviceWorker:
         waiting = []
         for op in self._not_begun:
             after = self.gates.opened_at(op.message.task_id)
-            if after is None or after.query():
+            try:
+                has_begun = after is None or after.query()
+            except Exception:  # a lost device, say; the copies tell
+                continue
+            if has_begun:
                 op.began_s = time.monotonic()
             else:
                 waiting.append(op)
