@@ -21,7 +21,6 @@ from flexcache.tasks.model import OpRun, Task
 from flexcache.tasks.recorder import Recorder
 from flexcache.tasks.routes import LOAD_TIER
 from flexcache.tasks.totals import Totals
-from flexcache.transfer.graph import TransferOp
 
 _ENDED = {
     (kind, status): f"{kind.value}_{status.value}" for kind in TaskKind for status in KVStatus
@@ -60,7 +59,7 @@ class Accounts:
         self.recorder, self.totals = former.recorder, former.totals
         self.op_seconds, self.op_bytes = former.op_seconds, former.op_bytes
         self.task_seconds, self.num_ended = former.task_seconds, former.num_ended
-        counts = Counter(run.op.kind for run in running if not run.task.is_promised)
+        counts = Counter(run.op.kind for run in running if not run.counts_late)
         for kind, total in self.totals.ops.items():
             total.keep_running(counts[kind], now)
 
@@ -123,27 +122,26 @@ class Accounts:
 
     # -- ops -------------------------------------------------------------------------------------
 
-    def op_started(self, task: Task, op: TransferOp, now: float) -> None:
+    def op_started(self, run: OpRun, now: float) -> None:
         """The op was given to its executors."""
-        kind = op.kind
-        if not task.is_promised:  # whose time begins later
+        task, kind = run.task, run.op.kind
+        if not run.counts_late:
             self.totals.ops[kind].started(now)
             task.owner.totals.ops[kind].started(now)
         if self._load_cost is not None and kind in LOAD_TIER:
             self._load_cost.started(kind, now)
         if self.recorder is not None:
-            self.recorder.op_started(task, op)
+            self.recorder.op_started(task, run.op)
 
     def op_ended(self, run: OpRun, now: float) -> None:
         """All its executors have reported."""
         assert run.started_s is not None
         kind, num_ok, seconds = run.op.kind, run.num_ok, now - run.started_s
-        is_promised = run.task.is_promised
-        seconds = min(seconds, run.copy_s) if is_promised else seconds
+        seconds = min(seconds, run.copy_s) if run.copy_s else seconds
         num_bytes = 0 if kind is OpKind.COMMIT else num_ok * self._block_bytes
         num_wanted = len(run.op)
         for totals in (self.totals, run.task.owner.totals):
-            if is_promised:
+            if run.counts_late:
                 totals.ops[kind].started(now - seconds)
             totals.ops[kind].ended(now, num_wanted, num_ok, num_bytes, run.device_bytes)
         self.op_seconds[kind].observe(seconds)

@@ -559,7 +559,7 @@ class KVTaskEngine:
 
         ``bad_block``: the next one is unreadable or has wrong bytes. ``checksums``: of the blocks
         written to a tier that verifies. ``device_bytes``: what the SSD had to move.
-        ``seconds``: what the copies of a promised load took.
+        ``seconds``: what the copies of a gated load took.
         """
         self._take_in(
             lambda: self._runner.settle(

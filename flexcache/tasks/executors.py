@@ -295,8 +295,9 @@ class Executors:
     def _give(self, task: Task, op: TransferOp, now: float) -> None:
         """Hand the op to its executors; its deadline starts."""
         executors = task.owner.executors[op.kind]
-        run = OpRun(task, op, now, dict.fromkeys(executors), len(op))
         gated = task.gated and op.kind.touches_gpu
+        is_late = gated and op.kind is OpKind.H2D
+        run = OpRun(task, op, now, dict.fromkeys(executors), len(op), counts_late=is_late)
         checksums = self._checksums.expected(op)
         # First, since it is the ops that run that tell `under_way` who has been given one: an
         # instruction that was left has not been taken before this call has ended.
@@ -306,7 +307,7 @@ class Executors:
             )
         self._running[op.op_id] = run
         task.add_running(run)
-        self._accounts.op_started(task, op, now)
+        self._accounts.op_started(run, now)
         if task.is_promised:
             return  # no deadline: a rank that hangs has its engine hang
         lane = self._lanes.get(executors[0])

@@ -221,8 +221,10 @@ class OpRun:
     error: str | None = None
     device_bytes: int = 0
     """What the disk worker moved on the device."""
+    counts_late: bool = False
+    """Whether its time is counted when it has ended: ranks are given it before they may begin."""
     copy_s: float = 0.0
-    """What the copies of a promised load took: it was started long before they could begin."""
+    """What the copies then took; 0 if no rank has told."""
     store_failed: bool = False
     """Whether the remote store, not a single block, was at fault."""
 

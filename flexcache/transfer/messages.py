@@ -101,8 +101,8 @@ class Done(msgspec.Struct, tag=True, frozen=True):
 
     ``bad_block``: the next one could not be read or has wrong bytes. ``checksums``: those of the
     written blocks, for a tier that verifies them on reading. ``device_bytes``: what the disk worker
-    moved on the device, where blocks may be compressed. ``seconds``: how long a promised load took
-    once it could begin; 0 if that is not known.
+    moved on the device, where blocks may be compressed. ``seconds``: how long a gated load from
+    DRAM took once it could begin; 0 if that is not known.
     """
 
     op_id: int

@@ -46,6 +46,10 @@ class Rank:
             done += self.worker.advance()
         return done
 
+    def moves(self, *orders: Execute) -> list[tuple[int, int, str | None]]:
+        """Execute orders; return how many blocks each moved, and what was wrong."""
+        return [outcome(done) for done in self.run(*orders)]
+
     def read(self) -> Tensors:
         torch.cuda.synchronize()
         return {name: layer.cpu() for name, layer in self.layers.items()}
@@ -78,6 +82,10 @@ def rank(
         rank.worker.close()
 
 
+def outcome(done: Done) -> tuple[int, int, str | None]:
+    return done.op_id, done.num_ok, done.error
+
+
 def order(op_id: int, kind: OpKind, src: np.ndarray, dst: np.ndarray) -> Execute:
     return Execute(op_id, kind, pack_ids(src), pack_ids(dst), op_id, gated=True)
 
@@ -87,10 +95,10 @@ def test_blocks_come_back_in_other_places_and_no_others_change(rank: Rank) -> No
     before = rank.read()
     source, host, target = (random.permutation(NUM_BLOCKS)[:17] for _ in range(3))
     rank.worker.gates.open([1])
-    assert rank.run(order(1, OpKind.D2H, source, host)) == [Done(1, 17)]
+    assert rank.moves(order(1, OpKind.D2H, source, host)) == [(1, 17, None)]
     rank.wipe()
     rank.worker.gates.open([2])
-    assert rank.run(order(2, OpKind.H2D, host, target)) == [Done(2, 17)]
+    assert rank.moves(order(2, OpKind.H2D, host, target)) == [(2, 17, None)]
     for name, found in rank.read().items():
         expected = torch.zeros_like(found)
         expected[target] = before[name][source]
@@ -149,7 +157,7 @@ def test_each_layer_is_there_for_the_work_that_is_queued_after_waiting_for_it(
             reads[name] = machine.read(layer)
         for name, read in reads.items():
             assert torch.equal(read(), before[name]), name
-        assert done + rank.run() == [Done(turn, NUM_BLOCKS)]
+        assert [*map(outcome, done), *rank.moves()] == [(turn, NUM_BLOCKS, None)]
 
 
 @pytest.mark.parametrize("machine", ["a GPU"], indirect=True)

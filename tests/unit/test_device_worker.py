@@ -45,6 +45,13 @@ def make_tensors() -> Tensors:
     }
 
 
+@pytest.fixture(autouse=True)
+def _time_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that reports, which have the time that a load took, are equal."""
+    for module in (device, in_flight):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 0.0))
+
+
 @pytest.fixture
 def tensors(memory: EngineMemory) -> Tensors:
     """The engine's tensors, of which a worker knows only the addresses."""

@@ -271,6 +271,8 @@ class DeviceWorker:
                 return [self._failed(message, str(error))]
             if not op.num_blocks:
                 return self._in_flight.end(op)
+            if message.gated and kind is OpKind.H2D:
+                self._watch_begin(op)
         try:
             alone = may_copy and self.only_lands and not self._in_flight
             self._start_copies(op, op.take(self._piece_bytes), alone=alone)
@@ -299,13 +301,16 @@ class DeviceWorker:
         except ValueError as error:
             return [self._failed(message, str(error))]
         self._in_parts.append(op)
-        if load is not None and load.is_promised:
-            self._not_begun.append(op)
-            self._note_begun()
+        self._watch_begin(op)
         return self._start_part(op)
 
+    def _watch_begin(self, op: OpCopies) -> None:
+        """Have it noted when the copies of a gated load can begin."""
+        self._not_begun.append(op)
+        self._note_begun()
+
     def _note_begun(self) -> None:
-        """Note of promised loads whether the compute that their copies come after has ended."""
+        """Note of gated loads whether the compute that their copies come after has ended."""
         if not self._not_begun:
             return
         waiting = []

@@ -69,7 +69,7 @@ class OpCopies:
     """Whether no more of it will be queued."""
     failure: str | None = None
     began_s: float | None = None
-    """When copies could begin, if it is to be told."""
+    """When the copies of a gated load could begin, once they could."""
     _all: Copies | None = None
     _ends: Addresses | None = None
 
