@@ -436,7 +436,7 @@ class KVTaskEngine:
             for task_id in to_cancel:
                 task = self._sessions.tasks.get(task_id)
                 if task is not None and task.is_promised:
-                    task.gated = False  # no rank was given it, so none is told of its end
+                    task.gated = False  # no rank was given it, so none hears of its end
             return self._cancel(to_cancel, now)
 
     def _cancel(self, task_ids: Iterable[TaskId], now: float) -> list[TaskId]:

@@ -189,7 +189,7 @@ def test_its_engine_cancels_it_as_long_as_no_rank_was_given_it() -> None:
     world = stored()
     task_id = promised(world)
     world.at_work.clear()
-    world.tasks[task_id].gated = False  # no rank is told of its end
+    world.tasks[task_id].gated = False  # no rank hears of its end
     world.cancel(task_id)
     assert world.final(task_id).status is KVStatus.CANCELLED
     world.check_nothing_is_held()
