@@ -94,14 +94,16 @@ class TaskCalls:
     def has_arrived(self, task_id: int, num_tokens: int) -> bool:
         """Return whether everything that was matched was loaded.
 
-        The workers have seen the task's end; the server's answer may still be on its way.
+        The workers have seen the task's end; the server's answer may still be on its way. There is
+        none soon if a rank has refused the load: the task is then cancelled.
         """
         try:
             response = self.manager.wait([task_id], _ANSWER_PATIENCE_S)[task_id]
         except (FlexCacheError, KeyError):
             return False
         if response.status is KVStatus.TIMEOUT:
-            return True  # no evidence to the contrary
+            self.cancel(task_id)
+            return False  # else a refused load would be offered again without end
         if int(response.mask.sum()) == num_tokens:
             return True
         log_event(

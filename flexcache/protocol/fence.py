@@ -116,6 +116,8 @@ class Fence:
 
     def _lock(self, kind: int, byte: int, to_end: bool = False) -> bool:
         """Set a lock of this end; return whether no other end's is in the way."""
+        if self._fd < 0:  # in a fork of the process
+            return False
         lock = _FLOCK.pack(kind, os.SEEK_SET, byte, int(not to_end), 0)
         try:
             fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, lock)
@@ -124,6 +126,8 @@ class Fence:
         return True
 
     def _could_lock(self, byte: int) -> bool:
+        if self._fd < 0:
+            return False
         question = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
         answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, question)
         return bool(_FLOCK.unpack(answer)[0] == fcntl.F_UNLCK)

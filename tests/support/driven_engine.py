@@ -177,7 +177,7 @@ class DrivenEngine:
         self._call("damage_loads", group=group)
 
     def copy_after_match(self, source: Path, target: Path) -> None:
-        """Copy a file once blocks for the next request have been found, before they are loaded."""
+        """Copy a file once blocks for the next request were looked for, before any are loaded."""
         self._call("copy_after_match", source=str(source), target=str(target))
 
     def gpu_blocks(self) -> dict[str, int]:
@@ -448,9 +448,8 @@ class Commands(Engine):
         allocated = connector.update_state_after_alloc
 
         def copy_and_go_on(request: Any, blocks: Any, num_external_tokens: int) -> None:
-            if num_external_tokens:
-                shutil.copy(source, target)
-                connector.update_state_after_alloc = allocated
+            shutil.copy(source, target)
+            connector.update_state_after_alloc = allocated
             allocated(request, blocks, num_external_tokens)
 
         connector.update_state_after_alloc = copy_and_go_on

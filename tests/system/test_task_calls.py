@@ -39,6 +39,18 @@ def test_a_task_that_has_ended_is_not_launched_with_the_others() -> None:
         ]  # fmt: skip
 
 
+def test_a_load_that_a_rank_never_begins_counts_as_lost_and_is_cancelled() -> None:
+    with running_cluster() as cluster:
+        calls = TaskCalls(cluster.manager, cluster.config.tokens_per_block)
+        tokens = np.arange(NUM_BLOCKS * cluster.config.tokens_per_block)
+        assert cluster.put(tokens, [0, 1]).mask.all()
+        task_id, mask = cluster.manager.get_match(tokens)
+        assert calls.launch(task_id, [[2, 3]])
+        assert not calls.has_arrived(task_id, int(mask.sum()))  # its gate stays shut
+        response = cluster.manager.wait([task_id], WAIT_S)[task_id]
+        assert response.status is KVStatus.CANCELLED
+
+
 def test_a_task_with_a_wrong_number_of_blocks_does_not_keep_the_others_from_being_launched() -> (
     None
 ):

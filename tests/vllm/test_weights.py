@@ -242,6 +242,14 @@ def test_an_adapter_loaded_again_in_place_is_another(
         engine.settle()
         engine.forget("GPU")
         assert engine.generate(PROMPT, adapter=str(adapter)) == (new, CACHED)
+        engine.settle()
+        engine.forget("GPU")
+        moved = shutil.copytree(adapter, tmp_path / "elsewhere")
+        tokens, _ = engine.generate(PROMPT, adapter=str(moved))  # not loaded under this name yet
+        assert tokens == new
+        engine.settle()
+        engine.forget("GPU")
+        assert engine.generate(PROMPT, adapter=str(moved)) == (new, CACHED)
     assert new == answers_of(tmp_path, checkpoints[0], adapter) != old
 
 

@@ -127,7 +127,7 @@ class Gets:
         engine's own prefix changes, or the match has become too old.
         """
         name = self._cache.names.begins(request, num_computed)
-        if not self._may_load(request):
+        if not (self._may_load(request) and self._cache.names.may_load(request)):
             return 0, False
         self.early.asked(request.request_id)
         self.early_loads.asked(request.request_id)

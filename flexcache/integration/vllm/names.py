@@ -125,6 +125,15 @@ class Names:
         former = self._adapters_of_gpu.get(key, digest)
         self._adapters_of_gpu[key] = digest if former == digest else _SEVERAL
 
+    def may_load(self, request: Any) -> bool:
+        """Return whether KV may be loaded for a request: where that cannot be taken back, only of
+        an adapter that the ranks have loaded."""
+        adapter = request.lora_request
+        if adapter is None or self._can_lose_loads:
+            return True
+        reloads = bool(getattr(adapter, "load_inplace", False))
+        return not reloads and self._is_loaded(adapter, self.of(request).adapter)
+
     def use_of(self, request: Any) -> AdapterUse | None:
         """Return the adapter that a load is for, if any."""
         adapter, digest = request.lora_request, self.of(request).adapter
