@@ -423,7 +423,7 @@ class KVManager(_WholeCache):
 
         The engine hands the promise to each rank with that step (`KVTPClient.load_promised`). Until
         `end_promises` the load cannot be lost: not by the end of the server or the session, a
-        change of the weights, or a rank that leaves. One that no rank was given has to be cancelled:
+        change of the weights, or a rank that leaves. One that no rank was given must be cancelled:
         its blocks stay leased. Wait for it only after `end_promises`.
 
         Returns:
