@@ -126,15 +126,19 @@ def test_the_time_of_a_promised_load_begins_when_the_compute_before_it_has_ended
     blocks = np.arange(NUM_BLOCKS)
     rank.worker.gates.open([1])
     rank.run(order(1, OpKind.D2H, blocks, blocks))
-    with machine.busy():
-        load = rank.worker.gates.load_by_layer(2, NUM_BLOCKS, is_promised=True)
-        rank.worker.execute(order(2, OpKind.H2D, blocks, blocks))
-        while rank.worker.advance() or not load.is_over:
-            pass  # all of it is queued behind the compute
-        before_s = time.monotonic()
-    [done] = rank.run()
-    assert done.num_ok == NUM_BLOCKS
-    assert 0 < done.seconds < time.monotonic() - before_s
+    for turn in range(2, 40):
+        with machine.busy():
+            load = rank.worker.gates.load_by_layer(turn, NUM_BLOCKS, is_promised=True)
+            rank.worker.execute(order(turn, OpKind.H2D, blocks, blocks))
+            while rank.worker.advance() or not load.is_over:
+                pass  # all of it is queued behind the compute
+            before_s = time.monotonic()
+        [done] = rank.run()
+        assert done.num_ok == NUM_BLOCKS
+        assert done.seconds < time.monotonic() - before_s
+        if done.seconds:  # it is not known if both ended between two looks
+            return
+    pytest.fail("no time was told")
 
 
 def test_each_layer_is_there_for_the_work_that_is_queued_after_waiting_for_it(
