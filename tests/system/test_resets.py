@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster import Cluster, running_cluster
+from cluster import Cluster, running_cluster, until
 from stores import s3_server
 from test_shared import Member, members
 
@@ -121,8 +121,12 @@ def test_what_an_engine_stores_after_its_reset_another_does_not_load() -> None:
         for tensor in zero.kv.values():
             tensor.fill_(7)
         slots = np.arange(16 * 4)
-        task_id, _ = zero.manager.put_async(tokens(0)[:64], slots)
-        assert zero.manager.wait([task_id], 60)[task_id].status is KVStatus.SUCCESS
+
+        def put() -> bool:
+            task_id, _ = zero.manager.put_async(tokens(0)[:64], slots)
+            return zero.manager.wait([task_id], 60)[task_id].status is KVStatus.SUCCESS
+
+        until(put)  # right after a start one may be dropped
         task_id, mask = one.manager.get_match(tokens(0)[:64])
         one.manager.cancel([task_id])
         assert not mask.any(), "KV of other weights"
