@@ -87,24 +87,18 @@ class RankTasks:
             if worker is None:
                 self._gates.shut([task_id])
             self._gates.take_over([task_id])
-        load = LayerLoad({}, num_blocks)
-        load.end()
-        return load
+        return _lost(num_blocks)
 
     def load_promised(self, message: Execute, num_blocks: int) -> LayerLoad:
         """Begin a promised load, which the caller waits for by layer."""
         with self._changed:
             worker, task_id = self._worker, message.task_id
-            if epoch_of(task_id) != self._gates.epoch:
-                worker = None
-            if worker is not None:
-                load = worker.gates.load_by_layer(task_id, num_blocks, is_promised=True)
-                self._promised.append(message)
-                self._wake()
-                return load
-        load = LayerLoad({}, num_blocks)  # the client was closed, or its thread has failed
-        load.end()
-        return load
+            if worker is None or epoch_of(task_id) != self._gates.epoch:
+                return _lost(num_blocks)  # the client was closed, or its thread has failed
+            load = worker.gates.load_by_layer(task_id, num_blocks, is_promised=True)
+            self._promised.append(message)
+            self._wake()
+            return load
 
     def wait_held(self, task_id: int, num_blocks: int, timeout: float | None) -> bool:
         """Wait until the rank holds a load of so many GPU blocks; return whether it does."""
@@ -284,3 +278,9 @@ class RankTasks:
         """Raise `InternalError` if an invariant does not hold."""
         with self._changed:
             self._held.check()
+
+
+def _lost(num_blocks: int) -> LayerLoad:
+    load = LayerLoad({}, num_blocks)
+    load.end()
+    return load

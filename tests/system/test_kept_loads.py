@@ -20,13 +20,19 @@ PROMPT = 3
 LOADS = ["by layer", "between steps"]
 
 
-def hold_load(engine: Member) -> int:
-    """Store a prompt, wipe it, and launch its load until the rank holds it."""
+def match_load(engine: Member) -> int:
+    """Store a prompt, wipe it, and match its load."""
     engine.load.put(PROMPT, NUM_BLOCKS)
     task_id, mask = engine.manager.get_match(tokens_of(PROMPT, NUM_BLOCKS))
     assert mask.all()
     for layer in engine.kv.values():
         layer.zero_()
+    return task_id
+
+
+def hold_load(engine: Member) -> int:
+    """Store a prompt, wipe it, and launch its load until the rank holds it."""
+    task_id = match_load(engine)
     engine.manager.launch([task_id], [np.arange(NUM_BLOCKS * TOKENS_PER_BLOCK)], gated=True)
     assert engine.client.wait_held(task_id, NUM_BLOCKS, PATIENCE_S)
     return task_id

@@ -11,24 +11,17 @@ import numpy as np
 import pytest
 from cluster import PATIENCE_S, Cluster, kill, running_cluster, until
 from load import tokens_of
+from test_kept_loads import NUM_BLOCKS, PROMPT, match_load
 from test_shared import CONFIG, Member, members
 
 from flexcache import CacheConfig
 from flexcache.client.rank import ClientState
 from flexcache.tasks.instructions import PromisedLoad
 
-NUM_BLOCKS = 20
-PROMPT = 3
-
 
 def promise_load(engine: Member) -> PromisedLoad:
     """Store a prompt, wipe it, and have its load promised."""
-    engine.load.put(PROMPT, NUM_BLOCKS)
-    task_id, mask = engine.manager.get_match(tokens_of(PROMPT, NUM_BLOCKS))
-    assert mask.all()
-    for layer in engine.kv.values():
-        layer.zero_()
-    promised = engine.manager.promise(task_id)
+    promised = engine.manager.promise(match_load(engine))
     assert promised is not None
     return promised
 

@@ -420,30 +420,25 @@ def replay_a_graph(engine: Engine, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(step_loads, "before_layer", lambda name: None)
 
 
-def clear_the_cache(engine: Engine, patch: pytest.MonkeyPatch) -> None:
-    """Reset it between the schedule and the step."""
+def before_the_step(patch: pytest.MonkeyPatch, do: Callable[[], object]) -> None:
+    """Do something between the schedule of a step with a promised load and the step."""
     worker = get_kv_transfer_group()._worker
     begin = worker.begin_step
 
-    def reset_and_begin(metadata: Any) -> None:
+    def do_and_begin(metadata: Any) -> None:
         if any(load.promised for load in metadata.loads):
-            engine.manager.reset()
+            do()
         begin(metadata)
 
-    patch.setattr(worker, "begin_step", reset_and_begin)
+    patch.setattr(worker, "begin_step", do_and_begin)
+
+
+def clear_the_cache(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+    before_the_step(patch, engine.manager.reset)
 
 
 def change_weights(engine: Engine, patch: pytest.MonkeyPatch) -> None:
-    """Change them between the schedule and the step."""
-    worker = get_kv_transfer_group()._worker
-    begin = worker.begin_step
-
-    def change_and_begin(metadata: Any) -> None:
-        if any(load.promised for load in metadata.loads):
-            worker.client.weights_changed()
-        begin(metadata)
-
-    patch.setattr(worker, "begin_step", change_and_begin)
+    before_the_step(patch, get_kv_transfer_group()._worker.client.weights_changed)
 
 
 EVENTS = [promise_nothing, begin_late, replay_a_graph, clear_the_cache, change_weights]

@@ -131,16 +131,14 @@ class Names:
         adapter = request.lora_request
         if adapter is None or self._can_lose_loads:
             return True
-        reloads = bool(getattr(adapter, "load_inplace", False))
-        return not reloads and self._is_loaded(adapter, self.of(request).adapter)
+        return not _reloads(adapter) and self._is_loaded(adapter, self.of(request).adapter)
 
     def use_of(self, request: Any) -> AdapterUse | None:
         """Return the adapter that a load is for, if any."""
         adapter, digest = request.lora_request, self.of(request).adapter
         if adapter is None or not digest:
             return None
-        reloads = bool(getattr(adapter, "load_inplace", False))
-        return AdapterUse(adapter.lora_int_id, digest, reloads, self._can_lose_loads)
+        return AdapterUse(adapter.lora_int_id, digest, _reloads(adapter), self._can_lose_loads)
 
     def ended(self, request: Any) -> None:
         self._names.pop(request.request_id, None)
@@ -204,3 +202,8 @@ class _Unnamed:
             del ours[len(theirs) :]
             self._last = theirs[len(ours) - 1]
         return ours
+
+
+def _reloads(adapter: Any) -> bool:
+    """Whether vLLM loads an adapter again that it has loaded."""
+    return bool(getattr(adapter, "load_inplace", False))
