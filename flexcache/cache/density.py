@@ -1,8 +1,9 @@
 """Density: the eviction policy by hit density, and the guard that lets it follow LRU instead.
 
 A `Forecaster` serves all tiers of a cache. It follows every look-up in its `History`, tells the
-kinds of a prompt's blocks (`density_hazards.Kinds`), and ranks the blocks of each tier by them, or by LRU
-as long as the tier's `Guard` says so. What it learns takes milliseconds and is done by a `Study`:
+kinds of a prompt's blocks (`density_hazards.Kinds`), and ranks the blocks of each tier by them, or
+by LRU as long as the tier's `Guard` says so. What it learns takes milliseconds and is done by a
+`Study`:
 
     look_up, name, store, end --> what was seen --> begin_study --> Study.run --> adopt --> worths
 
