@@ -21,7 +21,7 @@ from flexcache.config.values import (
 
 EvictionName = Literal["density", "lru"]
 EVICTION_POLICIES: tuple[str, ...] = get_args(EvictionName)
-WritePolicy = Literal["write_through", "write_back", "selective", "density"]
+WritePolicy = Literal["write_through", "write_back", "selective"]
 SsdSync = Literal["group", "none"]
 SSD_SYNCS: tuple[str, ...] = get_args(SsdSync)
 
@@ -81,8 +81,7 @@ class TierConfig:
     ssd_write_policy: WritePolicy = setting(
         "write_through",
         "write_through: every block at once. write_back: when DRAM holds too many that the SSD "
-        "lacks. selective: blocks seen repeatedly. density: what is likelier to be used again than "
-        "what would be evicted for it (needs eviction_policy density).",
+        "lacks. selective: blocks seen repeatedly.",
     )
     ssd_write_mb_s: Megabytes | None = setting(
         None,
