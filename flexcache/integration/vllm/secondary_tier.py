@@ -36,9 +36,9 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from flexcache.cache.build import CacheSizes
 from flexcache.cache.restore import restore_tier
 from flexcache.cache.tier import Tier
+from flexcache.cache.tiered_cache import CacheSizes
 from flexcache.config import CacheConfig
 from flexcache.config.values import reject
 from flexcache.errors import ConfigError
