@@ -27,7 +27,7 @@ from flexcache import ModelConfig
 KEPT = Path(__file__).parents[1] / "data" / "kept_contents.tar.xz"
 MODEL = ModelConfig("meta-llama/Llama-3.1-8B-Instruct", 3, 4, 32, torch.bfloat16, tp_size=2)
 VERSION = "first"
-"""Of the weights, where blocks were stored after a reset."""
+"""The version of the weights whose blocks were stored after a reset."""
 CODECS = ["none", "zstd", "lz4"]
 DIRECTORIES = {"none": ("a", "b"), "zstd": ("a",), "lz4": ("a",), "tails": ("a",)}
 NUM_BLOCKS = 6
