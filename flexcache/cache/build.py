@@ -20,7 +20,7 @@ from flexcache.cache.tiers import Tiers
 from flexcache.cache.write_back import DirtyQueue
 from flexcache.cache.write_budget import WriteBudget
 from flexcache.config import CacheConfig
-from flexcache.config.groups import UnitShape
+from flexcache.config.model import UnitShape
 from flexcache.config.quotas import blocks_of
 from flexcache.ids import OpId, TierName
 

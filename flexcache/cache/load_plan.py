@@ -29,7 +29,7 @@ from flexcache.cache.retention import Seconds
 from flexcache.cache.tail_loads import TailLoads
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiers import Tiers
-from flexcache.config.groups import UnitShape
+from flexcache.config.model import UnitShape
 from flexcache.ids import OpId, OpKind, TaskKind, TierName
 
 _SSD_LOAD = {Way.STAGED: LOAD_OP[TierName.SSD], Way.DIRECT: OpKind.DISK2D}

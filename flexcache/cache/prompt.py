@@ -26,8 +26,15 @@ from flexcache.cache.block_keys import (
 )
 from flexcache.cache.prompt_content import PromptContent
 from flexcache.cache.token_masks import Mask, TokenMasks
-from flexcache.ids import MAX_KEY_BYTES, BlockKey, RootId
-from flexcache.request_info import NO_INFO, PromptDetail, RequestInfo, check_request_info
+from flexcache.ids import (
+    MAX_KEY_BYTES,
+    NO_INFO,
+    BlockKey,
+    PromptDetail,
+    RequestInfo,
+    RootId,
+    check_request_info,
+)
 
 Span = Mask | range
 """Which tokens of a prompt: a mask with one run of True, or their positions."""

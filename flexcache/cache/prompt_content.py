@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from flexcache.request_info import NO_INFO, RequestInfo
+from flexcache.ids import NO_INFO, RequestInfo
 
 
 @dataclass(frozen=True, slots=True)

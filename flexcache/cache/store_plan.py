@@ -23,7 +23,7 @@ from flexcache.cache.tier import Lease, Tier
 from flexcache.cache.tiers import Tiers
 from flexcache.cache.write_back import DirtyQueue, WriteBack
 from flexcache.cache.write_budget import WriteBudget
-from flexcache.config.groups import UnitShape
+from flexcache.config.model import UnitShape
 from flexcache.ids import BlockKey, OpId, OpKind, RootId, TaskKind, TierName
 from flexcache.transfer.graph import BlockIds
 

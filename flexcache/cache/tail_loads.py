@@ -16,7 +16,7 @@ from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.tail_index import TAIL_FIRST, Tail, last_tail_key
 from flexcache.cache.tier import BlockIds, Tier
 from flexcache.cache.tiers import Tiers
-from flexcache.config.groups import UnitShape
+from flexcache.config.model import UnitShape
 from flexcache.ids import BlockKey, OpId, OpKind, TaskKind
 
 _KEYS_AT_ONCE = 256

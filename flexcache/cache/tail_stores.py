@@ -14,7 +14,7 @@ from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.store_backlog import StoreBacklog
 from flexcache.cache.tail_index import TAIL_FIRST
 from flexcache.cache.tier import Tier
-from flexcache.config.groups import UnitShape
+from flexcache.config.model import UnitShape
 from flexcache.ids import OpId, OpKind
 
 

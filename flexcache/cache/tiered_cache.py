@@ -31,7 +31,7 @@ from flexcache.cache.tier import BlockIds
 from flexcache.cache.tiers import Tiers
 from flexcache.cache.write_back import DirtyQueue
 from flexcache.cache.write_budget import WriteBudget
-from flexcache.config.groups import UnitShape
+from flexcache.config.model import UnitShape
 from flexcache.errors import InternalError
 from flexcache.ids import OpId, TaskKind, TierName
 

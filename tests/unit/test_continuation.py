@@ -15,8 +15,7 @@ from flexcache.cache.packed_keys import unpack_keys
 from flexcache.cache.prompt import PromptMaker
 from flexcache.cache.prompt_content import PromptContent
 from flexcache.cache.tier import Tier
-from flexcache.ids import BlockKey, KVStatus, TaskKind, TierName
-from flexcache.request_info import PromptDetail
+from flexcache.ids import BlockKey, KVStatus, PromptDetail, TaskKind, TierName
 
 CPU, SSD = TierName.CPU, TierName.SSD
 PROMPTS = ["abcdef", "abcxyz", "abq", "zz"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from flexcache.config.groups import KVGroup
+from flexcache.config.model import KVGroup
 
 NULL_BLOCK = 0
 NOT_WANTED = -1

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexcache.errors import FlexCacheError
-from flexcache.ids import OpKind, TierName
+from flexcache.ids import OpKind, RequestInfo, TierName, check_request_info
 from flexcache.integration.counters import read_counters
 from flexcache.integration.safe_calls import safely
 from flexcache.integration.task_calls import TaskCalls
@@ -24,7 +24,6 @@ from flexcache.integration.vllm.request_hints import (
 )
 from flexcache.logs import log_event
 from flexcache.manager import KVManager
-from flexcache.request_info import RequestInfo, check_request_info
 
 logger = logging.getLogger(__name__)
 

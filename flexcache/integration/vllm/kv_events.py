@@ -14,7 +14,7 @@ from vllm.distributed.kv_events import (
 from vllm.v1.core import kv_cache_utils
 
 from flexcache.cache.journal import Change, Removed, Stored
-from flexcache.request_info import RequestInfo
+from flexcache.ids import RequestInfo
 
 _hash = kv_cache_utils.maybe_convert_block_hash
 _MAX_HASHES = 1 << 20

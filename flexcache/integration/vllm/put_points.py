@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flexcache.config.groups import KVGroup
+from flexcache.config.model import KVGroup
 
 _MIN_INTERVAL = 512  # tokens
 _WINDOWS_PER_INTERVAL = 4
