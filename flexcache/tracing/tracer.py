@@ -16,8 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 import msgspec
 import numpy as np
 
-from flexcache.cache.block_keys import BlockKeys, PromptKeys
-from flexcache.cache.packed_keys import unpack_keys
+from flexcache.cache.block_keys import BlockKeys, PromptKeys, unpack_keys
 from flexcache.cache.tiers import Tiers
 from flexcache.config import CacheConfig
 from flexcache.ids import OpId, RootId, SessionId, TierName, __version__
