@@ -16,7 +16,7 @@ from flexcache.cache.block_keys import PromptContent
 from flexcache.cache.journal import Change, Cleared
 from flexcache.events.wire import Event, describe
 from flexcache.ids import RequestInfo
-from flexcache.integration.safe_calls import safely
+from flexcache.integration.adapter import safely
 from flexcache.manager import KVManager
 
 
