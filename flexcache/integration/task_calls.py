@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping
 
-from flexcache.client.group_blocks import GroupBlocks
+from flexcache.client.gpu_blocks import GroupBlocks
 from flexcache.errors import FlexCacheError
 from flexcache.ids import KVStatus
 from flexcache.integration.safe_calls import safely

@@ -20,7 +20,7 @@ from flexcache.cache.packed_keys import unpack_keys
 from flexcache.cache.prompt import check_hint, check_session_id, check_version, random_version
 from flexcache.cache.prompt_content import PromptContent
 from flexcache.errors import FlexCacheError, InternalError
-from flexcache.ids import MAX_KEY_BYTES, ROOT_BYTES, KVStatus, TaskId
+from flexcache.ids import MAX_KEY_BYTES, ROOT_BYTES, KVStatus, TaskId, session_of
 from flexcache.logs import log_event
 from flexcache.protocol.messages import (
     Answer,
@@ -45,7 +45,6 @@ from flexcache.server.notices import Notices
 from flexcache.server.outbox import Outbox
 from flexcache.server.registry import Registry, Scheduler
 from flexcache.server.weights import EngineWeights
-from flexcache.tasks.ids import session_of
 from flexcache.tasks.instructions import TaskResult
 from flexcache.transfer.messages import unpack_ids
 

@@ -30,7 +30,7 @@ from flexcache.cache.prompt import random_version
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ClosedError
 from flexcache.forks import tell_of_forks
-from flexcache.ids import SessionId, TaskId
+from flexcache.ids import SessionId, TaskId, TaskIds, new_epoch
 from flexcache.logs import log_event
 from flexcache.protocol.messages import Weights
 from flexcache.protocol.names import pid_namespace
@@ -55,7 +55,6 @@ from flexcache.server.workers import WorkerPool
 from flexcache.service_thread import ServiceThread
 from flexcache.storage.shards import Shards
 from flexcache.tasks.engine import KVTaskEngine
-from flexcache.tasks.ids import TaskIds, new_epoch
 from flexcache.tasks.stats import ServerStats, Stats
 from flexcache.version import __version__
 

@@ -14,7 +14,7 @@ from flexcache.ids import BlockKey, OpKind, RootId, TierName
 from flexcache.integration.vllm.secondary_tier.chunk_tiers import ChunkTiers
 from flexcache.integration.vllm.secondary_tier.lanes import Lanes
 from flexcache.integration.vllm.secondary_tier.presence import StorePresence
-from flexcache.tasks.checksums import SlotChecksums
+from flexcache.tasks.executors import SlotChecksums
 from flexcache.tasks.instructions import DISK, REMOTE, ReplaceExecutor, RunLookUp, RunOp
 
 ROOT = RootId(b"r" * 16)

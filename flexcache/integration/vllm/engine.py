@@ -13,7 +13,7 @@ from typing import Any
 from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from flexcache.client.connect import local_endpoint
+from flexcache.client.client import local_endpoint
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.config.sources import Layer, read_environment, require_block_size
 from flexcache.errors import ConfigError

@@ -27,9 +27,9 @@ from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, OpId, OpKind, RootId
 from flexcache.integration.vllm.secondary_tier.lanes import Lanes
 from flexcache.integration.vllm.secondary_tier.presence import StorePresence
-from flexcache.tasks.checksums import Checksums, SlotChecksums
+from flexcache.tasks.executors import Checksums, SlotChecksums
 from flexcache.tasks.instructions import DISK, REMOTE
-from flexcache.tasks.routes import LOAD_TIER, WORKER_OF
+from flexcache.tasks.model import LOAD_TIER, WORKER_OF
 from flexcache.transfer.graph import BlockIds, TransferOp
 from flexcache.transfer.messages import BlockNames
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from flexcache.errors import InternalError
 from flexcache.ids import OpId, TaskId
 from flexcache.server.outbox import WorkerInstruction
-from flexcache.tasks.checksums import SlotChecksums
+from flexcache.tasks.executors import SlotChecksums
 from flexcache.tasks.instructions import ReplaceExecutor, RunOp
-from flexcache.tasks.routes import LOAD_TIER, WORKER_OF
+from flexcache.tasks.model import LOAD_TIER, WORKER_OF
 from flexcache.transfer.fair_queue import FairQueue, Urgency
 from flexcache.transfer.graph import TransferOp
 
