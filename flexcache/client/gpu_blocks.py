@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexcache.cache.prompt import Prompt, Span
-from flexcache.cache.token_masks import Mask
+from flexcache.cache.prompt import Mask, Prompt, Span
 from flexcache.client.arguments import refusal
 from flexcache.client.tasks import Extent
 from flexcache.config import ModelConfig
