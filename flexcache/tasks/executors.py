@@ -1,4 +1,4 @@
-"""Executors: which are up, what each of them moves, and what waits for a turn at a worker.
+r"""Executors: which are up, what each of them moves, and what waits for a turn at a worker.
 
 An op is carried out by one executor (the disk or the remote worker) or by several at once (the
 device worker of every rank), and has ended when all of them have reported or are gone. Ops of the
