@@ -16,13 +16,12 @@ from flexcache.client.gpu_blocks import BlockIds
 from flexcache.client.remote import RemoteTransport
 from flexcache.client.tasks import ClientTasks, Extent, StepPromises, Transport
 from flexcache.config import CacheConfig, ModelConfig
-from flexcache.config.address import server_of
+from flexcache.config.values import server_of
 from flexcache.errors import ClosedError
-from flexcache.forks import tell_of_forks
-from flexcache.ids import TaskKind
+from flexcache.ids import PromptDetail, TaskKind
+from flexcache.processes import tell_of_forks
 from flexcache.protocol.names import engine_name, new_engine_id
 from flexcache.protocol.runtime import check_endpoint, private_endpoint
-from flexcache.request_info import PromptDetail
 from flexcache.server.local_session import LocalSession
 from flexcache.server.operator import open_http
 from flexcache.server.server import KVServer

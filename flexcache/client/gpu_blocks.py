@@ -17,7 +17,7 @@ from flexcache.cache.prompt import Mask, Prompt, Span
 from flexcache.client.arguments import refusal
 from flexcache.client.tasks import Extent
 from flexcache.config import ModelConfig
-from flexcache.config.groups import UnitShape
+from flexcache.config.model import UnitShape
 from flexcache.ids import TaskKind
 from flexcache.transfer.group_ids import name_blocks
 

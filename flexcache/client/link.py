@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from flexcache.config.address import server_of
+from flexcache.config.values import server_of
 from flexcache.errors import ServerLostError, UntrustedError
 from flexcache.logs import log_event
 from flexcache.protocol.curve import check_client_keys, secure_client

@@ -39,9 +39,9 @@ from flexcache.errors import (
     ServerLostError,
     UntrustedError,
 )
-from flexcache.forks import tell_of_forks
-from flexcache.ids import SessionId, TaskKind, is_of_same_server, last_id
+from flexcache.ids import PromptDetail, SessionId, TaskKind, is_of_same_server, last_id
 from flexcache.logs import log_event
+from flexcache.processes import tell_of_forks
 from flexcache.protocol.fence import Fence
 from flexcache.protocol.messages import (
     Cancel,
@@ -65,7 +65,6 @@ from flexcache.protocol.messages import (
 )
 from flexcache.protocol.names import pid_namespace
 from flexcache.protocol.runtime import is_served
-from flexcache.request_info import PromptDetail
 from flexcache.tasks.instructions import MatchedTask, PromisedLoad, TaskResult
 from flexcache.transfer.messages import Stop, pack_ids
 

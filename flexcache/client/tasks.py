@@ -17,9 +17,8 @@ from typing import Any, NamedTuple, Protocol
 from flexcache.cache.journal import Change
 from flexcache.cache.prompt import Prompt
 from flexcache.errors import ClosedError, RegistrationError
-from flexcache.ids import KVStatus, SessionId, TaskKind, session_of
+from flexcache.ids import KVStatus, PromptDetail, SessionId, TaskKind, session_of
 from flexcache.protocol.fence import Fence
-from flexcache.request_info import PromptDetail
 from flexcache.tasks.instructions import MatchedTask, PromisedLoad, TaskResult
 from flexcache.tasks.model import check_launchable, check_slot_mappings
 from flexcache.transfer.graph import BlockIds
