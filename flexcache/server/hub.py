@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from flexcache.cache.density import Forecaster, Study
+from flexcache.cache.eviction_policy import EvictionPolicy, Study
 from flexcache.config import ModelConfig
 from flexcache.errors import InternalError
 from flexcache.ids import SessionId, session_of
@@ -417,6 +417,6 @@ def _has_data(message: ToServer) -> bool:
 
 
 def _end_study(
-    tasks: KVTaskEngine, forecaster: Forecaster, study: Study, error: Exception | None
+    tasks: KVTaskEngine, policy: EvictionPolicy, study: Study, error: Exception | None
 ) -> None:
-    tasks.adopt_study(forecaster, study)  # one that could not be run has learned nothing
+    tasks.adopt_study(policy, study)  # one that could not be run has learned nothing
