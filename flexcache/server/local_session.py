@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from flexcache.cache.prompt import Prompt
 from flexcache.errors import ClosedError
-from flexcache.ids import TaskId, TaskIds, TaskKind
+from flexcache.ids import TaskId, TaskIds
 from flexcache.server.server import KVServer
-from flexcache.tasks.instructions import MatchedTask, PromisedLoad
+from flexcache.tasks.instructions import Offer, PromisedLoad
 
 
 class LocalSession:
@@ -29,40 +29,31 @@ class LocalSession:
         self._has_store = server.config.remote_url is not None
 
     def match(
-        self, kind: TaskKind, prompt: Prompt, look_up: bool = True, may_wait: bool = True,
+        self, prompt: Prompt, look_up: bool = True, may_wait: bool = True,
         awaits_loads: bool = False,
-    ) -> MatchedTask | None:  # fmt: skip
+    ) -> Offer | None:  # fmt: skip
         """None if the caller may not wait, and the remote store has yet to answer, or what a get
         needs is being loaded early."""
-        keys, start, stop, num_tokens, retain_s, tail_at, session_id, weights, adapter = prompt
         if not self.server.is_open:
-            return MatchedTask(self.server.next_id(self.ids), start, 0, {}, 0)
-        if look_up and self._has_store and not self._look_up(kind, prompt, may_wait):
+            task_id = self.server.next_id(self.ids)
+            return Offer(task_id, prompt.kind, prompt.num_tokens, prompt.start)
+        if look_up and self._has_store and not self._look_up(prompt, may_wait):
             return None
         with self.server.lock, self.server.session() as tasks:
             now = time.monotonic()
-            if awaits_loads and tasks.awaits_load(self.ids.session, keys, stop, now):
+            if awaits_loads and tasks.awaits_load(self.ids.session, prompt, now):
                 return None
-            task_id = self.ids.next()
-            plan = tasks.match(
-                task_id, kind, keys, start, stop, num_tokens, now, retain_s, tail_at,
-                session_id, weights, adapter,
-            )  # fmt: skip
-        return MatchedTask(
-            task_id, plan.offset, plan.num_blocks, plan.sources, plan.num_gpu_blocks, plan.tail_at
-        )
+            return tasks.match(self.ids.next(), prompt, now)
 
     def look_up(self, prompt: Prompt) -> None:
         """Begin to ask the remote store about a prompt; no task is made."""
         if self._has_store and self.server.is_open:
-            self._look_up(TaskKind.GET, prompt, may_wait=False)
+            self._look_up(prompt, may_wait=False)
 
-    def _look_up(self, kind: TaskKind, prompt: Prompt, may_wait: bool) -> bool:
+    def _look_up(self, prompt: Prompt, may_wait: bool) -> bool:
         """Ask the remote store; whether the match can be made now."""
         with self.server.lock, self.server.session() as tasks:
-            lookup = tasks.look_up(
-                kind, prompt.keys, prompt.stop, time.monotonic(), self.ids.session, prompt.weights
-            )
+            lookup = tasks.look_up(prompt, time.monotonic(), self.ids.session)
         if lookup is None or not may_wait:
             return lookup is None
         with self.server.lock, self.server.session() as tasks:

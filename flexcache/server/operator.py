@@ -89,10 +89,10 @@ class Operator:
             if keys is None:
                 return 0
             num_tokens = keys.num_blocks * cache.config.tokens_per_block
-            prompts = [Prompt(keys, 0, keys.num_blocks, num_tokens)]
+            prompts = [Prompt(TaskKind.PREFETCH, keys, 0, keys.num_blocks, num_tokens)]
         session, num_loading = self._open_session(), 0
         for prompt in prompts:
-            task = session.match(TaskKind.PREFETCH, prompt)
+            task = session.match(prompt)
             assert task is not None  # it may wait
             if task.num_blocks:
                 session.launch([task.task_id], [np.empty(0, np.int64)], gated=False)
@@ -164,14 +164,15 @@ def _prompt(
     """A prompt as it comes by HTTP: lists of anything."""
     size = cache.config.tokens_per_block
     detail = PromptDetail.NOTHING if token_ids is None else PromptDetail.TOKENS
+    kind = TaskKind.PREFETCH
     maker = PromptMaker(cache.fingerprint, size, lambda: detail, version)
     if block_keys is not None:
         if any(not 0 < len(key) <= MAX_KEY_BYTES for key in block_keys):
             raise ValueError(f"block_keys must have 1 to {MAX_KEY_BYTES} bytes each")
         tokens = range(len(block_keys) * size)  # only their number matters
-        return maker.make(tokens, None, namespace, block_keys)
+        return maker.make(kind, tokens, namespace=namespace, block_keys=block_keys)
     try:
-        return maker.make(np.array(token_ids, dtype=np.int64), None, namespace)
+        return maker.make(kind, np.array(token_ids, dtype=np.int64), namespace=namespace)
     except (OverflowError, TypeError) as error:
         raise ValueError(f"token_ids: {error}") from None
 

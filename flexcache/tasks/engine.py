@@ -31,9 +31,9 @@ from types import TracebackType
 
 import numpy as np
 
-from flexcache.cache.block_keys import PromptKeys
 from flexcache.cache.density import Forecaster, Study
 from flexcache.cache.plan import Plan
+from flexcache.cache.prompt import Prompt
 from flexcache.cache.restore import Records, RestoreReport, Seconds
 from flexcache.cache.tier import Lease
 from flexcache.cache.tiered_cache import TieredCache
@@ -52,6 +52,7 @@ from flexcache.tasks.instructions import (
     REMOTE,
     Forgotten,
     Instruction,
+    Offer,
     PromisedLoad,
     Recorder,
     RunLookUp,
@@ -401,10 +402,7 @@ class KVTaskEngine:
 
     # -- calls of the engine's adapter -----------------------------------------------------------
 
-    def look_up(
-        self, kind: TaskKind, keys: PromptKeys, stop: int, now: float,
-        session: SessionId | None = None, weights: int = 0,
-    ) -> int | None:  # fmt: skip
+    def look_up(self, prompt: Prompt, now: float, session: SessionId | None = None) -> int | None:
         """Ask the remote store what it has of a prompt, where that may matter to a `match`.
 
         Returns:
@@ -412,49 +410,56 @@ class KVTaskEngine:
         """
         with self._change:
             owner = None if session is None else self._sessions.get(session)
-            return self._matcher.look_up(kind, keys, stop, now, owner, weights)
+            return self._matcher.look_up(owner, prompt, now)
 
-    def awaits_load(self, session: SessionId, keys: PromptKeys, stop: int, now: float) -> bool:
+    def awaits_load(self, session: SessionId, prompt: Prompt, now: float) -> bool:
         """Whether a get that can wait should ask again a little later (`EarlyTasks`)."""
         with self._change:
-            return self._early.awaits(session, keys, stop, now)
+            return self._early.awaits(session, prompt, now)
 
-    def match(
-        self, task_id: TaskId, kind: TaskKind, keys: PromptKeys, start: int, stop: int,
-        num_tokens: int, now: float, retain_s: float = 0.0, tail_at: int = 0,
-        session_id: str | None = None, weights: int = 0, adapter: str = "",
-    ) -> Plan:  # fmt: skip
-        """Make a task for blocks ``[start, stop)`` of a prompt. An empty one has ended already.
-
-        Arguments as for `Prompt`.
+    def match(self, task_id: TaskId, prompt: Prompt, now: float) -> Offer:
+        """Make a task for a prompt. An empty one has ended already.
 
         Raises:
             ValueError: The id is not above all earlier ones of its session.
             KeyError: There is no such session.
         """
+        plan = self._match(task_id, prompt, now)
+        return Offer(
+            task_id, prompt.kind, prompt.num_tokens, plan.offset, plan.num_blocks, plan.sources,
+            plan.num_gpu_blocks, plan.tail_at,
+        )  # fmt: skip
+
+    def _match(self, task_id: TaskId, prompt: Prompt, now: float) -> Plan:
         self._end_doubt()
         owner = self._sessions.of(task_id)
         owner.take_id(task_id)
         with self._change:
-            plan, keys, start, stop = self._matcher.plan(
-                owner, task_id, kind, keys, start, stop, retain_s, now, tail_at, weights
+            cache, kind = self.cache, prompt.kind
+            cache.tiers.advance(now)
+            prompt = self._matcher.resolve(owner, prompt)
+            plan, keys = self._matcher.plan(owner, prompt), prompt.keys
+            if kind is TaskKind.PREFETCH and not plan.is_empty:
+                cache.early.begin(task_id, plan, keys, now)
+            session_id, adapter = prompt.session_id, prompt.adapter
+            task = Task(
+                task_id, owner, plan, prompt.num_tokens, session_id=session_id, adapter=adapter
             )
-            task = Task(task_id, owner, plan, num_tokens, session_id=session_id, adapter=adapter)
-            if start < stop or kind is TaskKind.PUT:  # else it only looks the prompt up
-                self.cache.sessions.used(session_id, keys, plan)
+            has_blocks = prompt.start < prompt.stop
+            if has_blocks or kind is TaskKind.PUT:  # else it only looks the prompt up
+                cache.sessions.used(session_id, keys, plan)
             if kind is TaskKind.GET:
-                task.early = self.cache.early.find(keys)
-            self._accounts.matched(task, keys, start, stop, retain_s, now)
+                task.early = cache.early.find(keys)
+            self._accounts.matched(task, prompt, now)
             if not plan.is_empty:
                 self._sessions.open(task)
                 self._deadlines.matched(task_id, now)
                 return plan
-            self.cache.finish(plan)
+            cache.finish(plan)
             self._runner.end_empty(task)
-            stores_below = kind is TaskKind.PUT and start < stop and not plan.dropped
-            if stores_below and self.cache.tiers.lower:
-                store = self._matcher.plan_store(plan, owner, keys, start, stop, retain_s, tail_at)
-                self._runner.store(store, now)
+            stores_below = kind is TaskKind.PUT and has_blocks and not plan.dropped
+            if stores_below and cache.tiers.lower:
+                self._runner.store(self._matcher.plan_store(owner, prompt), now)
             return plan
 
     def launch(

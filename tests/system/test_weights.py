@@ -16,7 +16,7 @@ from ports import free_port
 from weighted_engine import TOKENS_PER_BLOCK, WeightedEngine, slots, tokens_of
 
 from flexcache import CacheConfig, KVStatus
-from flexcache.client.client import LocalTransport
+from flexcache.client.transport import LocalTransport
 from flexcache.protocol.runtime import private_endpoint
 from flexcache.server.local_lines import withdraw_lines
 from flexcache.server.operator import open_http
@@ -227,7 +227,7 @@ def test_an_op_that_arrives_before_the_news_is_refused(is_gated: bool) -> None:
     engine = WeightedEngine(CacheConfig(**SIZES), "own")  # type: ignore[arg-type]
     engine.wait_ready()
     engine.put("abcd")
-    transport = engine.manager._client.transport
+    transport = engine.manager._transport
     assert isinstance(transport, LocalTransport)
     updates = [threading.Thread(target=client.weights_changed) for client in engine.clients]
     with transport.server.lock:

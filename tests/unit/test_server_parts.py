@@ -39,7 +39,7 @@ from flexcache.protocol.curve import make_keys
 from flexcache.protocol.fence import Fence
 from flexcache.protocol.messages import ModelSpec
 from flexcache.protocol.scratch import Scratch
-from flexcache.tasks.instructions import MatchedTask, TaskResult
+from flexcache.tasks.instructions import Offer, TaskResult
 from flexcache.transfer.fair_queue import FairQueue, Urgency
 
 # -- the queue for the disk ----------------------------------------------------------------------
@@ -164,7 +164,7 @@ def three_tasks() -> ClientTasks:
 
 
 def add(tasks: ClientTasks, kind: TaskKind, task_id: int, start: int, num_blocks: int) -> None:
-    tasks.add(kind, MatchedTask(TaskId(task_id), start, num_blocks, {}, num_blocks), 40)
+    tasks.add(Offer(TaskId(task_id), kind, 40, start, num_blocks, {}, num_blocks))
 
 
 def results_of(tasks: ClientTasks, *ids: int, completely: bool = False) -> dict[int, TaskResult]:
