@@ -551,12 +551,13 @@ class KVTaskEngine:
 
     def close_down(self, now: float) -> None:
         """Cancel what engines can do without, and write what is dirty."""
-        self._take_in(self._close_down, now)
 
-    def _close_down(self, now: float) -> None:
-        self._cancel(self._sessions.dispensable(), now)
-        self.cache.stores.begin_closing()
-        self._runner.follow(now)
+        def change() -> None:
+            self._cancel(self._sessions.dispensable(), now)
+            self.cache.stores.begin_closing()
+            self._runner.follow(now)
+
+        self._take_in(change)
 
     def clear(self, tier: str | None) -> int:
         """Drop the blocks of one tier that are not in use, or all of all tiers; return how many.
@@ -590,11 +591,12 @@ class KVTaskEngine:
         Tasks that were matched under another one are cancelled: their blocks' bytes mean something
         else to the ranks that move them now.
         """
-        self._take_in(self._adopt_layout, layout, now)
 
-    def _adopt_layout(self, layout: bytes, now: float) -> None:
-        if self._matcher.adopt_layout(layout):
-            self._cancel_unanswered(self._sessions.of_engines(), now)
+        def change() -> None:
+            if self._matcher.adopt_layout(layout):
+                self._cancel_unanswered(self._sessions.of_engines(), now)
+
+        self._take_in(change)
 
     def restore(self, records: Records, ages_s: Seconds, now: float) -> RestoreReport:
         """Index what the SSD tier was found to hold at startup, written this long ago."""
@@ -616,28 +618,28 @@ class KVTaskEngine:
 
     def executor_down(self, executor: str, reason: str, now: float) -> None:
         """An executor is gone, and with it all that it was moving."""
-        self._take_in(self._executor_down, executor, reason, now)
 
-    def _executor_down(self, executor: str, reason: str, now: float) -> None:
-        if executor == REMOTE and self._lookups is not None:
-            self._breaker.trip(reason, now)
-            self._lookups.give_up(now, self._instructions)
-        self._runner.settle(self._executors.down(executor, reason, now), now)
+        def change() -> None:
+            if executor == REMOTE and self._lookups is not None:
+                self._breaker.trip(reason, now)
+                self._lookups.give_up(now, self._instructions)
+            self._runner.settle(self._executors.down(executor, reason, now), now)
+
+        self._take_in(change)
 
     def looked_up(
         self, lookup_id: int, num_present: int, error: str | None, now: float, tail: int = -1
     ) -> None:
         """The remote worker has answered a question."""
-        self._take_in(self._looked_up, lookup_id, num_present, error, now, tail)
 
-    def _looked_up(
-        self, lookup_id: int, num_present: int, error: str | None, now: float, tail: int
-    ) -> None:
-        if self._lookups is not None:
-            self._lookups.looked_up(
-                lookup_id, max(0, num_present), error, now, self._instructions, tail
-            )
-            self._runner.settle(self._executors.sync(), now)
+        def change() -> None:
+            if self._lookups is not None:
+                self._lookups.looked_up(
+                    lookup_id, max(0, num_present), error, now, self._instructions, tail
+                )
+                self._runner.settle(self._executors.sync(), now)
+
+        self._take_in(change)
 
     def op_done(
         self, executor: str, op_id: OpId, num_ok: int, now: float, *, error: str | None = None,
