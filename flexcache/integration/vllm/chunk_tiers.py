@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from flexcache.cache.block_keys import EngineBlockKeys
+from flexcache.cache.block_keys import BlockKeys, EngineBlockKeys, PromptContent
 from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.tier import Lease, Tier
+from flexcache.cache.tiers import RemoteTier
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, OpId, OpKind, RootId, TaskId
 from flexcache.server.outbox import WorkerInstruction
 from flexcache.tasks.checksums import SlotChecksums
-from flexcache.tasks.instructions import DISK, REMOTE, ReplaceExecutor, RunLookUp, RunOp
+from flexcache.tasks.instructions import (
+    DISK,
+    REMOTE,
+    Instruction,
+    ReplaceExecutor,
+    RunLookUp,
+    RunOp,
+)
+from flexcache.tasks.lookups import RemoteLookUps
 from flexcache.tasks.routes import LOAD_TIER, WORKER_OF
 from flexcache.transfer.breaker import CircuitBreaker
 from flexcache.transfer.fair_queue import FairQueue, Urgency
@@ -27,6 +36,9 @@ from flexcache.transfer.messages import BlockNames, Done, LookedUp, unpack_check
 
 _SLOWEST_BYTES_PER_S = 1e8
 _ONE_OWNER = 0
+_BATCH = 16  # a bad chunk makes those after it in its op count as not loaded
+
+Item = TypeVar("Item")
 
 
 class Lane:
@@ -122,15 +134,25 @@ class Lane:
             raise InternalError(f"{self.worker}: an op waits although it could run")
 
 
-_MAX_KEYS = 8192
-_TRIAL_KEY = BlockKey(b"flexcache-trial")
+class _ChunksAtStore(RemoteTier):
+    """Knowledge of chunks, each the only block of a prompt of its own.
 
+    The keys of a question are independent here: what is there says nothing of those before it.
+    """
 
-@dataclass(frozen=True, slots=True)
-class _Question:
-    keys: list[BlockKey]
-    deadline_s: float
-    is_trial: bool = False
+    def first_unknown(self, keys: BlockKeys, stop: int, now: float) -> int | None:
+        for position in range(stop):
+            if not self.index.contains(keys.root, key := keys.key(position)):
+                return None if self.is_absent(keys.root, key, now) else position
+        return None
+
+    def learn(
+        self, root: RootId, parent: BlockKey | None, keys: Sequence[BlockKey], first: int = 0,
+        content: PromptContent | None = None,
+    ) -> int:  # fmt: skip
+        for key in keys:
+            super().learn(root, None, [key])
+        return len(keys)
 
 
 class StorePresence:
@@ -153,21 +175,15 @@ class StorePresence:
     """
 
     def __init__(
-        self, root: bytes, capacity: int, timeout_s: float, absent_ttl_s: float,
+        self, root: RootId, capacity: int, timeout_s: float, absent_ttl_s: float,
         instructions: list[WorkerInstruction],
     ) -> None:  # fmt: skip
         self._root = root
-        self._capacity = capacity
-        self._timeout_s = timeout_s
-        self._absent_ttl_s = absent_ttl_s
         self._instructions = instructions
-        self._known: OrderedDict[BlockKey, float | None] = OrderedDict()
-        """None for a chunk that is there; for a missing one the time until which it is missing."""
-        self._noted: dict[str, dict[BlockKey, None]] = {}
-        self._ids = itertools.count(1)
-        self._open: dict[int, _Question] = {}
-        self._asked: set[BlockKey] = set()
+        self._known = _ChunksAtStore(absent_ttl_s, capacity)
         self.breaker = CircuitBreaker()
+        self._questions = RemoteLookUps(self._known, self.breaker, timeout_s)
+        self._noted: dict[str, dict[BlockKey, None]] = {}
         self.is_up = False
 
     @property
@@ -181,36 +197,34 @@ class StorePresence:
             asker: What one asker asks for in a step is one question: until the first chunk that is
                 missing.
         """
-        if not self.takes_part:
+        if self.is_there(key):
+            return True
+        if not self.takes_part or self._known.is_absent(self._root, key, now):
             return False
-        if key in self._known:
-            until = self._known[key]
-            if until is None or until > now:
-                return until is None
-            del self._known[key]
-        if key not in self._asked:
-            self._noted.setdefault(asker, {})[key] = None
+        self._noted.setdefault(asker, {})[key] = None
         return None
 
     def is_there(self, key: BlockKey) -> bool:
         """Whether a chunk was there when last heard of."""
-        return self.takes_part and key in self._known and self._known[key] is None
+        return self.takes_part and self._known.index.contains(self._root, key)
 
     def learn(self, key: BlockKey, is_there: bool, now: float) -> None:
-        """Remember that a chunk was stored, found, or not found."""
-        self._known[key] = None if is_there else now + self._absent_ttl_s
-        self._known.move_to_end(key)
-        while len(self._known) > self._capacity:
-            self._known.popitem(last=False)
+        """Remember that a chunk was stored, or that it did not come."""
+        self._known.advance(now)
+        if is_there:
+            self._known.learn(self._root, None, [key])
+        else:
+            self._known.discard(self._root, key)
+            self._known.learn_absent(self._root, key, now)
 
     def ask(self, now: float) -> None:
         """Ask the store about what was noted."""
         noted, self._noted = self._noted, {}
-        for keys in noted.values():
-            new = [key for key in keys if key not in self._asked][:_MAX_KEYS]
-            if new and self.takes_part:
-                self._asked.update(new)
-                self._put(_Question(new, now + self._timeout_s))
+        left: list[Instruction] = []
+        for keys in noted.values() if self.takes_part else ():
+            prompt = EngineBlockKeys(self._root, list(keys), len(keys))
+            self._questions.look_up(prompt, len(keys), now, left)
+        self._pass_on(left)
 
     def op_ended(self, is_well: bool, reason: str, now: float) -> None:
         """Inform the breaker how an op of the store went. What was under way when it opened is no
@@ -222,74 +236,36 @@ class StorePresence:
         else:
             self.breaker.failed(reason, now)
 
-    def answered(self, lookup_id: int, num_present: int, error: str | None, now: float) -> None:
+    def answered(self, answer: LookedUp, now: float) -> None:
         """Take an answer; one that comes too late is ignored."""
-        question = self._open.pop(lookup_id, None)
-        if question is None:
-            return
-        self._asked.difference_update(question.keys)
-        if error is not None:
-            self.breaker.failed(f"look-up: {error}", now)
-        else:
-            self.breaker.succeeded(now)
-        if question.is_trial:
-            return
-        num_present = min(max(0, num_present), len(question.keys))
-        for key in question.keys[:num_present]:
-            self.learn(key, True, now)
-        for key in question.keys[num_present : num_present + 1]:
-            self.learn(key, False, now)
-        if error is not None:
-            self._assume_absent(question.keys[num_present:], now)
+        self._known.advance(now)
+        self._questions.looked_up(answer.lookup_id, answer.num_present, answer.error, now, [])
 
     def tick(self, now: float) -> None:
         """Let deadlines pass, and try a store again that was given up."""
-        late = [number for number, q in self._open.items() if q.deadline_s <= now]
-        for number in late:
-            question = self._open.pop(number)
-            self._asked.difference_update(question.keys)
-            self._assume_absent(question.keys, now)
-            self.breaker.failed("no answer in time", now)
-        has_trial = any(question.is_trial for question in self._open.values())
-        if self.is_up and not has_trial and self.breaker.wants_trial(now):
-            self._put(_Question([_TRIAL_KEY], now + self._timeout_s, is_trial=True))
+        left: list[Instruction] = []
+        self._questions.tick(now, self.is_up, left)
+        self._pass_on(left)
 
     def went_down(self, reason: str, now: float) -> None:
         """The store's worker is gone: nothing that was asked will be answered."""
         self.is_up = False
         self.breaker.trip(reason, now)
-        self._open.clear()
-        self._asked.clear()
+        self._questions.give_up(now, [])
         self._noted.clear()
 
     def next_deadline(self) -> float | None:
-        times = [question.deadline_s for question in self._open.values()]
-        retry = self.breaker.next_deadline()
-        if retry is not None and self.is_up:
-            times.append(retry)
-        return min(times, default=None)
+        return self._questions.next_deadline(self.is_up)
 
-    def _assume_absent(self, keys: list[BlockKey], now: float) -> None:
-        for key in keys:
-            if key != _TRIAL_KEY and self._known.get(key, now) is not None:
-                self.learn(key, False, now)
-
-    def _put(self, question: _Question) -> None:
-        lookup_id = next(self._ids)
-        self._open[lookup_id] = question
-        self._instructions.append(RunLookUp(lookup_id, self._root, question.keys))
+    def _pass_on(self, left: Iterable[Instruction]) -> None:
+        """Leave the questions to the worker. That one has ended is seen by asking again."""
+        self._instructions += [each for each in left if isinstance(each, RunLookUp)]
 
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold."""
-        asked = [key for q in self._open.values() if not q.is_trial for key in q.keys]
-        if sorted(asked) != sorted(self._asked):
-            raise InternalError("a chunk is asked about twice, or by no question")
-        if len(self._known) > self._capacity:
-            raise InternalError("more chunks are remembered than allowed")
-
-
-Item = TypeVar("Item")
-_BATCH = 16  # a bad chunk makes those after it in its op count as not loaded
+        self._known.check()
+        if not self._questions.check():
+            raise InternalError("questions to the store cannot be found, or have no deadline")
 
 
 class JobEnd(NamedTuple):
@@ -476,7 +452,7 @@ class ChunkTiers:
 
     def looked_up(self, answer: LookedUp, now: float) -> None:
         if self._presence is not None:
-            self._presence.answered(answer.lookup_id, answer.num_present, answer.error, now)
+            self._presence.answered(answer, now)
             self._sync_store(now)
 
     def tick(self, now: float) -> None:
