@@ -7,8 +7,8 @@ from flexcache.client.local import LocalTransport
 from flexcache.client.remote import RemoteTransport
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.config.address import server_of
-from flexcache.protocol.names import engine_name, new_engine_id
-from flexcache.protocol.runtime import check_endpoint, private_endpoint
+from flexcache.protocol.endpoints import check_endpoint, private_endpoint
+from flexcache.protocol.messages import engine_name, new_engine_id
 
 _OTHERS_START_AFTER_S = 5.0
 

@@ -18,7 +18,7 @@ import msgspec
 from flexcache.config import ServerConfig
 from flexcache.forks import tell_of_forks
 from flexcache.logs import log_event
-from flexcache.protocol.runtime import is_served
+from flexcache.protocol.endpoints import is_served
 
 logger = logging.getLogger(__name__)
 

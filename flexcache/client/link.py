@@ -20,10 +20,15 @@ import zmq
 
 from flexcache.errors import ServerLostError, UntrustedError
 from flexcache.logs import log_event
-from flexcache.protocol.curve import check_client_keys, secure_client
+from flexcache.protocol.endpoints import check_endpoint
 from flexcache.protocol.messages import HelloEngine, HelloRank, Ping, ToServer
-from flexcache.protocol.runtime import check_endpoint
-from flexcache.protocol.trust import Listener, check_server_process, find_listener
+from flexcache.protocol.trust import (
+    Listener,
+    check_client_keys,
+    check_server_process,
+    find_listener,
+    secure_client,
+)
 
 logger = logging.getLogger(__name__)
 

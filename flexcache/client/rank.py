@@ -56,8 +56,8 @@ from flexcache.protocol.messages import (
     Weights,
     WeightsChanged,
     WelcomeRank,
+    pid_namespace,
 )
-from flexcache.protocol.names import pid_namespace
 from flexcache.service_thread import ServiceThread
 from flexcache.tasks.instructions import PromisedLoad
 from flexcache.transfer.messages import Drop, Execute, Stop, pack_ids, unpack_ids

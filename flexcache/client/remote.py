@@ -52,8 +52,8 @@ from flexcache.protocol.messages import (
     ToScheduler,
     Weights,
     WelcomeEngine,
+    pid_namespace,
 )
-from flexcache.protocol.names import pid_namespace
 from flexcache.request_info import PromptDetail
 from flexcache.tasks.ids import last_id
 from flexcache.tasks.instructions import MatchedTask, PromisedLoad, TaskResult

@@ -28,7 +28,7 @@ from flexcache.config.address import server_of
 from flexcache.errors import ConfigError, RegistrationError, ServerLostError
 from flexcache.events.subscriber import KVEventSubscriber, Received
 from flexcache.events.wire import BlockStored
-from flexcache.protocol.runtime import is_served, private_endpoint, runtime_dir
+from flexcache.protocol.endpoints import is_served, private_endpoint, runtime_dir
 from flexcache.request_info import RequestInfo
 
 CONFIG = {"num_cpu_blocks": 256}

@@ -26,7 +26,7 @@ from flexcache.integration.vllm.secondary_tier.chunk_tiers import ChunkTiers
 from flexcache.integration.vllm.secondary_tier.lanes import Lanes
 from flexcache.integration.vllm.secondary_tier.presence import StorePresence
 from flexcache.logs import log_event
-from flexcache.protocol.runtime import EndpointLock, private_endpoint
+from flexcache.protocol.endpoints import EndpointLock, private_endpoint
 from flexcache.server.outbox import WorkerInstruction
 from flexcache.server.reactor import Reactor
 from flexcache.server.store import CacheStore, other_layout
