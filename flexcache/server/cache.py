@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from flexcache.cache.build import CacheSizes, build_cache
 from flexcache.cache.tier import Lease
+from flexcache.cache.tiered_cache import CacheSizes, build_cache
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.config.groups import UnitShape
 from flexcache.errors import ConfigError, FlexCacheError, StorageError

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from flexcache.cache.continuation import IndexedKeys, find_prefix
 from flexcache.cache.prompt import (
     Prompt,
     PromptMaker,
@@ -18,6 +17,7 @@ from flexcache.cache.prompt import (
     check_version,
     random_version,
 )
+from flexcache.cache.tiers import IndexedKeys, find_prefix
 from flexcache.errors import AmbiguousEngineError, ClosedError, RegistrationError
 from flexcache.events.wire import low_64_bits
 from flexcache.ids import MAX_KEY_BYTES, TaskId, TaskKind, TierName

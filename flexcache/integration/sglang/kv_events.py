@@ -12,8 +12,8 @@ from typing import Any
 
 from sglang.srt.disaggregation.kv_events import KVEventsConfig, is_kv_publisher_rank
 
+from flexcache.cache.block_keys import PromptContent
 from flexcache.cache.journal import Change, Cleared
-from flexcache.cache.prompt_content import PromptContent
 from flexcache.events.wire import Event, describe
 from flexcache.integration.safe_calls import safely
 from flexcache.manager import KVManager

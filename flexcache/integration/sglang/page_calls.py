@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from flexcache.cache.prompt_content import PromptContent
+from flexcache.cache.block_keys import PromptContent
 from flexcache.ids import TierName
 from flexcache.integration.safe_calls import safely
 from flexcache.integration.sglang.page_tables import NO_BLOCKS, Blocks

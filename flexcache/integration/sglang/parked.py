@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flexcache.cache.prompt_content import PromptContent
+from flexcache.cache.block_keys import PromptContent
 from flexcache.ids import TierName
 from flexcache.integration.safe_calls import safely
 from flexcache.integration.sglang.rank_cache import RankCache

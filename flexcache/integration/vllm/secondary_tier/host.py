@@ -15,9 +15,9 @@ from collections.abc import Iterator
 import xxhash
 import zmq
 
-from flexcache.cache.build import CacheSizes
 from flexcache.cache.restore import restore_tier
 from flexcache.cache.tier import Tier
+from flexcache.cache.tiered_cache import CacheSizes
 from flexcache.config import CacheConfig
 from flexcache.config.values import reject
 from flexcache.errors import ConfigError

@@ -27,10 +27,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flexcache.cache.block_keys import BlockKeys
-from flexcache.cache.eviction_returns import Spells
+from flexcache.cache.block_keys import BlockKeys, PromptContent
+from flexcache.cache.density_hazards import Spells
 from flexcache.cache.prefix_index import PrefixIndex, PrefixMatch
-from flexcache.cache.prompt_content import PromptContent
 from flexcache.ids import BlockKey, RootId
 
 STRETCH_TOKENS = 512
