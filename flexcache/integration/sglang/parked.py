@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from flexcache.cache.block_keys import PromptContent
 from flexcache.ids import TierName
-from flexcache.integration.safe_calls import safely
+from flexcache.integration.adapter import safely
 from flexcache.integration.sglang.rank_cache import RankCache
 from flexcache.tasks.deadlines import load_patience_s
 

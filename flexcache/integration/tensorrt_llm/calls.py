@@ -10,7 +10,7 @@ import numpy as np
 
 from flexcache.errors import FlexCacheError
 from flexcache.ids import TierName
-from flexcache.integration.task_calls import TaskCalls
+from flexcache.integration.adapter import TaskCalls
 from flexcache.integration.tensorrt_llm.requests import describe
 from flexcache.logs import log_event
 from flexcache.manager import KVManager

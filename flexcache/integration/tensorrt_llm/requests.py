@@ -6,8 +6,8 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from flexcache.integration.identity.checkpoint import LoadedAdapter
-from flexcache.integration.identity.files import FileDigests
+from flexcache.integration.checkpoint import LoadedAdapter
+from flexcache.integration.file_digests import FileDigests
 from flexcache.request_info import RequestInfo
 
 _MEDIA = ("multimodal_positions", "multimodal_lengths", "multimodal_embedding")

@@ -1,19 +1,10 @@
-"""ChunkTiers: SSD and remote store below a DRAM cache that another program owns.
-
-Chunks are independent of each other: any may be there without those before it, so each is the only
-block of a prompt of its own, with the same index, leases, records and checksums as other blocks.
-
-    store: reserve a slot --> H2DISK, H2REMOTE --> publish
-    load:  pin the slot   --> DISK2H or REMOTE2H --> unpin
-
-A job is over when all its ops have ended. Pure: calls and events with the time in, instructions
-out.
-"""
+"""ChunkTiers: SSD and remote store below a DRAM cache that another program owns."""
 
 from __future__ import annotations
 
+import heapq
 import itertools
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
@@ -24,14 +15,306 @@ from flexcache.cache.block_keys import EngineBlockKeys
 from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.tier import Lease, Tier
 from flexcache.errors import InternalError
-from flexcache.ids import BlockKey, OpId, OpKind, RootId
-from flexcache.integration.vllm.secondary_tier.lanes import Lanes
-from flexcache.integration.vllm.secondary_tier.presence import StorePresence
+from flexcache.ids import BlockKey, OpId, OpKind, RootId, TaskId
+from flexcache.server.outbox import WorkerInstruction
 from flexcache.tasks.checksums import Checksums, SlotChecksums
-from flexcache.tasks.instructions import DISK, REMOTE
+from flexcache.tasks.instructions import DISK, REMOTE, ReplaceExecutor, RunLookUp, RunOp
 from flexcache.tasks.routes import LOAD_TIER, WORKER_OF
+from flexcache.transfer.breaker import CircuitBreaker
+from flexcache.transfer.fair_queue import FairQueue, Urgency
 from flexcache.transfer.graph import BlockIds, TransferOp
 from flexcache.transfer.messages import BlockNames
+
+_SLOWEST_BYTES_PER_S = 1e8
+_ONE_OWNER = 0
+
+
+@dataclass(slots=True)
+class _Lane:
+    timeout_s: float
+    queue: FairQueue[TransferOp] = field(default_factory=FairQueue)
+    num_running: int = 0
+
+
+class Lanes:
+    """Gives ops to workers.
+
+    Loads go first. Pure: calls and events with the time in, instructions out.
+
+    Args:
+        timeouts_s: Deadline of an op, for each worker.
+        block_bytes: Size of a block: large ops get more time.
+        checksums: What reads from SSD are verified against.
+        instructions: Receives `RunOp` and `ReplaceExecutor`.
+        max_ops_at_once: Ops that a worker is given before it has ended any.
+    """
+
+    def __init__(
+        self,
+        timeouts_s: dict[str, float],
+        block_bytes: int,
+        checksums: SlotChecksums,
+        instructions: list[WorkerInstruction],
+        max_ops_at_once: int = 64,
+    ) -> None:
+        self._lanes = {worker: _Lane(timeout_s) for worker, timeout_s in timeouts_s.items()}
+        self._block_bytes = block_bytes
+        self._checksums = checksums
+        self._instructions = instructions
+        self._max_ops_at_once = max_ops_at_once
+        self._up: set[str] = set()
+        self._running: dict[OpId, TransferOp] = {}
+        self._deadlines: list[tuple[float, OpId]] = []
+
+    def is_up(self, worker: str) -> bool:
+        return worker in self._up
+
+    def up(self, worker: str) -> None:
+        self._up.add(worker)
+
+    def down(self, worker: str) -> list[TransferOp]:
+        """Return all ops of a worker that is gone: they have moved nothing."""
+        self._up.discard(worker)
+        ended = [op for op in self._running.values() if WORKER_OF[op.kind] == worker]
+        for op in ended:
+            del self._running[op.op_id]
+        self._lanes[worker].num_running = 0
+        return ended + self.withdraw(worker)
+
+    def withdraw(self, worker: str) -> list[TransferOp]:
+        """Return the ops that have not had their turn: they will not be started."""
+        queue, waiting = self._lanes[worker].queue, []
+        while (op := queue.next()) is not None:
+            waiting.append(op)
+        return waiting
+
+    def num_waiting(self, worker: str) -> int:
+        """Number of ops that have not had their turn."""
+        return len(self._lanes[worker].queue)
+
+    def add(self, ops: Sequence[TransferOp], now: float) -> None:
+        """Start ops as their turn comes. Their workers must be up."""
+        for op in ops:
+            queue = self._lanes[WORKER_OF[op.kind]].queue
+            urgency = Urgency.NEEDED if op.kind in LOAD_TIER else Urgency.STORE
+            queue.add(op.op_id, op, owner=_ONE_OWNER, urgency=urgency)
+        for worker in dict.fromkeys(WORKER_OF[op.kind] for op in ops):
+            self._fill(worker, now)
+
+    def done(self, worker: str, op_id: OpId, now: float) -> TransferOp | None:
+        """Return the op that a worker has ended; None if it is not one of its ops any more."""
+        op = self._running.get(op_id)
+        if op is None or WORKER_OF[op.kind] != worker:
+            return None
+        del self._running[op_id]
+        self._lanes[worker].num_running -= 1
+        self._fill(worker, now)
+        return op
+
+    def expire(self, now: float) -> None:
+        """Have workers replaced that missed an op's deadline."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            op = self._running.get(heapq.heappop(self._deadlines)[1])
+            if op is not None:
+                reason = f"{op.kind.value} op {op.op_id} missed its deadline"
+                self._instructions.append(ReplaceExecutor(WORKER_OF[op.kind], reason))
+
+    def next_deadline(self) -> float | None:
+        while self._deadlines and self._deadlines[0][1] not in self._running:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def _fill(self, worker: str, now: float) -> None:
+        lane = self._lanes[worker]
+        while lane.num_running < self._max_ops_at_once and (op := lane.queue.next()) is not None:
+            lane.num_running += 1
+            self._running[op.op_id] = op
+            extra_s = len(op) * self._block_bytes / _SLOWEST_BYTES_PER_S
+            heapq.heappush(self._deadlines, (now + lane.timeout_s + extra_s, op.op_id))
+            expected = self._checksums.expected(op)
+            self._instructions.append(RunOp(worker, TaskId(0), op, expected, gated=False))
+
+    def check(self) -> None:
+        """Raise `InternalError` if an invariant does not hold."""
+        for worker, lane in self._lanes.items():
+            num_running = sum(WORKER_OF[op.kind] == worker for op in self._running.values())
+            if num_running != lane.num_running:
+                raise InternalError(f"{worker}: {lane.num_running} ops counted, {num_running} run")
+            if worker not in self._up and (num_running or len(lane.queue)):
+                raise InternalError(f"{worker}: ops of a worker that is gone")
+            if len(lane.queue) and num_running < self._max_ops_at_once:
+                raise InternalError(f"{worker}: an op waits although it could run")
+
+
+_MAX_KEYS = 8192
+_TRIAL_KEY = BlockKey(b"flexcache-trial")
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    keys: list[BlockKey]
+    deadline_s: float
+    is_trial: bool = False
+
+
+class StorePresence:
+    """Knowledge of one store, and open questions to it.
+
+    vLLM looks chunks up one by one, and asks again at its next step while the answer is missing.
+    What it asks for in one step is one question to the store:
+
+        look_up(key) --> unknown, noted --step ends--> question --> answered | late | store gone
+
+    Answers are kept for a while. Repeated failures open a circuit breaker; until it closes, every
+    chunk is missing. Pure: the time is handed in.
+
+    Args:
+        root: Root under which the chunks are kept.
+        capacity: Chunks to remember at most.
+        timeout_s: How long vLLM may be kept waiting for an answer.
+        absent_ttl_s: How long a missing chunk is assumed to stay missing.
+        instructions: Receives `RunLookUp`.
+    """
+
+    def __init__(
+        self,
+        root: bytes,
+        capacity: int,
+        timeout_s: float,
+        absent_ttl_s: float,
+        instructions: list[WorkerInstruction],
+    ) -> None:
+        self._root = root
+        self._capacity = capacity
+        self._timeout_s = timeout_s
+        self._absent_ttl_s = absent_ttl_s
+        self._instructions = instructions
+        self._known: OrderedDict[BlockKey, float | None] = OrderedDict()
+        """None for a chunk that is there; for a missing one the time until which it is missing."""
+        self._noted: dict[str, dict[BlockKey, None]] = {}
+        self._ids = itertools.count(1)
+        self._open: dict[int, _Question] = {}
+        self._asked: set[BlockKey] = set()
+        self.breaker = CircuitBreaker()
+        self.is_up = False
+
+    @property
+    def takes_part(self) -> bool:
+        return self.is_up and self.breaker.is_closed
+
+    def look_up(self, asker: str, key: BlockKey, now: float) -> bool | None:
+        """Return whether a chunk is there; None if the store has yet to say.
+
+        Args:
+            asker: What one asker asks for in a step is one question: until the first chunk that is
+                missing.
+        """
+        if not self.takes_part:
+            return False
+        if key in self._known:
+            until = self._known[key]
+            if until is None or until > now:
+                return until is None
+            del self._known[key]
+        if key not in self._asked:
+            self._noted.setdefault(asker, {})[key] = None
+        return None
+
+    def is_there(self, key: BlockKey) -> bool:
+        """Whether a chunk was there when last heard of."""
+        return self.takes_part and key in self._known and self._known[key] is None
+
+    def learn(self, key: BlockKey, is_there: bool, now: float) -> None:
+        """Remember that a chunk was stored, found, or not found."""
+        self._known[key] = None if is_there else now + self._absent_ttl_s
+        self._known.move_to_end(key)
+        while len(self._known) > self._capacity:
+            self._known.popitem(last=False)
+
+    def ask(self, now: float) -> None:
+        """Ask the store about what was noted."""
+        noted, self._noted = self._noted, {}
+        for keys in noted.values():
+            new = [key for key in keys if key not in self._asked][:_MAX_KEYS]
+            if new and self.takes_part:
+                self._asked.update(new)
+                self._put(_Question(new, now + self._timeout_s))
+
+    def op_ended(self, is_well: bool, reason: str, now: float) -> None:
+        """Inform the breaker how an op of the store went. What was under way when it opened is no
+        trial."""
+        if not self.breaker.is_closed:
+            return
+        if is_well:
+            self.breaker.succeeded(now)
+        else:
+            self.breaker.failed(reason, now)
+
+    def answered(self, lookup_id: int, num_present: int, error: str | None, now: float) -> None:
+        """Take an answer; one that comes too late is ignored."""
+        question = self._open.pop(lookup_id, None)
+        if question is None:
+            return
+        self._asked.difference_update(question.keys)
+        if error is not None:
+            self.breaker.failed(f"look-up: {error}", now)
+        else:
+            self.breaker.succeeded(now)
+        if question.is_trial:
+            return
+        num_present = min(max(0, num_present), len(question.keys))
+        for key in question.keys[:num_present]:
+            self.learn(key, True, now)
+        for key in question.keys[num_present : num_present + 1]:
+            self.learn(key, False, now)
+        if error is not None:
+            self._assume_absent(question.keys[num_present:], now)
+
+    def tick(self, now: float) -> None:
+        """Let deadlines pass, and try a store again that was given up."""
+        late = [number for number, q in self._open.items() if q.deadline_s <= now]
+        for number in late:
+            question = self._open.pop(number)
+            self._asked.difference_update(question.keys)
+            self._assume_absent(question.keys, now)
+            self.breaker.failed("no answer in time", now)
+        has_trial = any(question.is_trial for question in self._open.values())
+        if self.is_up and not has_trial and self.breaker.wants_trial(now):
+            self._put(_Question([_TRIAL_KEY], now + self._timeout_s, is_trial=True))
+
+    def went_down(self, reason: str, now: float) -> None:
+        """The store's worker is gone: nothing that was asked will be answered."""
+        self.is_up = False
+        self.breaker.trip(reason, now)
+        self._open.clear()
+        self._asked.clear()
+        self._noted.clear()
+
+    def next_deadline(self) -> float | None:
+        times = [question.deadline_s for question in self._open.values()]
+        retry = self.breaker.next_deadline()
+        if retry is not None and self.is_up:
+            times.append(retry)
+        return min(times, default=None)
+
+    def _assume_absent(self, keys: list[BlockKey], now: float) -> None:
+        for key in keys:
+            if key != _TRIAL_KEY and self._known.get(key, now) is not None:
+                self.learn(key, False, now)
+
+    def _put(self, question: _Question) -> None:
+        lookup_id = next(self._ids)
+        self._open[lookup_id] = question
+        self._instructions.append(RunLookUp(lookup_id, self._root, question.keys))
+
+    def check(self) -> None:
+        """Raise `InternalError` if an invariant does not hold."""
+        asked = [key for q in self._open.values() if not q.is_trial for key in q.keys]
+        if sorted(asked) != sorted(self._asked):
+            raise InternalError("a chunk is asked about twice, or by no question")
+        if len(self._known) > self._capacity:
+            raise InternalError("more chunks are remembered than allowed")
+
 
 Item = TypeVar("Item")
 _BATCH = 16  # a bad chunk makes those after it in its op count as not loaded
@@ -67,6 +350,16 @@ class _Cargo:
 
 class ChunkTiers:
     """The tiers of one engine. ``presence`` and ``lanes`` leave the instructions to its workers.
+
+    Chunks are independent of each other: any may be there without those before it, so each is the
+    only block of a prompt of its own, with the same index, leases, records and checksums as other
+    blocks.
+
+        store: reserve a slot --> H2DISK, H2REMOTE --> publish
+        load:  pin the slot   --> DISK2H or REMOTE2H --> unpin
+
+    A job is over when all its ops have ended. Pure: calls and events with the time in, instructions
+    out.
 
     Args:
         root: Identity of what chunks of this engine's kind mean.
