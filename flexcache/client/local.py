@@ -7,7 +7,7 @@ from typing import Any
 from flexcache.cache.journal import Change
 from flexcache.client.tasks import ClientTasks
 from flexcache.config import CacheConfig, ModelConfig
-from flexcache.request_info import PromptDetail
+from flexcache.ids import PromptDetail
 from flexcache.server.operator import LocalSession, open_http
 from flexcache.server.server import KVServer
 from flexcache.tasks.stats import to_plain

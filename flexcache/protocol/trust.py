@@ -44,11 +44,10 @@ from zmq import auth
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
-from flexcache.config.address import split_tcp
-from flexcache.descriptors import raise_limit
+from flexcache.config.values import split_tcp
 from flexcache.errors import ConfigError, UntrustedError
 from flexcache.logs import log_event
-from flexcache.service_thread import ServiceThread
+from flexcache.processes import ServiceThread, raise_limit
 from flexcache.storage.private import make_directory
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address

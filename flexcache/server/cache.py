@@ -11,9 +11,9 @@ from functools import partial
 from flexcache.cache.tier import Lease
 from flexcache.cache.tiered_cache import CacheSizes, build_cache
 from flexcache.config import CacheConfig, ModelConfig
-from flexcache.config.groups import UnitShape
+from flexcache.config.model import UnitShape
 from flexcache.errors import ConfigError, FlexCacheError, StorageError
-from flexcache.events.published_names import PublishedNames
+from flexcache.events.held_blocks import PublishedNames
 from flexcache.ids import SessionId, TierName
 from flexcache.logs import log_event
 from flexcache.protocol.messages import HelloRank

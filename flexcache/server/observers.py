@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 from flexcache.cache.journal import Change, Stored
 from flexcache.config import CacheConfig
-from flexcache.events.published_names import PublishedNames
+from flexcache.events.held_blocks import PublishedNames
 from flexcache.events.publisher import KVEventPublisher
 from flexcache.logs import log_event
 from flexcache.server.cache import ServedCache

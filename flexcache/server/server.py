@@ -29,9 +29,9 @@ from flexcache.cache.journal import Change
 from flexcache.cache.prompt import random_version
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ClosedError
-from flexcache.forks import tell_of_forks
-from flexcache.ids import SessionId, TaskId
+from flexcache.ids import SessionId, TaskId, __version__
 from flexcache.logs import log_event
+from flexcache.processes import ServiceThread, tell_of_forks
 from flexcache.protocol.endpoints import check_endpoint, private_endpoint
 from flexcache.protocol.fence import Fence, Scratch
 from flexcache.protocol.messages import MAX_FRAME_BYTES, Weights, pid_namespace
@@ -50,12 +50,10 @@ from flexcache.server.outbox import (
 from flexcache.server.reactor import Endpoint, Reactor
 from flexcache.server.sessions import Answers, HubConfig
 from flexcache.server.workers import WorkerPool
-from flexcache.service_thread import ServiceThread
 from flexcache.storage.shards import Shards
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.ids import TaskIds, new_epoch
 from flexcache.tasks.stats import ServerStats, Stats
-from flexcache.version import __version__
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from flexcache.errors import InternalError
-from flexcache.ids import SessionId, TaskId
+from flexcache.ids import PromptDetail, SessionId, TaskId
 from flexcache.protocol.messages import Ended, SessionOver
-from flexcache.request_info import PromptDetail
 from flexcache.server.cache import CacheSlot
 from flexcache.server.outbox import Outbox
 from flexcache.server.places import Rank, Registry

@@ -21,8 +21,8 @@ from typing import IO, TYPE_CHECKING, Protocol
 import msgspec
 import zmq
 
-from flexcache.forks import tell_of_forks
 from flexcache.logs import log_event
+from flexcache.processes import tell_of_forks
 from flexcache.server.outbox import WorkerInstruction, make_execute, problem_of
 from flexcache.server.reactor import Buffer, Reactor, RouterSocket, SocketGuard
 from flexcache.tasks.instructions import DISK, REMOTE, DropOp, ReplaceExecutor, RunLookUp, RunOp

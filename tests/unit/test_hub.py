@@ -21,7 +21,7 @@ from server_stats import SERVER_STATS
 from flexcache.cache.journal import Stored
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ConfigError, InternalError, RegistrationError
-from flexcache.ids import KVStatus, TaskKind
+from flexcache.ids import KVStatus, PromptDetail, RequestInfo, TaskKind
 from flexcache.protocol.fence import Fence, Scratch
 from flexcache.protocol.messages import (
     MAX_FRAME_BYTES,
@@ -55,7 +55,6 @@ from flexcache.protocol.messages import (
     WelcomeEngine,
     WelcomeRank,
 )
-from flexcache.request_info import PromptDetail, RequestInfo
 from flexcache.server.cache import ServedCache
 from flexcache.server.hub import Hub
 from flexcache.server.outbox import make_execute
