@@ -20,10 +20,9 @@ from flexcache.cache.prompt import (
 from flexcache.cache.tiers import IndexedKeys, find_prefix
 from flexcache.errors import AmbiguousEngineError, ClosedError, RegistrationError
 from flexcache.events.wire import low_64_bits
-from flexcache.ids import MAX_KEY_BYTES, PromptDetail, TaskId, TaskKind, TierName
+from flexcache.ids import MAX_KEY_BYTES, PromptDetail, TaskId, TaskIds, TaskKind, TierName
 from flexcache.server.cache import ServedCache
 from flexcache.server.server import KVServer
-from flexcache.tasks.ids import TaskIds
 from flexcache.tasks.instructions import MatchedTask, PromisedLoad
 from flexcache.tasks.stats import Stats
 

@@ -29,7 +29,7 @@ from flexcache.cache.journal import Change
 from flexcache.cache.prompt import random_version
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ClosedError
-from flexcache.ids import SessionId, TaskId, __version__
+from flexcache.ids import SessionId, TaskId, TaskIds, __version__, new_epoch
 from flexcache.logs import log_event
 from flexcache.processes import ServiceThread, tell_of_forks
 from flexcache.protocol.endpoints import check_endpoint, private_endpoint
@@ -52,7 +52,6 @@ from flexcache.server.sessions import Answers, HubConfig
 from flexcache.server.workers import WorkerPool
 from flexcache.storage.shards import Shards
 from flexcache.tasks.engine import KVTaskEngine
-from flexcache.tasks.ids import TaskIds, new_epoch
 from flexcache.tasks.stats import ServerStats, Stats
 
 logger = logging.getLogger(__name__)

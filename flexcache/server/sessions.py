@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from flexcache.errors import InternalError
-from flexcache.ids import PromptDetail, SessionId, TaskId
+from flexcache.ids import PromptDetail, SessionId, TaskId, TaskIds, make_session
 from flexcache.protocol.messages import Ended, SessionOver
 from flexcache.server.cache import CacheSlot
 from flexcache.server.outbox import Outbox
 from flexcache.server.places import Rank, Registry
 from flexcache.tasks.engine import KVTaskEngine
-from flexcache.tasks.ids import TaskIds, make_session
 from flexcache.tasks.instructions import TaskResult
 
 

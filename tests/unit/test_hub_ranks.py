@@ -12,7 +12,7 @@ from test_hub import ROOT, World, hello_engine, keys
 
 from flexcache.config import ModelConfig
 from flexcache.errors import ConfigError
-from flexcache.ids import SessionId, TaskKind
+from flexcache.ids import SessionId, TaskIds, TaskKind
 from flexcache.protocol.messages import (
     HelloRank,
     Launch,
@@ -26,7 +26,6 @@ from flexcache.protocol.messages import (
     WelcomeRank,
 )
 from flexcache.server.cache import TOLD_TTL_S, ServedCache
-from flexcache.tasks.ids import TaskIds
 from flexcache.transfer.messages import Done, Execute
 
 STAGED = ModelConfig(
