@@ -31,7 +31,7 @@ from flexcache.cache.build import CacheSizes, build_cache
 from flexcache.config import CacheConfig
 from flexcache.config.tiers import EvictionName
 from flexcache.ids import OpKind, TaskId, TaskKind
-from flexcache.replay.mooncake import TOKENS_PER_ID
+from flexcache.replay.traces import TOKENS_PER_ID
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.ids import TaskIds, make_session
 from flexcache.tasks.instructions import DISK, RunOp, TaskAnswered, device

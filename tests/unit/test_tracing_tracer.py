@@ -20,7 +20,7 @@ from flexcache.cache.prompt_content import PromptContent
 from flexcache.errors import TraceError
 from flexcache.ids import KVStatus, OpKind, SessionId, TaskKind, TierName
 from flexcache.replay.history import TaskHistory, histories
-from flexcache.replay.reader import RecordedTrace
+from flexcache.replay.traces import RecordedTrace
 from flexcache.request_info import RequestInfo
 from flexcache.tracing import tracer as tracer_module
 from flexcache.tracing.files import RotatingFiles
