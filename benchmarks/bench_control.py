@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from flexcache.bench.suite import Case, Result, Unsupported, sample_beside
-from flexcache.cache.token_masks import Mask
+from flexcache.cache.prompt import Mask
 from flexcache.client.local import LocalTransport
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ConfigError

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from flexcache.cache.build import CacheSizes, build_cache
+from flexcache.cache.tiered_cache import CacheSizes, build_cache
 from flexcache.config import CacheConfig
 from flexcache.config.tiers import EvictionName
 from flexcache.ids import OpKind, TaskId, TaskKind

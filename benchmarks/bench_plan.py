@@ -15,7 +15,7 @@ import numpy as np
 
 from flexcache.bench.suite import Case, Result, sample_beside
 from flexcache.cache.block_keys import ENGINE_KEYS, EngineBlockKeys, make_root
-from flexcache.cache.build import CacheSizes, build_cache
+from flexcache.cache.tiered_cache import CacheSizes, build_cache
 from flexcache.config import CacheConfig
 from flexcache.ids import KVStatus, OpId, OpKind, TaskId, TaskKind, TierName
 from flexcache.tasks.engine import KVTaskEngine

@@ -24,11 +24,11 @@ from rich.table import Table
 
 from flexcache.cache.block_keys import (
     EngineBlockKeys,
+    PackedBlockKeys,
     PromptKeys,
     TokenBlockKeys,
     make_root,
 )
-from flexcache.cache.packed_keys import PackedBlockKeys
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.cache.tiers import Tiers

@@ -11,6 +11,7 @@ import numpy as np
 
 from flexcache.cache.journal import Change
 from flexcache.cache.prompt import (
+    Mask,
     Namespace,
     Prompt,
     PromptMaker,
@@ -21,7 +22,6 @@ from flexcache.cache.prompt import (
     random_version,
     retention_s,
 )
-from flexcache.cache.token_masks import Mask
 from flexcache.client import arguments
 from flexcache.client.client import EngineClient
 from flexcache.client.connect import open_client

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from flexcache.cache.prompt_content import PromptContent
+from flexcache.cache.block_keys import PromptContent
 from flexcache.ids import BlockKey, RootId, TierName
 from flexcache.request_info import NO_INFO, RequestInfo
 

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexcache.cache.prompt import Span
-from flexcache.cache.token_masks import Mask
+from flexcache.cache.prompt import Mask, Span
 
 Slots = Sequence[int] | npt.NDArray[np.integer[Any]]
 BlockIds = npt.NDArray[np.int64]

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from flexcache.cache.build import CacheSizes
+from flexcache.cache.tiered_cache import CacheSizes
 from flexcache.config.sources import read_environment
 from flexcache.doctor.directories import (
     check_file_systems,

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from flexcache.cache.restore import link, reaches_start
-from flexcache.cache.restore_tails import are_tails, whole_tails
+from flexcache.cache.restore import are_tails, link, reaches_start, whole_tails
 from flexcache.doctor.subject import Finding, Level, Subject, error, in_gb, ok, warning
 from flexcache.errors import MissingDependencyError
 from flexcache.storage.checksum import checksum

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from flexcache.cache.eviction import Forecaster, Study
+from flexcache.cache.density import Forecaster, Study
 from flexcache.config import ModelConfig
 from flexcache.errors import InternalError
 from flexcache.ids import SessionId

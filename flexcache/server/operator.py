@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flexcache.cache.continuation import IndexedKeys, find_prefix
 from flexcache.cache.prompt import (
     Prompt,
     PromptMaker,
@@ -16,6 +15,7 @@ from flexcache.cache.prompt import (
     check_version,
     random_version,
 )
+from flexcache.cache.tiers import IndexedKeys, find_prefix
 from flexcache.errors import AmbiguousEngineError, RegistrationError
 from flexcache.events.wire import low_64_bits
 from flexcache.ids import MAX_KEY_BYTES, TaskKind, TierName

@@ -15,10 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flexcache.cache.block_keys import PromptKeys
-from flexcache.cache.packed_keys import unpack_keys
+from flexcache.cache.block_keys import PromptContent, PromptKeys, unpack_keys
 from flexcache.cache.prompt import check_hint, check_session_id, check_version, random_version
-from flexcache.cache.prompt_content import PromptContent
 from flexcache.errors import FlexCacheError, InternalError
 from flexcache.ids import MAX_KEY_BYTES, ROOT_BYTES, KVStatus, TaskId
 from flexcache.logs import log_event

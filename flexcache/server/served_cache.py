@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flexcache.cache.build import CacheSizes, build_cache
 from flexcache.cache.tier import Lease
+from flexcache.cache.tiered_cache import CacheSizes, build_cache
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.config.groups import UnitShape
 from flexcache.errors import ConfigError, StorageError

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterable
 
 from flexcache.cache.block_keys import PromptKeys
+from flexcache.cache.load_cost import Way
 from flexcache.cache.load_plan import LoadPlanner
-from flexcache.cache.load_ways import Way
 from flexcache.ids import KVStatus, OpKind, SessionId, TaskKind, TierName
 from flexcache.tasks.histogram import BYTES, SECONDS, Histogram
 from flexcache.tasks.hit_rate import HitRates

@@ -30,7 +30,7 @@ from types import TracebackType
 import numpy as np
 
 from flexcache.cache.block_keys import PromptKeys
-from flexcache.cache.eviction import Forecaster, Study
+from flexcache.cache.density import Forecaster, Study
 from flexcache.cache.plan import Plan
 from flexcache.cache.restore import Records, RestoreReport, Seconds
 from flexcache.cache.tier import Lease

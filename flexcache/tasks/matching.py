@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from flexcache.cache.block_keys import BlockKeys, PromptKeys
-from flexcache.cache.continuation import ChainKeys, find_chain
-from flexcache.cache.direct_stores import DirectStores
+from flexcache.cache.block_keys import BlockKeys, LayoutRoots, PromptKeys
 from flexcache.cache.early_loads import EarlyLoad
-from flexcache.cache.layout_roots import LayoutRoots
 from flexcache.cache.plan import EarlyTerms, Plan
+from flexcache.cache.store_plan import DirectStores
 from flexcache.cache.tiered_cache import TieredCache
+from flexcache.cache.tiers import ChainKeys, find_chain
 from flexcache.ids import OpKind, TaskId, TaskKind
 from flexcache.tasks.deadlines import load_patience_s
 from flexcache.tasks.executors import Executors

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from flexcache.cache.block_pool import Quotas
 from flexcache.cache.load_cost import why_recomputed
 from flexcache.cache.plan import LOAD_OP
-from flexcache.cache.quotas import Quotas
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.ids import OpKind, TierName
 from flexcache.tasks.accounts import Accounts

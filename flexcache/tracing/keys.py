@@ -13,8 +13,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from flexcache.cache.block_keys import BlockKeys
-from flexcache.cache.packed_keys import unpack_keys
+from flexcache.cache.block_keys import BlockKeys, unpack_keys
 from flexcache.ids import RootId
 from flexcache.tracing.records import KEY_BYTES, Matched
 

@@ -15,9 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexcache.cache.block_keys import EngineBlockKeys, TokenBlockKeys
-from flexcache.cache.eviction import Forecaster, Study, make_forecaster
-from flexcache.cache.eviction_guard import Guard, Seen, Shadow, unshared
-from flexcache.cache.eviction_kinds import AGE_EDGES, NUM_KINDS
+from flexcache.cache.density import (
+    Forecaster,
+    Guard,
+    Seen,
+    Shadow,
+    Study,
+    make_forecaster,
+    unshared,
+)
+from flexcache.cache.density_hazards import AGE_EDGES, NUM_KINDS
 from flexcache.cache.eviction_queue import LruRanking, Outlook
 from flexcache.cache.prefix_index import PrefixIndex
 from flexcache.cache.prompt import PromptMaker

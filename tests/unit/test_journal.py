@@ -10,10 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from flexcache.cache.block_keys import EngineBlockKeys
+from flexcache.cache.block_keys import EngineBlockKeys, PromptContent
 from flexcache.cache.journal import MEDIUM_OF, Cleared, Medium, Removed, Stored
 from flexcache.cache.plan import Plan
-from flexcache.cache.prompt_content import PromptContent
 from flexcache.cache.tier import RestoredRun, Tier
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.cache.tiers import Tiers

@@ -18,8 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexcache.cache.block_keys import EngineBlockKeys, TokenBlockKeys, make_root
-from flexcache.cache.packed_keys import unpack_keys
+from flexcache.cache.block_keys import EngineBlockKeys, TokenBlockKeys, make_root, unpack_keys
 from flexcache.client.tasks import ClientTasks
 from flexcache.config import CacheConfig, ModelConfig, ServerConfig
 from flexcache.errors import ClosedError, ConfigError, RegistrationError

@@ -14,9 +14,13 @@ import pytest
 from task_builders import ENGINE, ROOT, World, keys_of
 
 from flexcache import CacheConfig
-from flexcache.cache.block_keys import BlockKeys, EngineBlockKeys, TokenBlockKeys
-from flexcache.cache.packed_keys import PackedBlockKeys
-from flexcache.cache.prompt_content import PromptContent
+from flexcache.cache.block_keys import (
+    BlockKeys,
+    EngineBlockKeys,
+    PackedBlockKeys,
+    PromptContent,
+    TokenBlockKeys,
+)
 from flexcache.errors import TraceError
 from flexcache.ids import KVStatus, OpKind, SessionId, TaskKind, TierName
 from flexcache.replay.history import TaskHistory, histories

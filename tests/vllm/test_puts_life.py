@@ -20,9 +20,8 @@ from hypothesis.stateful import (
 )
 
 from flexcache.config.groups import KVGroup
-from flexcache.integration.vllm.block_tables import BlockTables
-from flexcache.integration.vllm.put_points import PutPoints
-from flexcache.integration.vllm.puts import Puts
+from flexcache.integration.vllm.groups import BlockTables
+from flexcache.integration.vllm.puts import PutPoints, Puts
 
 BLOCK = 4
 MOST_BLOCKS = 30

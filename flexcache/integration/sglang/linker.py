@@ -28,16 +28,15 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 from sglang.srt.runtime_context import get_parallel
 
+from flexcache.cache.block_keys import PromptContent
 from flexcache.cache.journal import Change, Cleared
 from flexcache.cache.prompt import check_session_id
-from flexcache.cache.prompt_content import PromptContent
 from flexcache.config import ModelConfig
 from flexcache.config.values import reject
 from flexcache.events.wire import Event, describe
 from flexcache.ids import KVStatus
-from flexcache.integration.identity.late import identify_now
-from flexcache.integration.prefill_rate import PrefillRate
-from flexcache.integration.safe_calls import safely
+from flexcache.integration.adapter import PrefillRate, safely
+from flexcache.integration.checkpoint import identify_now
 from flexcache.integration.sglang.loads import (
     LayerWaits,
     Load,

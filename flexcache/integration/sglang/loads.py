@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from flexcache.cache.prompt_content import PromptContent
+from flexcache.cache.block_keys import PromptContent
 from flexcache.client.rank import KVTPClient
 from flexcache.ids import TierName
-from flexcache.integration.safe_calls import safely
+from flexcache.integration.adapter import TaskCalls, safely
 from flexcache.integration.sglang.pools import NO_BLOCKS, Blocks
 from flexcache.integration.sglang.rank import RankCache
-from flexcache.integration.task_calls import TaskCalls
 from flexcache.transfer.workers.layer_load import LayerLoad
 
 

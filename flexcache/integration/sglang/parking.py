@@ -21,11 +21,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flexcache.cache.prompt_content import PromptContent
+from flexcache.cache.block_keys import PromptContent
 from flexcache.config.values import reject
 from flexcache.errors import ConfigError
 from flexcache.ids import TierName
-from flexcache.integration.safe_calls import safely
+from flexcache.integration.adapter import safely
 from flexcache.integration.sglang.rank import RankCache
 from flexcache.integration.sglang.weights import RANK
 from flexcache.tasks.deadlines import load_patience_s

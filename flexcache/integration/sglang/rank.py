@@ -18,16 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from flexcache.cache.prompt_content import PromptContent
+from flexcache.cache.block_keys import PromptContent
 from flexcache.client.rank import KVTPClient
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.config.values import reject
 from flexcache.errors import FlexCacheError
-from flexcache.integration.counters import COUNTERS, increases, read_counters
-from flexcache.integration.identity.checkpoint import identify_checkpoint
-from flexcache.integration.identity.files import FileDigests
-from flexcache.integration.identity.settings import digest
-from flexcache.integration.safe_calls import safely
+from flexcache.integration.adapter import COUNTERS, increases, read_counters, safely
+from flexcache.integration.checkpoint import identify_checkpoint
+from flexcache.integration.file_digests import FileDigests, digest
 from flexcache.logs import log_event
 from flexcache.manager import KVManager
 

@@ -17,10 +17,9 @@ from flexcache.config import CacheConfig, ModelConfig
 from flexcache.config.model import read_dtype
 from flexcache.config.sources import read_environment, require_block_size
 from flexcache.errors import ConfigError
-from flexcache.integration.identity.checkpoint import identify_checkpoint
-from flexcache.integration.identity.files import FileDigests
-from flexcache.integration.identity.settings import digest, dtype_name
-from flexcache.integration.task_calls import TaskCalls
+from flexcache.integration.adapter import TaskCalls
+from flexcache.integration.checkpoint import identify_checkpoint
+from flexcache.integration.file_digests import FileDigests, digest, dtype_name
 
 _ANNOUNCED: dict[str, Any] = {}
 """By endpoint, the arguments that a scheduler was made from. Only their identity counts."""

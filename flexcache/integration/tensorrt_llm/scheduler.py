@@ -13,12 +13,9 @@ import numpy as np
 
 from flexcache.errors import FlexCacheError, InternalError
 from flexcache.ids import TierName
-from flexcache.integration.identity.checkpoint import LoadedAdapter
-from flexcache.integration.identity.files import FileDigests
-from flexcache.integration.identity.late import identify_now
-from flexcache.integration.layerwise_rule import LayerwiseRule
-from flexcache.integration.safe_calls import safely
-from flexcache.integration.task_calls import TaskCalls
+from flexcache.integration.adapter import LayerwiseRule, TaskCalls, safely
+from flexcache.integration.checkpoint import LoadedAdapter, identify_now
+from flexcache.integration.file_digests import FileDigests
 from flexcache.integration.tensorrt_llm.engine import (
     Load,
     Saves,
