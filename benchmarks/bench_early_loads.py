@@ -29,7 +29,7 @@ from rich.table import Table
 
 from flexcache.cache.tiered_cache import CacheSizes, build_cache
 from flexcache.config import CacheConfig
-from flexcache.config.tiers import EvictionName
+from flexcache.config.cache import EvictionName
 from flexcache.ids import OpKind, TaskId, TaskKind
 from flexcache.replay.traces import TOKENS_PER_ID
 from flexcache.tasks.engine import KVTaskEngine

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flexcache.bench.ssd import BLOCK_BYTES, QUEUE_DEPTH, Fio, beside_raw, driven_workers, raw_disks
-from flexcache.config.tiers import SSD_SYNCS
+from flexcache.config.cache import SSD_SYNCS
 from flexcache.storage.block_io import open_block_io
 
 BLOCKS_PER_SYNC = 96

@@ -17,8 +17,8 @@ from flexcache.client.slots import BlockIds
 from flexcache.client.tasks import ClientTasks, Extent
 from flexcache.client.transport import Transport
 from flexcache.errors import ClosedError
-from flexcache.forks import tell_of_forks
 from flexcache.ids import TaskKind
+from flexcache.processes import tell_of_forks
 from flexcache.tasks.instructions import MatchedTask, PromisedLoad, TaskResult
 
 _NOT_STARTED = "the cache was not started: call start() first"

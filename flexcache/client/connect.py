@@ -6,7 +6,7 @@ from flexcache.client.client import EngineClient
 from flexcache.client.local import LocalTransport
 from flexcache.client.remote import RemoteTransport
 from flexcache.config import CacheConfig, ModelConfig
-from flexcache.config.address import server_of
+from flexcache.config.values import server_of
 from flexcache.protocol.names import engine_name, new_engine_id
 from flexcache.protocol.runtime import check_endpoint, private_endpoint
 

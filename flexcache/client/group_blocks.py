@@ -18,7 +18,7 @@ from flexcache.client.arguments import refusal
 from flexcache.client.slots import NO_BLOCKS, BlockIds, Slots, as_slots, gpu_blocks
 from flexcache.client.tasks import Extent
 from flexcache.config import ModelConfig
-from flexcache.config.groups import UnitShape
+from flexcache.config.model import UnitShape
 from flexcache.ids import TaskKind
 from flexcache.transfer.group_ids import name_blocks
 

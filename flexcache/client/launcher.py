@@ -16,8 +16,8 @@ import sys
 import msgspec
 
 from flexcache.config import ServerConfig
-from flexcache.forks import tell_of_forks
 from flexcache.logs import log_event
+from flexcache.processes import tell_of_forks
 from flexcache.protocol.runtime import is_served
 
 logger = logging.getLogger(__name__)

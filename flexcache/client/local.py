@@ -7,7 +7,7 @@ from typing import Any
 from flexcache.cache.journal import Change
 from flexcache.client.tasks import ClientTasks
 from flexcache.config import CacheConfig, ModelConfig
-from flexcache.request_info import PromptDetail
+from flexcache.ids import PromptDetail
 from flexcache.server.local_session import LocalSession
 from flexcache.server.operator import open_http
 from flexcache.server.server import KVServer

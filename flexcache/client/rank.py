@@ -38,9 +38,9 @@ from flexcache.errors import (
     ServerLostError,
     UntrustedError,
 )
-from flexcache.forks import tell_of_forks
 from flexcache.ids import OpKind
 from flexcache.logs import log_event
+from flexcache.processes import ServiceThread, tell_of_forks
 from flexcache.protocol.messages import (
     UNKNOWN_WEIGHTS,
     Ended,
@@ -58,7 +58,6 @@ from flexcache.protocol.messages import (
     WelcomeRank,
 )
 from flexcache.protocol.names import pid_namespace
-from flexcache.service_thread import ServiceThread
 from flexcache.tasks.instructions import PromisedLoad
 from flexcache.transfer.messages import Drop, Execute, Stop, pack_ids, unpack_ids
 from flexcache.transfer.workers.device import DeviceWorker

@@ -30,7 +30,7 @@ from flexcache.client.slots import BlockIds
 from flexcache.client.tasks import ClientTasks
 from flexcache.config import CacheConfig, ModelConfig, ServerConfig
 from flexcache.errors import ClosedError, RegistrationError, ServerLostError, UntrustedError
-from flexcache.ids import SessionId, TaskKind
+from flexcache.ids import PromptDetail, SessionId, TaskKind
 from flexcache.logs import log_event
 from flexcache.protocol.fence import Fence
 from flexcache.protocol.messages import (
@@ -54,7 +54,6 @@ from flexcache.protocol.messages import (
     WelcomeEngine,
 )
 from flexcache.protocol.names import pid_namespace
-from flexcache.request_info import PromptDetail
 from flexcache.tasks.ids import last_id
 from flexcache.tasks.instructions import MatchedTask, PromisedLoad, TaskResult
 from flexcache.transfer.messages import Stop, pack_ids

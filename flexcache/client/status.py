@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from flexcache.client.link import ServerLink
-from flexcache.config.address import server_of
+from flexcache.config.values import server_of
 from flexcache.errors import ServerLostError
 from flexcache.protocol.messages import Answer, GetStats
 from flexcache.protocol.trust import find_listener

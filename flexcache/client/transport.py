@@ -13,8 +13,7 @@ from flexcache.cache.journal import Change
 from flexcache.cache.prompt import Prompt
 from flexcache.client.slots import BlockIds
 from flexcache.client.tasks import ClientTasks
-from flexcache.ids import TaskKind
-from flexcache.request_info import PromptDetail
+from flexcache.ids import PromptDetail, TaskKind
 from flexcache.tasks.instructions import MatchedTask, PromisedLoad
 
 

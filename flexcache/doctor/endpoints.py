@@ -10,11 +10,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from flexcache.config.address import check_http_endpoint
 from flexcache.config.remote_url import RemoteUrl, check_remote_url
+from flexcache.config.values import check_http_endpoint
 from flexcache.doctor.subject import Finding, Subject, error, ok, warning
 from flexcache.errors import ConfigError, MissingDependencyError
-from flexcache.events.batch_publisher import is_bound
+from flexcache.events.publisher import is_bound
 from flexcache.protocol.runtime import check_endpoint
 from flexcache.protocol.trust import find_listener
 from flexcache.storage.compression import Codec, open_compressor

@@ -33,8 +33,8 @@ from flexcache.doctor.gpu_driver import (
 )
 from flexcache.doctor.subject import Finding, Subject, error, in_gb, ok, warning
 from flexcache.errors import ConfigError
+from flexcache.ids import __version__
 from flexcache.storage.host_pool import HostSegment
-from flexcache.version import __version__
 
 _BATCH_COPY_VERSION = 12_080
 _BLOCK_BYTES = 2 << 20

@@ -27,11 +27,10 @@ from flexcache.client.rank import KVTPClient
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.config.sources import CONFIG_FILE_ENV
 from flexcache.errors import ConfigError
-from flexcache.ids import OpKind, TaskKind, TierName
+from flexcache.ids import OpKind, RequestInfo, TaskKind, TierName
 from flexcache.manager import KVManager
 from flexcache.replay.history import Summary, summarise
 from flexcache.replay.traces import RecordedTrace, Trace
-from flexcache.request_info import RequestInfo
 from flexcache.storage.memory_limit import usable_memory
 from flexcache.tracing.records import (
     KEY_BYTES,

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from flexcache.cache.block_keys import PromptContent, PromptKeys, unpack_keys
 from flexcache.cache.prompt import check_hint, check_session_id, check_version, random_version
 from flexcache.errors import FlexCacheError, InternalError
-from flexcache.ids import MAX_KEY_BYTES, ROOT_BYTES, KVStatus, TaskId
+from flexcache.ids import MAX_KEY_BYTES, NO_INFO, ROOT_BYTES, KVStatus, PromptDetail, TaskId
 from flexcache.logs import log_event
 from flexcache.protocol.messages import (
     Answer,
@@ -35,7 +35,6 @@ from flexcache.protocol.messages import (
     SessionHint,
     TaskAnswer,
 )
-from flexcache.request_info import NO_INFO, PromptDetail
 from flexcache.server.background import BackgroundJob
 from flexcache.server.cache_slot import CacheSlot
 from flexcache.server.guard import Buffer

@@ -21,7 +21,7 @@ from test_shared import Member, members
 from test_soak import resident_mb
 
 from flexcache import CacheConfig
-from flexcache.config.address import server_of
+from flexcache.config.values import server_of
 from flexcache.ids import TaskKind
 from flexcache.protocol.messages import (
     MAX_FRAME_BYTES,

@@ -25,12 +25,11 @@ from flexcache.cache.tiers import Tiers
 from flexcache.cli import app
 from flexcache.config import ModelConfig
 from flexcache.errors import ConfigError, TraceError
-from flexcache.ids import OpKind, TaskKind, TierName
+from flexcache.ids import OpKind, RequestInfo, TaskKind, TierName
 from flexcache.protocol.runtime import is_served, private_endpoint
 from flexcache.replay.history import chrome_trace, histories, tell
 from flexcache.replay.replay import ReplayReport, replay, replay_config
 from flexcache.replay.traces import MooncakeTrace, RecordedTrace, read_requests
-from flexcache.request_info import RequestInfo
 from flexcache.tracing.records import Matched, TraceHeader
 
 BLOCK = 16

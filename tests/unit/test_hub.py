@@ -21,7 +21,7 @@ from server_stats import SERVER_STATS
 from flexcache.cache.journal import Stored
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ConfigError, InternalError, RegistrationError
-from flexcache.ids import KVStatus, TaskKind
+from flexcache.ids import KVStatus, PromptDetail, RequestInfo, TaskKind
 from flexcache.protocol.fence import Fence
 from flexcache.protocol.messages import (
     MAX_FRAME_BYTES,
@@ -56,7 +56,6 @@ from flexcache.protocol.messages import (
     WelcomeRank,
 )
 from flexcache.protocol.scratch import Scratch
-from flexcache.request_info import PromptDetail, RequestInfo
 from flexcache.server.claims import CLAIM_TTL_S
 from flexcache.server.hub import Hub
 from flexcache.server.hub_config import HubConfig

@@ -34,7 +34,7 @@ from flexcache.cache.prompt import check_session_id
 from flexcache.config import ModelConfig
 from flexcache.config.values import reject
 from flexcache.events.wire import Event, describe
-from flexcache.ids import KVStatus
+from flexcache.ids import KVStatus, RequestInfo
 from flexcache.integration.adapter import PrefillRate, safely
 from flexcache.integration.checkpoint import identify_now
 from flexcache.integration.sglang.loads import (
@@ -58,7 +58,6 @@ from flexcache.integration.sglang.rank import (
 )
 from flexcache.integration.sglang.weights import RANK
 from flexcache.manager import KVManager
-from flexcache.request_info import RequestInfo
 from flexcache.tasks.instructions import PromisedLoad
 
 _FLUSH_PATIENCE_S = 5.0

@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler, linker_pool
 from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import DevicePoolEntry, DevicePoolGroup
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, HybridLinearKVPool, MLATokenToKVPool
 
-from flexcache.config.groups import KVGroup
+from flexcache.config.model import KVGroup
 from flexcache.config.values import reject
 
 _NOT_STORED = ("DeepSeekV4", "FP4", "HiSparse", "LayerSplit", "PageInterleave")

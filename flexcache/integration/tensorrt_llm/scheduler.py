@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from flexcache.errors import FlexCacheError, InternalError
-from flexcache.ids import TierName
+from flexcache.ids import RequestInfo, TierName
 from flexcache.integration.adapter import LayerwiseRule, TaskCalls, safely
 from flexcache.integration.checkpoint import LoadedAdapter, identify_now
 from flexcache.integration.file_digests import FileDigests
@@ -30,7 +30,6 @@ from flexcache.integration.tensorrt_llm.engine import (
 )
 from flexcache.logs import log_event
 from flexcache.manager import KVManager
-from flexcache.request_info import RequestInfo
 
 try:
     from tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector import (
