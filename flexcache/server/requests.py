@@ -18,7 +18,15 @@ import numpy.typing as npt
 from flexcache.cache.block_keys import PromptContent, PromptKeys, unpack_keys
 from flexcache.cache.prompt import check_hint, check_session_id, check_version, random_version
 from flexcache.errors import FlexCacheError, InternalError
-from flexcache.ids import MAX_KEY_BYTES, NO_INFO, ROOT_BYTES, KVStatus, PromptDetail, TaskId
+from flexcache.ids import (
+    MAX_KEY_BYTES,
+    NO_INFO,
+    ROOT_BYTES,
+    KVStatus,
+    PromptDetail,
+    TaskId,
+    session_of,
+)
 from flexcache.logs import log_event
 from flexcache.protocol.messages import (
     Answer,
@@ -42,7 +50,6 @@ from flexcache.server.notices import Notices
 from flexcache.server.outbox import Outbox
 from flexcache.server.registry import Registry, Scheduler
 from flexcache.server.weights import EngineWeights
-from flexcache.tasks.ids import session_of
 from flexcache.tasks.instructions import TaskResult
 from flexcache.transfer.messages import unpack_ids
 

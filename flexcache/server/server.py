@@ -29,7 +29,7 @@ from flexcache.cache.journal import Change
 from flexcache.cache.prompt import random_version
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ClosedError
-from flexcache.ids import SessionId, TaskId, __version__
+from flexcache.ids import SessionId, TaskId, TaskIds, __version__, new_epoch
 from flexcache.logs import log_event
 from flexcache.processes import ServiceThread, tell_of_forks
 from flexcache.protocol.messages import Weights
@@ -54,7 +54,6 @@ from flexcache.server.sessions import Answers
 from flexcache.server.workers import WorkerPool
 from flexcache.storage.shards import Shards
 from flexcache.tasks.engine import KVTaskEngine
-from flexcache.tasks.ids import TaskIds, new_epoch
 from flexcache.tasks.stats import ServerStats, Stats
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from ports import free_port
 from rich.console import Console
 
 from flexcache.cli.status import View, watch
-from flexcache.client.status import read_status
+from flexcache.client.link import read_status
 from flexcache.errors import ServerLostError
 from flexcache.status.view import rates_between, render
 from flexcache.tasks.stats import Stats, from_plain
@@ -29,7 +29,7 @@ TOKENS = list(range(256))
 
 def test_what_asks_a_server_does_without_torch() -> None:
     """Importing it takes seconds."""
-    code = "import sys, flexcache.client.status; sys.exit('torch' in sys.modules)"
+    code = "import sys, flexcache.client.link; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 

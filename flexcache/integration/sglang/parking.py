@@ -28,7 +28,7 @@ from flexcache.ids import TierName
 from flexcache.integration.adapter import safely
 from flexcache.integration.sglang.rank import RankCache
 from flexcache.integration.sglang.weights import RANK
-from flexcache.tasks.deadlines import load_patience_s
+from flexcache.tasks.model import load_patience_s
 
 
 @dataclass(slots=True)
