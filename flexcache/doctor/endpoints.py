@@ -15,7 +15,7 @@ from flexcache.config.values import check_http_endpoint
 from flexcache.doctor.subject import Finding, Subject, error, ok, warning
 from flexcache.errors import ConfigError, MissingDependencyError
 from flexcache.events.publisher import is_bound
-from flexcache.protocol.runtime import check_endpoint
+from flexcache.protocol.endpoints import check_endpoint
 from flexcache.protocol.trust import find_listener
 from flexcache.storage.compression import Codec, open_compressor
 from flexcache.storage.remote import check_packages

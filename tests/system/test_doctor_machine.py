@@ -24,7 +24,7 @@ from flexcache.doctor.endpoints import (
     check_server_endpoint,
 )
 from flexcache.doctor.subject import Finding, Level, Subject
-from flexcache.protocol.runtime import EndpointLock, private_endpoint
+from flexcache.protocol.endpoints import EndpointLock, private_endpoint
 from flexcache.storage.block_io import io_uring_problem
 from flexcache.storage.pool_directory import supports_direct_io
 

@@ -26,7 +26,7 @@ from flexcache.cli import app
 from flexcache.config import ModelConfig
 from flexcache.errors import ConfigError, TraceError
 from flexcache.ids import OpKind, RequestInfo, TaskKind, TierName
-from flexcache.protocol.runtime import is_served, private_endpoint
+from flexcache.protocol.endpoints import is_served, private_endpoint
 from flexcache.replay.history import chrome_trace, histories, tell
 from flexcache.replay.replay import ReplayReport, replay, replay_config
 from flexcache.replay.traces import MooncakeTrace, RecordedTrace, read_requests
