@@ -23,10 +23,17 @@ from flexcache.cache.prompt import (
     retention_s,
 )
 from flexcache.client import arguments
-from flexcache.client.client import EngineClient
-from flexcache.client.connect import open_client
-from flexcache.client.group_blocks import GroupBlocks, GroupTable
-from flexcache.client.slots import NO_BLOCKS, BlockIds, Slots, as_slots, gpu_blocks, matched_slots
+from flexcache.client.client import EngineClient, open_client
+from flexcache.client.gpu_blocks import (
+    NO_BLOCKS,
+    BlockIds,
+    GroupBlocks,
+    GroupTable,
+    Slots,
+    as_slots,
+    gpu_blocks,
+    matched_slots,
+)
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.config.values import with_engine
 from flexcache.errors import ServerLostError

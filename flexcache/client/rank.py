@@ -27,8 +27,7 @@ import torch
 
 from flexcache.cache.prompt import check_version
 from flexcache.client import arguments
-from flexcache.client.attachment import Attachment
-from flexcache.client.lent_tensors import LentTensors
+from flexcache.client.lent_tensors import Attachment, LentTensors
 from flexcache.client.link import ServerLink
 from flexcache.client.rank_ops import RankOps
 from flexcache.client.rank_tasks import RankTasks
@@ -56,8 +55,8 @@ from flexcache.protocol.messages import (
     Weights,
     WeightsChanged,
     WelcomeRank,
+    pid_namespace,
 )
-from flexcache.protocol.names import pid_namespace
 from flexcache.tasks.instructions import PromisedLoad
 from flexcache.transfer.messages import Drop, Execute, Stop, pack_ids, unpack_ids
 from flexcache.transfer.workers.device import DeviceWorker

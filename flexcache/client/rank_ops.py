@@ -16,13 +16,12 @@ import threading
 import time
 from collections.abc import Callable
 
-from flexcache.client.attachment import Attachment
+from flexcache.client.lent_tensors import Attachment
 from flexcache.client.link import ServerLink
 from flexcache.client.rank_tasks import EVENT_POLL_S, RankTasks
 from flexcache.errors import DeviceLostError, ServerLostError
 from flexcache.protocol.messages import UNKNOWN_WEIGHTS, Ended, SessionOver, WeightsChanged
-from flexcache.server.local_lines import LocalLine, open_line
-from flexcache.server.outbox import make_execute
+from flexcache.server.outbox import LocalLine, make_execute, open_line
 from flexcache.tasks.instructions import RunOp
 from flexcache.transfer.messages import Done, Drop, Execute
 from flexcache.transfer.workers.device import DeviceWorker

@@ -217,7 +217,7 @@ def make_header(
 
 
 class Tracer:
-    """A `flexcache.tasks.recorder.Recorder` that writes to ``config.trace_dir``."""
+    """A `flexcache.tasks.instructions.Recorder` that writes to ``config.trace_dir``."""
 
     def __init__(self, config: CacheConfig, header: TraceHeader) -> None:
         assert config.trace_dir is not None

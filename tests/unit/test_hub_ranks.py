@@ -12,7 +12,7 @@ from test_hub import ROOT, World, hello_engine, keys
 
 from flexcache.config import ModelConfig
 from flexcache.errors import ConfigError
-from flexcache.ids import SessionId, TaskKind
+from flexcache.ids import SessionId, TaskIds, TaskKind
 from flexcache.protocol.messages import (
     HelloRank,
     Launch,
@@ -25,9 +25,7 @@ from flexcache.protocol.messages import (
     WelcomeEngine,
     WelcomeRank,
 )
-from flexcache.server.rank_sizes import TOLD_TTL_S
-from flexcache.server.served_cache import ServedCache
-from flexcache.tasks.ids import TaskIds
+from flexcache.server.cache import TOLD_TTL_S, ServedCache
 from flexcache.transfer.messages import Done, Execute
 
 STAGED = ModelConfig(

@@ -18,7 +18,7 @@ from flexcache.cache.tiers import RemoteTier
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, OpId, OpKind, RootId, TaskId
 from flexcache.server.outbox import WorkerInstruction
-from flexcache.tasks.checksums import SlotChecksums
+from flexcache.tasks.executors import SlotChecksums
 from flexcache.tasks.instructions import (
     DISK,
     REMOTE,
@@ -28,7 +28,7 @@ from flexcache.tasks.instructions import (
     RunOp,
 )
 from flexcache.tasks.lookups import RemoteLookUps
-from flexcache.tasks.routes import LOAD_TIER, WORKER_OF
+from flexcache.tasks.model import LOAD_TIER, WORKER_OF
 from flexcache.transfer.breaker import CircuitBreaker
 from flexcache.transfer.fair_queue import FairQueue, Urgency
 from flexcache.transfer.graph import BlockIds, TransferOp

@@ -55,7 +55,7 @@ from flexcache.integration.vllm.engine import (
 from flexcache.integration.vllm.groups import refuse_hisparse
 from flexcache.integration.vllm.weights import read_model_id
 from flexcache.logs import log_event
-from flexcache.protocol.runtime import EndpointLock, private_endpoint
+from flexcache.protocol.endpoints import EndpointLock, private_endpoint
 from flexcache.server.outbox import WorkerInstruction
 from flexcache.server.reactor import Reactor
 from flexcache.server.store import CacheStore, other_layout
@@ -66,7 +66,7 @@ from flexcache.storage.kv_identity import KVIdentity
 from flexcache.storage.remote import check_packages
 from flexcache.storage.shards import Shards
 from flexcache.storage.slot_index import Records
-from flexcache.tasks.checksums import SlotChecksums
+from flexcache.tasks.executors import SlotChecksums
 from flexcache.tasks.instructions import DISK, REMOTE
 
 logger = logging.getLogger(__name__)
