@@ -19,7 +19,6 @@ from flexcache.doctor.findings import Finding, Level
 from flexcache.errors import MissingDependencyError
 from flexcache.storage.checksum import checksum
 from flexcache.storage.compression import Codec
-from flexcache.storage.disk_pool import locate_slot
 from flexcache.storage.packed_slots import FULL, SlotPacker, filled_bytes
 from flexcache.storage.pool_directory import (
     DATA_FILE,
@@ -40,6 +39,7 @@ from flexcache.storage.slot_index import (
     Records,
     SlotIds,
     SlotIndex,
+    locate_slot,
 )
 
 Progress = Callable[[Sequence[int]], Iterable[int]]

@@ -15,8 +15,8 @@ import msgspec
 
 from flexcache.errors import NoDirectPathError
 from flexcache.forks import tell_of_forks
-from flexcache.storage.disk_pool import locate_slot
 from flexcache.storage.rank_lock import hold_as_rank, let_go_as_rank
+from flexcache.storage.slot_index import locate_slot
 
 
 class DirectFilesRef(msgspec.Struct, frozen=True):

@@ -272,8 +272,3 @@ class DiskPool:
 
 def _unusable(where: str, error: OSError) -> ConfigError:
     return ConfigError(f"ssd_cache_dirs = {where!r}: {error.strerror or error}")
-
-
-def locate_slot(slot: int, fds: Sequence[int], slot_bytes: int) -> tuple[int, int]:
-    """Return the data file and offset of a slot striped over ``fds``."""
-    return fds[slot % len(fds)], HEADER_BYTES + slot // len(fds) * slot_bytes

@@ -68,6 +68,11 @@ class FileCalls(Protocol):
     def fdatasync(self, fd: int, /) -> None: ...
 
 
+def locate_slot(slot: int, fds: Sequence[int], slot_bytes: int) -> tuple[int, int]:
+    """Return the data file and offset of a slot striped over ``fds``."""
+    return fds[slot % len(fds)], HEADER_BYTES + slot // len(fds) * slot_bytes
+
+
 def make_records(
     root: bytes, first: int, parent: bytes, keys: Sequence[bytes],
     checksums: npt.NDArray[np.uint64],

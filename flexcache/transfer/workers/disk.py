@@ -28,7 +28,6 @@ from flexcache.logs import log_event
 from flexcache.storage.block_io import Direction, open_block_io
 from flexcache.storage.checksum import checksum
 from flexcache.storage.compression import Codec
-from flexcache.storage.disk_pool import locate_slot
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.pool_directory import (
     data_file_bytes,
@@ -36,7 +35,7 @@ from flexcache.storage.pool_directory import (
     record_id,
     reserve_space,
 )
-from flexcache.storage.slot_index import FORM, Records, SlotIndex, make_records
+from flexcache.storage.slot_index import FORM, Records, SlotIndex, locate_slot, make_records
 from flexcache.storage.slot_io import SlotIO, SlotRequest
 from flexcache.storage.write_times import next_generation, older
 from flexcache.transfer.messages import (
