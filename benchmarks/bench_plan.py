@@ -21,8 +21,7 @@ from flexcache.ids import KVStatus, OpId, OpKind, TaskId, TaskKind, TierName
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.ids import TaskIds, make_session
 from flexcache.tasks.instructions import DISK, RunOp, TaskAnswered, device
-from flexcache.transfer.graph import TransferOpGraph
-from flexcache.transfer.scheduler import StartOp, TransferScheduler
+from flexcache.transfer.scheduler import StartOp, TransferOpGraph, TransferScheduler
 
 CHUNK_BLOCKS = 8
 """As many 2 MiB blocks as one op moves between DRAM and SSD with the default settings."""

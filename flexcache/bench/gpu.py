@@ -23,7 +23,7 @@ from flexcache.bench.gpu_ways import kernel_programs, without_batches
 from flexcache.bench.results import Case, Result, Unsupported, sample, sample_beside
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
-from flexcache.transfer.workers.copy_choice import CopyWay
+from flexcache.transfer.copy_ways import CopyWay
 
 BLOCK_BYTES = (64 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 20)
 OP_BYTES = 256 << 20

@@ -18,9 +18,9 @@ import torch
 from flexcache.bench.gpu_pool import KINDS, NUM_LAYERS, Arrangement, Pool, open_pool
 from flexcache.bench.results import Result, sample, sample_beside
 from flexcache.ids import OpKind
+from flexcache.transfer.device_worker import DeviceWorker
+from flexcache.transfer.gates import LayerLoad
 from flexcache.transfer.messages import Execute, pack_ids
-from flexcache.transfer.workers.device import DeviceWorker
-from flexcache.transfer.workers.layer_load import LayerLoad
 
 PAGE_BYTES = (16 << 10, 64 << 10)
 """KV of 16 tokens in a layer: a rank of four of an 8B model, and all of it."""

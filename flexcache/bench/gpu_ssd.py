@@ -21,9 +21,9 @@ from flexcache.bench.results import Result, Unsupported
 from flexcache.bench.ssd import beside_raw
 from flexcache.errors import NoDirectPathError
 from flexcache.storage.block_io import Direction, open_block_io
-from flexcache.transfer.workers.direct_cuda import CudaDirectIO
-from flexcache.transfer.workers.direct_transfer import Transfer
-from flexcache.transfer.workers.permit import CopyPermit
+from flexcache.transfer.copier import CopyPermit
+from flexcache.transfer.direct.cuda import CudaDirectIO
+from flexcache.transfer.direct.ops import Transfer
 
 BLOCK_BYTES = 2 << 20
 _DEPTH = 32

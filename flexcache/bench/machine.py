@@ -9,8 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flexcache.storage.memory_limit import installed_memory, usable_memory
-from flexcache.storage.mounts import mount_of
+from flexcache.storage.machine import installed_memory, mount_of, usable_memory
 
 _PACKAGES = (
     "flexcache", "numpy", "torch", "numba", "pyzmq", "msgspec", "xxhash", "sortedcontainers",

@@ -34,9 +34,8 @@ from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.pool_directory import data_file_bytes, index_file_bytes, reserve_space
 from flexcache.storage.slot_index import SlotIndex, locate_slot
 from flexcache.storage.slot_io import SlotIO
+from flexcache.transfer.disk_worker import DiskWorker, GroupCommit
 from flexcache.transfer.messages import BlockNames, Execute, pack_ids, unpack_checksums
-from flexcache.transfer.workers.commit import GroupCommit
-from flexcache.transfer.workers.disk import DiskWorker
 
 BLOCK_BYTES = 2 << 20
 NUM_LAYERS = 32

@@ -1,6 +1,6 @@
 """GPU blocks of a model with several groups, in the order in which its tasks move them.
 
-Each block is named with its group (`transfer.group_ids`), since its id alone does not tell whose
+Each block is named with its group (`transfer.messages`), since its id alone does not tell whose
 bytes it holds.
 """
 
@@ -20,7 +20,7 @@ from flexcache.client.tasks import Extent
 from flexcache.config import ModelConfig
 from flexcache.config.groups import UnitShape
 from flexcache.ids import TaskKind
-from flexcache.transfer.group_ids import name_blocks
+from flexcache.transfer.messages import name_blocks
 
 GroupBlocks = Sequence[Sequence[int] | npt.NDArray[np.integer[Any]]]
 """For each group of the model, in order, ids of GPU blocks; -1 for one that is not wanted."""

@@ -12,9 +12,9 @@ from flexcache.client.held_loads import HeldLoads
 from flexcache.ids import OpKind
 from flexcache.tasks.ids import epoch_of, session_of
 from flexcache.tasks.instructions import RunOp
+from flexcache.transfer.device_worker import DeviceWorker
+from flexcache.transfer.gates import LayerLoad
 from flexcache.transfer.messages import Done, Execute
-from flexcache.transfer.workers.device import DeviceWorker
-from flexcache.transfer.workers.layer_load import LayerLoad
 
 _GATE_PATIENCE_S = 3.0  # for the engine to come to a load that it has begun
 _LEAVE_POLL_S = 0.002

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flexcache.doctor.findings import Finding, error, in_gb, ok, warning
 from flexcache.doctor.subject import Subject
-from flexcache.storage.mounts import mount_of
+from flexcache.storage.machine import mount_of
 from flexcache.storage.pool_directory import DATA_FILE
 
 _IN_MEMORY = ("tmpfs", "ramfs")

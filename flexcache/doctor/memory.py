@@ -15,9 +15,9 @@ from flexcache.config.remote_url import check_remote_url
 from flexcache.doctor.findings import Finding, error, in_gb, ok, warning
 from flexcache.doctor.machine import kernel_version
 from flexcache.doctor.subject import Subject
-from flexcache.storage import numa
+from flexcache.storage import machine
 from flexcache.storage.host_pool import HostSegment
-from flexcache.storage.memory_limit import memory_limits
+from flexcache.storage.machine import memory_limits
 
 _MUCH_OF_LIMIT = 0.8
 _ASKS_FOR_HUGE_PAGES = (6, 1)
@@ -170,11 +170,11 @@ def _check_reserved(subject: Subject, pool: int | None) -> Iterator[Finding]:
 def check_numa(subject: Subject) -> Iterator[Finding]:
     """Check whether memory can be had near a GPU."""
     refusal = ""
-    if numa.count_nodes() > 1:
+    if machine.count_nodes() > 1:
         with HostSegment.create(_SCRATCH_BYTES, 1) as segment:
             segment.map(populate=False)
-            refusal = numa.prefer_node(segment.address, segment.size, 0)
-    yield judge_numa(numa.count_nodes(), refusal)
+            refusal = machine.prefer_node(segment.address, segment.size, 0)
+    yield judge_numa(machine.count_nodes(), refusal)
 
 
 def judge_numa(num_nodes: int, refusal: str) -> Finding:

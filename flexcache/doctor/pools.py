@@ -17,9 +17,8 @@ from typing import Any
 from flexcache.cache.restore import are_tails, link, reaches_start, whole_tails
 from flexcache.doctor.findings import Finding, Level
 from flexcache.errors import MissingDependencyError
-from flexcache.storage.checksum import checksum
 from flexcache.storage.compression import Codec
-from flexcache.storage.packed_slots import FULL, SlotPacker, filled_bytes
+from flexcache.storage.pieces import checksum
 from flexcache.storage.pool_directory import (
     DATA_FILE,
     INDEX_FILE,
@@ -41,6 +40,7 @@ from flexcache.storage.slot_index import (
     SlotIndex,
     locate_slot,
 )
+from flexcache.storage.slot_io import FULL, SlotPacker, filled_bytes
 
 Progress = Callable[[Sequence[int]], Iterable[int]]
 """Iterates over a sequence and shows progress."""

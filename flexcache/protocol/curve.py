@@ -16,7 +16,7 @@ import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
 from flexcache.errors import ConfigError
-from flexcache.storage.private import make_directory
+from flexcache.storage.machine import make_directory
 
 
 def make_keys(directory: Path) -> None:

@@ -14,7 +14,7 @@ from flexcache.config import CacheConfig
 from flexcache.config.sources import CONFIG_FILE_ENV
 from flexcache.errors import ConfigError
 from flexcache.ids import TierName
-from flexcache.storage.memory_limit import usable_memory
+from flexcache.storage.machine import usable_memory
 from flexcache.tracing.records import SETTINGS, TraceHeader
 
 _INDEX_BYTES = 160  # index memory per block of a tier's capacity

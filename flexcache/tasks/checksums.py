@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from flexcache.cache.restore import Records
 from flexcache.ids import OpKind
-from flexcache.transfer.graph import TransferOp
+from flexcache.transfer.scheduler import TransferOp
 
 Checksums = npt.NDArray[np.uint64]
 

@@ -37,8 +37,7 @@ from flexcache.tasks.model import OpRun, Task
 from flexcache.tasks.routes import LOAD_TIER, LOWER_TIER, WORKER_OF, WORKERS
 from flexcache.tasks.stats import QueueStats
 from flexcache.transfer.breaker import CircuitBreaker
-from flexcache.transfer.fair_queue import FairQueue, Urgency
-from flexcache.transfer.graph import TransferOp
+from flexcache.transfer.scheduler import FairQueue, TransferOp, Urgency
 
 _MAX_OPS_AT_ONCE = 8  # given to a worker: enough to keep it busy, few enough that a read need not
 # wait behind many writes, and that a deadline means what it says

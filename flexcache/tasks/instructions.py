@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcache.ids import BlockKey, KVStatus, OpId, TaskId, TierName
-from flexcache.transfer.graph import TransferOp
+from flexcache.transfer.scheduler import TransferOp
 
 DISK = "disk"
 REMOTE = "remote"

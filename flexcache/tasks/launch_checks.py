@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flexcache.ids import TaskKind
-from flexcache.transfer.graph import BlockIds
+from flexcache.transfer.scheduler import BlockIds
 
 
 def check_slot_mappings(task_ids: Sequence[int], gpu_blocks: Sequence[object]) -> None:

@@ -26,7 +26,7 @@ from flexcache.tasks.ids import id_before
 from flexcache.tasks.instructions import TaskResult
 from flexcache.tasks.routes import GPU_OPS, STAGED_LOAD_TIER
 from flexcache.tasks.totals import Totals
-from flexcache.transfer.graph import TransferOp
+from flexcache.transfer.scheduler import TransferOp
 
 _FINAL_STATE = {
     KVStatus.SUCCESS: TaskState.COMPLETED,

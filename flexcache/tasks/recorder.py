@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from flexcache.cache.block_keys import PromptKeys
 from flexcache.ids import SessionId
 from flexcache.tasks.instructions import TaskResult
-from flexcache.transfer.graph import TransferOp
+from flexcache.transfer.scheduler import TransferOp
 
 if TYPE_CHECKING:
     from flexcache.tasks.model import Task

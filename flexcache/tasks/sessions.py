@@ -17,7 +17,7 @@ from flexcache.tasks.launch_checks import check_launchable, check_slot_mappings
 from flexcache.tasks.model import Session, Task
 from flexcache.tasks.routes import GPU_LOADS, GPU_STORES, WORKER_OF
 from flexcache.tasks.totals import Totals
-from flexcache.transfer.graph import BlockIds
+from flexcache.transfer.scheduler import BlockIds
 
 _MAX_ENGINES = 4096
 _INTERNAL = make_session(0, 0xFFFF)  # no server has the epoch 0

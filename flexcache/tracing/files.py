@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from flexcache.storage.private import make_directory
+from flexcache.storage.machine import make_directory
 
 
 class RotatingFiles:

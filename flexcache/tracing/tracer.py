@@ -43,7 +43,7 @@ from flexcache.tracing.records import (
     SessionEnded,
     TraceHeader,
 )
-from flexcache.transfer.graph import TransferOp
+from flexcache.transfer.scheduler import TransferOp
 from flexcache.version import __version__
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,6 @@ import pytest
 from flexcache.errors import ConfigError
 from flexcache.storage import pool_directory
 from flexcache.storage.disk_pool import DiskPool
-from flexcache.storage.kv_identity import KVIdentity
 from flexcache.storage.pool_directory import (
     DATA_FILE,
     FORMAT_VERSION,
@@ -27,6 +26,7 @@ from flexcache.storage.pool_directory import (
     record_id,
     reserve_space,
 )
+from flexcache.storage.shards import KVIdentity
 from flexcache.storage.slot_index import (
     HEADER_BYTES,
     RECORD_BYTES,

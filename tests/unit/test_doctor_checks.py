@@ -26,7 +26,7 @@ from flexcache.doctor.packages import (
 from flexcache.doctor.settings import check_settings
 from flexcache.doctor.stores import check_ssd_compression
 from flexcache.doctor.subject import Subject, VllmOptions
-from flexcache.storage.mounts import mount_of
+from flexcache.storage.machine import mount_of
 from flexcache.tasks.stats import Stats
 
 EPERM = "PermissionError: [Errno 1] Operation not permitted"

@@ -34,8 +34,8 @@ from flexcache.protocol.messages import (
     WelcomeEngine,
 )
 from flexcache.tasks.ids import TaskIds, make_session
+from flexcache.transfer.copier import CopyPermit
 from flexcache.transfer.messages import Stop
-from flexcache.transfer.workers.permit import CopyPermit
 
 Message = TypeVar("Message")
 WAIT_S = 30.0

@@ -29,7 +29,7 @@ from flexcache.protocol.messages import ModelSpec
 from flexcache.protocol.scratch import Scratch
 from flexcache.tasks.ids import TaskIds, epoch_of, id_before, make_session, session_of
 from flexcache.tasks.instructions import MatchedTask, TaskResult
-from flexcache.transfer.fair_queue import FairQueue, Urgency
+from flexcache.transfer.scheduler import FairQueue, Urgency
 
 # -- the queue for the disk ----------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from flexcache.integration.sglang.whole_load import WholeLoad
-from flexcache.transfer.workers.layer_load import LayerLoad
+from flexcache.transfer.gates import LayerLoad
 
 Load = LayerLoad | WholeLoad
 

@@ -28,7 +28,7 @@ from flexcache.integration.tensorrt_llm.interface import KvCacheConnectorWorker,
 from flexcache.integration.tensorrt_llm.kv_layout import LayerTensors, split_pool, split_regions
 from flexcache.integration.tensorrt_llm.metadata import Load, StepMetadata, When
 from flexcache.integration.tensorrt_llm.saves import saves_of
-from flexcache.transfer.workers.layer_load import LayerLoad
+from flexcache.transfer.gates import LayerLoad
 
 
 class FlexCacheConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
