@@ -17,7 +17,7 @@ import xxhash
 
 from flexcache.bench.results import Case, Result, Unsupported, sample_beside
 from flexcache.cache.prompt import Mask
-from flexcache.client.local import LocalTransport
+from flexcache.client.client import LocalTransport
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ConfigError
 from flexcache.manager import KVManager

@@ -23,7 +23,7 @@ from flexcache.cache.density_hazards import NUM_BINS
 from flexcache.cache.eviction_queue import Outlook
 from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.tier import Lease, Tier
-from flexcache.config.tiers import EVICTION_POLICIES
+from flexcache.config.cache import EVICTION_POLICIES
 from flexcache.ids import TierName
 
 ROOT = make_root("bench", (), "engine")

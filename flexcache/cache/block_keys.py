@@ -24,8 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from flexcache.ids import BlockKey, RootId
-from flexcache.request_info import NO_INFO, RequestInfo
+from flexcache.ids import NO_INFO, BlockKey, RequestInfo, RootId
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,7 @@ from enum import Enum
 from typing import Any
 
 from flexcache.cache.block_keys import PromptContent
-from flexcache.ids import BlockKey, RootId, TierName
-from flexcache.request_info import NO_INFO, RequestInfo
+from flexcache.ids import NO_INFO, BlockKey, RequestInfo, RootId, TierName
 
 
 class Medium(str, Enum):

@@ -27,7 +27,7 @@ from flexcache.cache.retention import Seconds
 from flexcache.cache.tail_index import TAIL_FIRST, Tail, last_tail_key
 from flexcache.cache.tier import BlockIds, Tier
 from flexcache.cache.tiers import RemoteTier, Tiers
-from flexcache.config.groups import UnitShape
+from flexcache.config.model import UnitShape
 from flexcache.ids import BlockKey, OpId, OpKind, TaskKind, TierName
 
 _KEYS_AT_ONCE = 256

@@ -13,7 +13,7 @@ from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.tail_index import TAIL_FIRST, Tail, tail_keys
 from flexcache.cache.tier import BlockIds, Lease, Tier
 from flexcache.cache.tiers import RemoteTier
-from flexcache.config.groups import UnitShape
+from flexcache.config.model import UnitShape
 from flexcache.ids import BlockKey, OpKind, RootId, TaskKind, TierName
 from flexcache.transfer.messages import BlockNames
 from flexcache.transfer.scheduler import TransferOpGraph

@@ -25,8 +25,15 @@ from flexcache.cache.block_keys import (
     TokenBlockKeys,
     make_root,
 )
-from flexcache.ids import MAX_KEY_BYTES, BlockKey, RootId
-from flexcache.request_info import NO_INFO, PromptDetail, RequestInfo, check_request_info
+from flexcache.ids import (
+    MAX_KEY_BYTES,
+    NO_INFO,
+    BlockKey,
+    PromptDetail,
+    RequestInfo,
+    RootId,
+    check_request_info,
+)
 
 Mask = npt.NDArray[np.bool_]
 

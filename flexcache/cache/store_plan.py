@@ -19,7 +19,7 @@ from flexcache.cache.tail_index import TAIL_FIRST
 from flexcache.cache.tier import Lease, Tier
 from flexcache.cache.tiers import RemoteTier, Tiers
 from flexcache.cache.write_back import DirtyQueue, StoreBacklog, WriteBack, WriteBudget
-from flexcache.config.groups import UnitShape
+from flexcache.config.model import UnitShape
 from flexcache.ids import BlockKey, OpId, OpKind, RootId, TaskKind, TierName
 from flexcache.transfer.scheduler import BlockIds
 

@@ -31,7 +31,7 @@ from flexcache.cache.tier import BlockIds, Tier
 from flexcache.cache.tiers import RemoteTier, Tiers
 from flexcache.cache.write_back import DirtyQueue, WriteBudget
 from flexcache.config import CacheConfig
-from flexcache.config.groups import UnitShape
+from flexcache.config.model import UnitShape
 from flexcache.config.quotas import blocks_of
 from flexcache.errors import InternalError
 from flexcache.ids import OpId, TaskKind, TierName

@@ -11,8 +11,8 @@ from contextlib import AsyncExitStack
 import uvloop
 
 from flexcache.config.router import RouterConfig
-from flexcache.descriptors import raise_limit
 from flexcache.logs import log_event
+from flexcache.processes import raise_limit
 from flexcache.router.control.api import ControlApi
 from flexcache.router.decider.service import THREAD_SWITCH_S, DeciderService
 from flexcache.router.gateway.start import gateway_config, start_gateway

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flexcache.config.router import RouterConfig
 from flexcache.config.values import reject
-from flexcache.descriptors import raise_limit
+from flexcache.processes import raise_limit
 from flexcache.router.discovery.file import WorkerFile
 from flexcache.router.discovery.listing import Listing, parse_options
 from flexcache.router.proxy.config import MAX_CONNECTIONS, ProxyConfig, read_api_keys

@@ -18,8 +18,7 @@ from flexcache.cache.prompt import (
 from flexcache.cache.tiers import IndexedKeys, find_prefix
 from flexcache.errors import AmbiguousEngineError, RegistrationError
 from flexcache.events.wire import low_64_bits
-from flexcache.ids import MAX_KEY_BYTES, TaskKind, TierName
-from flexcache.request_info import PromptDetail
+from flexcache.ids import MAX_KEY_BYTES, PromptDetail, TaskKind, TierName
 from flexcache.server.local_session import LocalSession
 from flexcache.server.served_cache import ServedCache
 from flexcache.server.server import KVServer

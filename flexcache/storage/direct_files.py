@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import msgspec
 
 from flexcache.errors import NoDirectPathError
-from flexcache.forks import tell_of_forks
+from flexcache.processes import tell_of_forks
 from flexcache.storage.slot_index import locate_slot
 
 # ------------------------------------------------------------------------------------------------

@@ -38,8 +38,8 @@ import msgspec
 import numpy as np
 
 from flexcache.errors import ConfigError, RegistrationError
-from flexcache.forks import tell_of_forks
 from flexcache.logs import log_event
+from flexcache.processes import tell_of_forks
 from flexcache.storage import machine
 from flexcache.storage.pieces import PAGE_BYTES, align_up
 

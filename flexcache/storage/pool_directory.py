@@ -28,8 +28,8 @@ from pathlib import Path
 import xxhash
 
 from flexcache.errors import ConfigError
-from flexcache.forks import tell_of_forks
 from flexcache.logs import log_event
+from flexcache.processes import tell_of_forks
 from flexcache.storage.direct_files import is_free_of_ranks
 from flexcache.storage.machine import make_directory
 from flexcache.storage.pieces import PAGE_BYTES, align_up

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from flexcache.errors import TaskRevokedError
 from flexcache.ids import OpKind
 from flexcache.logs import log_event
-from flexcache.service_thread import ServiceThread
+from flexcache.processes import ServiceThread
 from flexcache.storage.host_pool import HostSegment
 from flexcache.transfer.copier import PIECE_BYTES, CopyPermit, merge_runs
 

@@ -23,9 +23,18 @@ from flexcache.cache.plan import Plan
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.cache.tiers import RemoteTier
-from flexcache.ids import BlockKey, KVStatus, OpId, OpKind, TaskId, TaskKind, TierName
+from flexcache.ids import (
+    BlockKey,
+    KVStatus,
+    OpId,
+    OpKind,
+    TaskId,
+    TaskIds,
+    TaskKind,
+    TierName,
+    make_session,
+)
 from flexcache.tasks.engine import KVTaskEngine
-from flexcache.tasks.ids import TaskIds, make_session
 from flexcache.tasks.instructions import (
     DISK,
     REMOTE,

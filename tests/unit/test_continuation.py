@@ -14,8 +14,7 @@ from flexcache.cache.block_keys import PromptContent, unpack_keys
 from flexcache.cache.prompt import PromptMaker
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiers import ChainKeys, find_chain
-from flexcache.ids import BlockKey, KVStatus, TaskKind, TierName
-from flexcache.request_info import PromptDetail
+from flexcache.ids import BlockKey, KVStatus, PromptDetail, TaskKind, TierName
 
 CPU, SSD = TierName.CPU, TierName.SSD
 PROMPTS = ["abcdef", "abcxyz", "abq", "zz"]

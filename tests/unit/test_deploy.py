@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from flexcache.config import CacheConfig, RouterConfig, ServerConfig
+from flexcache.ids import __version__
 from flexcache.router.discovery.listing import parse_options
 from flexcache.router.workers import EventSource
-from flexcache.version import __version__
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))

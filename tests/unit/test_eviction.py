@@ -30,10 +30,9 @@ from flexcache.cache.prefix_index import PrefixIndex
 from flexcache.cache.prompt import PromptMaker
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiers import Tiers
-from flexcache.config.tiers import EVICTION_POLICIES
+from flexcache.config.cache import EVICTION_POLICIES
 from flexcache.errors import InternalError
-from flexcache.ids import BlockKey, TierName
-from flexcache.request_info import PromptDetail
+from flexcache.ids import BlockKey, PromptDetail, TierName
 
 Request = tuple[float, list[int]]
 

@@ -41,15 +41,11 @@ from paths import ROOT
 
 LAYERS = (
     (
-        "version",
         "errors",
         "ids",
         "logs",
         "terminal",
-        "request_info",
-        "service_thread",
-        "descriptors",
-        "forks",
+        "processes",
     ),
     ("config",),
     ("storage",),

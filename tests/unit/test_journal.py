@@ -18,8 +18,7 @@ from flexcache.cache.tiered_cache import TieredCache
 from flexcache.cache.tiers import Tiers
 from flexcache.cache.write_back import DirtyQueue
 from flexcache.events.held_blocks import HeldBlocks
-from flexcache.ids import BlockKey, TierName
-from flexcache.request_info import RequestInfo
+from flexcache.ids import BlockKey, RequestInfo, TierName
 
 LENGTH = 4
 SIZE = 2

@@ -22,12 +22,23 @@ from flexcache.cache.block_keys import EngineBlockKeys, TokenBlockKeys, make_roo
 from flexcache.client.tasks import ClientTasks
 from flexcache.config import CacheConfig, ModelConfig, ServerConfig
 from flexcache.errors import ClosedError, ConfigError, RegistrationError
-from flexcache.ids import KVStatus, OpId, RootId, SessionId, TaskId, TaskKind
+from flexcache.ids import (
+    KVStatus,
+    OpId,
+    RootId,
+    SessionId,
+    TaskId,
+    TaskIds,
+    TaskKind,
+    epoch_of,
+    id_before,
+    make_session,
+    session_of,
+)
 from flexcache.protocol.curve import make_keys
 from flexcache.protocol.fence import Fence
 from flexcache.protocol.messages import ModelSpec
 from flexcache.protocol.scratch import Scratch
-from flexcache.tasks.ids import TaskIds, epoch_of, id_before, make_session, session_of
 from flexcache.tasks.instructions import MatchedTask, TaskResult
 from flexcache.transfer.scheduler import FairQueue, Urgency
 

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from flexcache.cache.tier import Tier
 from flexcache.ids import BlockKey, OpKind, RootId, TierName
 from flexcache.integration.vllm.chunk_tiers import ChunkTiers, Lanes, StorePresence
-from flexcache.tasks.checksums import SlotChecksums
+from flexcache.tasks.executors import SlotChecksums
 from flexcache.tasks.instructions import DISK, REMOTE, ReplaceExecutor, RunLookUp, RunOp
 
 ROOT = RootId(b"r" * 16)

@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from flexcache.config.groups import KVGroup
+from flexcache.config.model import KVGroup
 from flexcache.errors import ConfigError
 from flexcache.integration.vllm import groups
 from flexcache.integration.vllm.calls import CacheCalls

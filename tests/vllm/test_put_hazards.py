@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from test_puts_life import BLOCK, FULL, WINDOW, FakeCache, FakePool, FakeRequest
 
-from flexcache.config.groups import KVGroup
+from flexcache.config.model import KVGroup
 from flexcache.integration.vllm.groups import BlockTables
 from flexcache.integration.vllm.puts import PutPoints, Puts
 

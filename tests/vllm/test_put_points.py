@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexcache.config.groups import KVGroup
+from flexcache.config.model import KVGroup
 from flexcache.integration.vllm.groups import BlockTables
 from flexcache.integration.vllm.puts import PutPoints, tail_interval
 

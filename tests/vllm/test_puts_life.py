@@ -19,7 +19,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from flexcache.config.groups import KVGroup
+from flexcache.config.model import KVGroup
 from flexcache.integration.vllm.groups import BlockTables
 from flexcache.integration.vllm.puts import PutPoints, Puts
 

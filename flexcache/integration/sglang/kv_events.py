@@ -15,9 +15,9 @@ from sglang.srt.disaggregation.kv_events import KVEventsConfig, is_kv_publisher_
 from flexcache.cache.block_keys import PromptContent
 from flexcache.cache.journal import Change, Cleared
 from flexcache.events.wire import Event, describe
+from flexcache.ids import RequestInfo
 from flexcache.integration.adapter import safely
 from flexcache.manager import KVManager
-from flexcache.request_info import RequestInfo
 
 
 def publishes_events(server_args: Any) -> bool:

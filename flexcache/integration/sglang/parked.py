@@ -18,7 +18,7 @@ from flexcache.cache.block_keys import PromptContent
 from flexcache.ids import TierName
 from flexcache.integration.adapter import safely
 from flexcache.integration.sglang.rank_cache import RankCache
-from flexcache.tasks.deadlines import load_patience_s
+from flexcache.tasks.model import load_patience_s
 
 
 @dataclass(slots=True)

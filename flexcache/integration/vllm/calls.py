@@ -28,12 +28,11 @@ from vllm.v1.core import kv_cache_utils
 from flexcache.cache.journal import Change, Removed, Stored
 from flexcache.cache.prompt import check_hint, check_name, check_session_id
 from flexcache.errors import FlexCacheError
-from flexcache.ids import OpKind, TierName
+from flexcache.ids import OpKind, RequestInfo, TierName, check_request_info
 from flexcache.integration.adapter import TaskCalls, read_counters, safely
 from flexcache.integration.vllm.weights import Names
 from flexcache.logs import log_event
 from flexcache.manager import KVManager
-from flexcache.request_info import RequestInfo, check_request_info
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from flexcache.cache.tier import Lease, Tier
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, OpId, OpKind, RootId, TaskId
 from flexcache.server.outbox import WorkerInstruction
-from flexcache.tasks.checksums import Checksums, SlotChecksums
+from flexcache.tasks.executors import Checksums, SlotChecksums
 from flexcache.tasks.instructions import DISK, REMOTE, ReplaceExecutor, RunLookUp, RunOp
-from flexcache.tasks.routes import LOAD_TIER, WORKER_OF
+from flexcache.tasks.model import LOAD_TIER, WORKER_OF
 from flexcache.transfer.breaker import CircuitBreaker
 from flexcache.transfer.messages import BlockNames
 from flexcache.transfer.scheduler import BlockIds, FairQueue, TransferOp, Urgency

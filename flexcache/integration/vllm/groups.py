@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1 import kv_cache_interface as specs
 from vllm.v1.core.sched import output
 
-from flexcache.config.groups import KVGroup
+from flexcache.config.model import KVGroup
 from flexcache.errors import ConfigError
 
 TELLS_GROUPS = hasattr(output, "KVConnectorBlockState")

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from flexcache.config.groups import KVGroup
+from flexcache.config.model import KVGroup
 from flexcache.errors import InternalError
 from flexcache.integration.vllm.calls import CacheCalls
 from flexcache.integration.vllm.groups import NULL_BLOCK, BlockTables, Tables

@@ -65,7 +65,7 @@ from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.remote import check_packages
 from flexcache.storage.shards import KVIdentity, Shards
 from flexcache.storage.slot_index import Records
-from flexcache.tasks.checksums import SlotChecksums
+from flexcache.tasks.executors import SlotChecksums
 from flexcache.tasks.instructions import DISK, REMOTE
 from flexcache.transfer.messages import Done, LookedUp, unpack_checksums
 

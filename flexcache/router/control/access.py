@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from flexcache.config.address import is_loopback
+from flexcache.config.values import is_loopback
 from flexcache.router.proxy.access import holding
 from flexcache.router.proxy.bodies import BodyRefused
 

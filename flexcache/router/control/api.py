@@ -24,8 +24,8 @@ import re
 import msgspec
 from aiohttp import web
 
-from flexcache.config.address import split_tcp
 from flexcache.config.router import RouterConfig
+from flexcache.config.values import split_tcp
 from flexcache.errors import ConfigError
 from flexcache.metrics.collector import Exposition
 from flexcache.router import ui

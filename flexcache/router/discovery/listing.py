@@ -20,9 +20,8 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
-from flexcache.config.address import is_host, split_tcp
 from flexcache.config.sources import closest
-from flexcache.config.values import read_endpoint, reject
+from flexcache.config.values import is_host, read_endpoint, reject, split_tcp
 from flexcache.errors import ConfigError
 from flexcache.router.workers import EventSource, WorkerSpec
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from flexcache.errors import ConfigError
-from flexcache.events.batch_subscriber import BatchSubscriber, Lost, News, Received
+from flexcache.events.subscriber import BatchNews, BatchSubscriber, Lost, Received
 from flexcache.logs import log_event
 from flexcache.router.stats import PeerStats
 from flexcache.router.sync.life import TOPIC, Life, decode
@@ -110,7 +110,7 @@ def _set_if_known(peer: Peer, caught_up: asyncio.Event) -> None:
         caught_up.set()
 
 
-def _take(peer: Peer, news: News[list[Life]]) -> None:
+def _take(peer: Peer, news: BatchNews[list[Life]]) -> None:
     now = time.monotonic()
     if isinstance(news, Received):
         peer.apply(news.batch, now)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flexcache.events.batch_publisher import Address, BatchPublisher
+from flexcache.events.publisher import Address, BatchPublisher
 from flexcache.router.link.messages import RunningRequest
 from flexcache.router.sync.life import (
     TOPIC,

@@ -1,4 +1,4 @@
-"""Checksums of pieces in a GPU's memory: xxh3-64, as `storage.checksum` computes it on the host.
+"""Checksums of pieces in a GPU's memory: xxh3-64, as `storage.pieces` computes it on the host.
 
 xxh3 reads its input in groups of 1 KiB and keeps eight lanes of 64 bits. What a group adds to the
 lanes does not depend on them; only the mixing between two groups does. So all multiprocessors read

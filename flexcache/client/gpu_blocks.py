@@ -1,7 +1,7 @@
-"""GPU blocks of a model with several groups, in the order in which its tasks move them.
+"""GPU blocks of tasks, from the slots or the groups' block tables that an engine gives.
 
-Each block is named with its group (`transfer.messages`), since its id alone does not tell whose
-bytes it holds.
+In a model with several groups each block is named with its group (`transfer.group_ids`), since its
+id alone does not tell whose bytes it holds.
 """
 
 from __future__ import annotations
@@ -13,14 +13,67 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexcache.cache.prompt import Prompt
+from flexcache.cache.prompt import Mask, Prompt, Span
 from flexcache.client.arguments import refusal
-from flexcache.client.slots import NO_BLOCKS, BlockIds, Slots, as_slots, gpu_blocks
 from flexcache.client.tasks import Extent
 from flexcache.config import ModelConfig
-from flexcache.config.groups import UnitShape
+from flexcache.config.model import UnitShape
 from flexcache.ids import TaskKind
 from flexcache.transfer.messages import name_blocks
+
+Slots = Sequence[int] | npt.NDArray[np.integer[Any]]
+BlockIds = npt.NDArray[np.int64]
+NO_BLOCKS: BlockIds = np.empty(0, np.int64)
+
+
+def as_slots(slot_mapping: Slots, name: str) -> npt.NDArray[np.int64]:
+    """Raises `ValueError`, under the argument's ``name``, for anything but a list of integers."""
+    try:
+        slots = np.asarray(slot_mapping)
+    except ValueError as error:  # lists of unequal length
+        raise ValueError(f"{name}: {error}") from None
+    if slots.ndim != 1 or (slots.dtype.kind not in "iu" and len(slots)):
+        raise ValueError(
+            f"{name} must be a 1-D array of integers, not {slots.ndim}-D of {slots.dtype}"
+        )
+    return slots.astype(np.int64, copy=False)
+
+
+def matched_slots(
+    slots: npt.NDArray[np.int64], mask: Mask, token_mask: Span | None
+) -> npt.NDArray[np.int64]:
+    """The slots of the tokens in ``mask``.
+
+    ``slots`` has one for each token wanted (in ``token_mask``, or all), or just these already.
+    """
+    if token_mask is None:
+        token_mask = range(len(mask))
+    if isinstance(token_mask, range):
+        wanted = mask[token_mask.start : max(0, token_mask.stop)]
+        return slots[wanted] if len(slots) == len(wanted) else slots
+    num_wanted = int(np.count_nonzero(token_mask))
+    if len(slots) != num_wanted:
+        return slots
+    return slots[mask[token_mask]]
+
+
+def gpu_blocks(slots: npt.NDArray[np.int64], tokens_per_block: int, name: str) -> BlockIds:
+    """The GPU blocks that slots, given as the argument ``name``, make up.
+
+    Raises:
+        ValueError: They are not whole blocks of consecutive slots.
+    """
+    size = tokens_per_block
+    if len(slots) % size:
+        raise ValueError(f"{name}: {len(slots)} slots are not whole blocks of {size} tokens")
+    grid = slots.reshape(-1, size)
+    blocks = grid[:, 0] // size
+    if not np.array_equal(grid, (blocks * size)[:, None] + np.arange(size)):
+        raise ValueError(f"{name} must be whole GPU blocks of {size} consecutive slots each")
+    if len(blocks) and int(blocks.min()) < 0:
+        raise ValueError(f"{name} must not be negative")
+    return blocks
+
 
 GroupBlocks = Sequence[Sequence[int] | npt.NDArray[np.integer[Any]]]
 """For each group of the model, in order, ids of GPU blocks; -1 for one that is not wanted."""
