@@ -55,8 +55,8 @@ from flexcache.protocol.messages import (
     Weights,
     WeightsChanged,
     WelcomeRank,
+    pid_namespace,
 )
-from flexcache.protocol.names import pid_namespace
 from flexcache.tasks.instructions import PromisedLoad
 from flexcache.transfer.device_worker import DeviceWorker
 from flexcache.transfer.gates import LayerLoad

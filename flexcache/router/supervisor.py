@@ -23,8 +23,8 @@ from flexcache.config.router import RouterConfig
 from flexcache.config.values import reject
 from flexcache.errors import ConfigError
 from flexcache.logs import log_event, set_up_logging
-from flexcache.protocol.runtime import private_endpoint
-from flexcache.server.supervisor import WorkerSupervisor
+from flexcache.protocol.endpoints import private_endpoint
+from flexcache.server.workers import WorkerSupervisor
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import zmq
 import zmq.asyncio
 
 from flexcache.logs import log_event
-from flexcache.protocol.runtime import listen_privately
+from flexcache.protocol.endpoints import listen_privately
 from flexcache.router.chooser import UNKNOWN, Arrival, Choice, NotRouted, Outcome, Usage
 from flexcache.router.link.messages import (
     PROXY_LEASE_S,
