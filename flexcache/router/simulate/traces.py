@@ -9,8 +9,7 @@ from pathlib import Path
 
 from flexcache.errors import TraceError
 from flexcache.ids import TaskKind
-from flexcache.replay.mooncake import MooncakeRequest, read_requests
-from flexcache.replay.reader import RecordedTrace
+from flexcache.replay.traces import MooncakeRequest, RecordedTrace, read_requests
 from flexcache.router.simulate.requests import Recorded, SimRequest
 from flexcache.tracing.records import KEY_BYTES, Matched
 
