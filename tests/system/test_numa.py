@@ -32,7 +32,7 @@ SECOND_GPU = "bus/pci/devices/0000:3c:00.0/numa_node"
 @pytest.fixture
 def sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two nodes with memory, of which only the first is real; a GPU on each."""
-    monkeypatch.setattr(numa, "SYSFS", tmp_path)
+    monkeypatch.setattr(machine, "SYSFS", tmp_path)
     write(tmp_path, "devices/system/node/has_memory", "0-1\n")
     write(tmp_path, GPU, "0\n")
     write(tmp_path, SECOND_GPU, "1\n")
@@ -71,7 +71,7 @@ def test_nodes_are_those_with_memory(sysfs: Path, text: str, count: int) -> None
 
 def test_a_kernel_that_tells_no_nodes_has_one(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(numa, "SYSFS", tmp_path)
+        patch.setattr(machine, "SYSFS", tmp_path)
         assert machine.count_nodes() == 1
         assert machine.node_of_pci("0000:3B:00.0") is None
 
@@ -120,7 +120,7 @@ def test_pages_are_made_by_threads_that_run_on_the_node(
         stay_on(node)
         seen.append(os.sched_getaffinity(0))
 
-    monkeypatch.setattr(numa, "stay_on", spy)
+    monkeypatch.setattr(machine, "stay_on", spy)
     before = os.sched_getaffinity(0)
     segment.map(node=0)
     assert seen
