@@ -30,9 +30,8 @@ from flexcache.tasks.instructions import (
 from flexcache.tasks.lookups import RemoteLookUps
 from flexcache.tasks.model import LOAD_TIER, WORKER_OF
 from flexcache.transfer.breaker import CircuitBreaker
-from flexcache.transfer.fair_queue import FairQueue, Urgency
-from flexcache.transfer.graph import BlockIds, TransferOp
 from flexcache.transfer.messages import BlockNames, Done, LookedUp, unpack_checksums
+from flexcache.transfer.scheduler import BlockIds, FairQueue, TransferOp, Urgency
 
 _SLOWEST_BYTES_PER_S = 1e8
 _ONE_OWNER = 0
