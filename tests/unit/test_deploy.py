@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from flexcache.config import CacheConfig, RouterConfig, ServerConfig
-from flexcache.router.discovery.listing import parse_options
-from flexcache.router.workers import EventSource
+from flexcache.router.fleet import EventSource
+from flexcache.router.listing import parse_options
 from flexcache.version import __version__
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"

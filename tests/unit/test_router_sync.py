@@ -8,21 +8,20 @@ import random
 from ports import free_port
 
 from flexcache.events.batch_publisher import Address, BatchPublisher
-from flexcache.router.link.messages import RunningRequest
 from flexcache.router.load import Work
-from flexcache.router.sync.follower import Follower
-from flexcache.router.sync.life import (
+from flexcache.router.messages import (
     TOPIC,
-    Alive,
     AnswerBegan,
     Began,
     Life,
     Over,
+    Quiet,
+    RunningRequest,
     Snapshot,
-    decode,
-    encode,
+    decode_life,
+    encode_life,
 )
-from flexcache.router.sync.peer import LEASE_S, Peer
+from flexcache.router.peers import LEASE_S, Follower, Peer
 
 
 class Book:
@@ -54,10 +53,10 @@ def request(name: str, worker: str = "w", has_first_token: bool = False) -> Runn
 
 def test_batches_survive_the_wire() -> None:
     events: list[Life] = [
-        Began(request("a")), AnswerBegan("a"), Over("a"), Snapshot([request("b")]), Alive(),
+        Began(request("a")), AnswerBegan("a"), Over("a"), Snapshot([request("b")]), Quiet(),
     ]  # fmt: skip
-    assert decode(encode(1.0, events)) == events
-    assert encode(1.0, [Alive()]) != encode(2.0, [Alive()])
+    assert decode_life(encode_life(1.0, events)) == events
+    assert encode_life(1.0, [Quiet()]) != encode_life(2.0, [Quiet()])
 
 
 def test_requests_at_a_worker_count_once_it_is_known() -> None:
@@ -114,7 +113,7 @@ def test_with_losses_the_load_is_right_after_each_snapshot() -> None:
     peer = Peer("p", book)
     truth: dict[str, RunningRequest] = {}
     for step in range(5000):
-        event: Life = Alive()
+        event: Life = Quiet()
         name = str(rng.randrange(30))
         kind = rng.randrange(5)
         if kind == 0 and name not in truth:
@@ -159,7 +158,7 @@ def test_a_peer_whose_replay_is_lost_is_known_from_its_next_snapshot() -> None:
         finally:
             await follower.close()
 
-    publisher = BatchPublisher(address, encode, num_kept=9, num_queued=9, gather_s=0.001)
+    publisher = BatchPublisher(address, encode_life, num_kept=9, num_queued=9, gather_s=0.001)
     publisher.start()
     try:
         publisher.publish([Began(running[0])])
