@@ -16,8 +16,8 @@ import torch
 import xxhash
 
 from flexcache.bench.results import Case, Result, Unsupported, sample_beside
-from flexcache.cache.token_masks import Mask
-from flexcache.client.local import LocalTransport
+from flexcache.cache.prompt import Mask
+from flexcache.client.client import LocalTransport
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ConfigError
 from flexcache.manager import KVManager

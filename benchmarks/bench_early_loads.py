@@ -27,13 +27,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from flexcache.cache.build import CacheSizes, build_cache
+from flexcache.cache.tiered_cache import CacheSizes, build_cache
 from flexcache.config import CacheConfig
-from flexcache.config.tiers import EvictionName
-from flexcache.ids import OpKind, TaskId, TaskKind
+from flexcache.config.cache import EvictionName
+from flexcache.ids import OpKind, TaskId, TaskIds, TaskKind, make_session
 from flexcache.replay.mooncake import TOKENS_PER_ID
 from flexcache.tasks.engine import KVTaskEngine
-from flexcache.tasks.ids import TaskIds, make_session
 from flexcache.tasks.instructions import DISK, RunOp, TaskAnswered, device
 
 BLOCK_BYTES = TOKENS_PER_ID * 131_072

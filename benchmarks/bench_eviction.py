@@ -34,9 +34,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from flexcache.cache.eviction import make_forecaster
-from flexcache.cache.eviction_guard import unshared
-from flexcache.cache.eviction_history import STRETCH_TOKENS
+from flexcache.cache.density import make_forecaster, unshared
+from flexcache.cache.density_history import STRETCH_TOKENS
 from flexcache.cache.tier import Tier
 from flexcache.config.cache import CacheConfig
 from flexcache.ids import TierName

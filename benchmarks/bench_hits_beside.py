@@ -124,7 +124,7 @@ class Bench:
 
     def _place(self, where: str) -> None:
         """Drop the prompts from the tiers above this one."""
-        from flexcache.integration.layerwise_rule import LayerwiseRule
+        from flexcache.integration.adapter import LayerwiseRule
 
         gets = self._side.gets
         gets.layerwise = LayerwiseRule("off", None) if where == WAITING else self._rule

@@ -18,12 +18,12 @@ import numpy as np
 
 from flexcache.bench.results import Case, Result, sample, sample_beside
 from flexcache.cache.block_keys import EngineBlockKeys, make_root
-from flexcache.cache.eviction import DensityRanking, make_forecaster
+from flexcache.cache.density import DensityRanking, make_forecaster
+from flexcache.cache.density_hazards import NUM_BINS
 from flexcache.cache.eviction_queue import Outlook
-from flexcache.cache.eviction_returns import NUM_BINS
 from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.tier import Lease, Tier
-from flexcache.config.tiers import EVICTION_POLICIES
+from flexcache.config.cache import EVICTION_POLICIES
 from flexcache.ids import TierName
 
 ROOT = make_root("bench", (), "engine")

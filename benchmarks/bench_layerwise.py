@@ -105,7 +105,7 @@ class Bench:
                 raise SystemExit(f"block {key.hex()} has other bytes than were computed")
 
     def use(self, way: str) -> None:
-        from flexcache.integration.layerwise_rule import LayerwiseRule
+        from flexcache.integration.adapter import LayerwiseRule
 
         self._scheduler.connector._scheduler.gets.layerwise = LayerwiseRule(way, None)
 

@@ -26,9 +26,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from flexcache.cache import eviction
+from flexcache.cache import density as eviction
 from flexcache.cache.block_keys import EngineBlockKeys
-from flexcache.cache.eviction import Forecaster
+from flexcache.cache.density import Forecaster
 from flexcache.cache.plan import Plan
 from flexcache.cache.prompt_sessions import PromptSessions
 from flexcache.cache.tier import Tier

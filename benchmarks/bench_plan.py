@@ -15,11 +15,10 @@ import numpy as np
 
 from flexcache.bench.results import Case, Result, sample_beside
 from flexcache.cache.block_keys import ENGINE_KEYS, EngineBlockKeys, make_root
-from flexcache.cache.build import CacheSizes, build_cache
+from flexcache.cache.tiered_cache import CacheSizes, build_cache
 from flexcache.config import CacheConfig
-from flexcache.ids import KVStatus, OpId, OpKind, TaskId, TaskKind, TierName
+from flexcache.ids import KVStatus, OpId, OpKind, TaskId, TaskIds, TaskKind, TierName, make_session
 from flexcache.tasks.engine import KVTaskEngine
-from flexcache.tasks.ids import TaskIds, make_session
 from flexcache.tasks.instructions import DISK, RunOp, TaskAnswered, device
 from flexcache.transfer.graph import TransferOpGraph
 from flexcache.transfer.scheduler import StartOp, TransferScheduler

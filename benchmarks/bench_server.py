@@ -33,7 +33,7 @@ from bench_control import BLOCK, KEY_BYTES, MODEL, Prompt
 from echo import echo
 
 from flexcache.bench.results import Case, Result
-from flexcache.cache.token_masks import Mask
+from flexcache.cache.prompt import Mask
 from flexcache.client.rank import KVTPClient
 from flexcache.config import CacheConfig
 from flexcache.manager import KVManager

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from flexcache.bench.raw_disk import QUEUE_DEPTH, Fio, raw_disks
 from flexcache.bench.ssd import BLOCK_BYTES, beside_raw, driven_workers
-from flexcache.config.tiers import SSD_SYNCS
+from flexcache.config.cache import SSD_SYNCS
 from flexcache.storage.block_io import open_block_io
 
 BLOCKS_PER_SYNC = 96

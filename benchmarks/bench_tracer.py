@@ -24,19 +24,18 @@ from rich.table import Table
 
 from flexcache.cache.block_keys import (
     EngineBlockKeys,
+    PackedBlockKeys,
     PromptKeys,
     TokenBlockKeys,
     make_root,
 )
-from flexcache.cache.packed_keys import PackedBlockKeys
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.cache.tiers import Tiers
 from flexcache.config import CacheConfig
-from flexcache.ids import TaskKind, TierName
+from flexcache.ids import TaskIds, TaskKind, TierName, make_session
 from flexcache.replay.reader import RecordedTrace
 from flexcache.tasks.engine import KVTaskEngine
-from flexcache.tasks.ids import TaskIds, make_session
 from flexcache.tracing.records import TraceHeader
 from flexcache.tracing.tracer import Tracer
 

@@ -31,7 +31,7 @@ from rich.table import Table
 
 from flexcache.cache.admission import Admission, make_admission
 from flexcache.cache.block_keys import EngineBlockKeys, make_root
-from flexcache.cache.eviction import Forecaster
+from flexcache.cache.density import Forecaster
 from flexcache.cache.eviction_queue import Ranking
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiered_cache import TieredCache

@@ -24,7 +24,7 @@ from bounded_steps import Outcome, Step, run_steps
 from rich.console import Console
 
 from flexcache.bench.report import figure
-from flexcache.version import __version__
+from flexcache.ids import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
 TOTAL_S = 440.0

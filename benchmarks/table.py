@@ -12,8 +12,8 @@ their names.
 `--before DIR` names what an earlier run left, of an older checkout say; its figures are shown too.
 
 A row's figure is measured *alone* (its target is absolute) or beside a bound or peer in the *same
-run*. What this command does not run is *quoted* from docs/benchmarks.md. A row without a figure
-says why.
+run*. What this command does not run is *quoted* from benchmarks/results/2026-11-figures.md. A row
+without a figure says why.
 """
 
 from __future__ import annotations

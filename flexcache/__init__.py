@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from flexcache.version import __version__
+from flexcache.ids import __version__
 
 if TYPE_CHECKING:
     from flexcache.client.rank import KVTPClient
@@ -31,9 +31,8 @@ if TYPE_CHECKING:
         UnsupportedLayoutError,
         UntrustedError,
     )
-    from flexcache.ids import KVStatus, TierName
+    from flexcache.ids import KVStatus, RequestInfo, TierName
     from flexcache.manager import KVManager, KVResponse
-    from flexcache.request_info import RequestInfo
 
 _HOMES = {
     "CacheConfig": "flexcache.config",
@@ -43,7 +42,7 @@ _HOMES = {
     "KVStatus": "flexcache.ids",
     "KVTPClient": "flexcache.client.rank",
     "ModelConfig": "flexcache.config",
-    "RequestInfo": "flexcache.request_info",
+    "RequestInfo": "flexcache.ids",
     "TierName": "flexcache.ids",
 }
 

@@ -1,9 +1,14 @@
-"""Identifiers and enumerations that all layers share. No behaviour."""
+"""Identifiers, enumerations and request metadata that all layers share."""
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import NewType
+import time
+from enum import Enum, IntEnum
+from typing import Any, NewType
+
+import msgspec
+
+__version__ = "0.1.0"
 
 BlockKey = NewType("BlockKey", bytes)
 """Digest of a token prefix up to and including one block, or the engine's own hash of it."""
@@ -116,3 +121,115 @@ class KVStatus(str, Enum):
     CANCELLED = "cancelled"
     FAILED = "failed"
     TIMEOUT = "timeout"
+
+
+class RequestInfo(msgspec.Struct, frozen=True):
+    """Metadata of one request, for KV events and traces; never affects look-ups.
+
+    Attributes:
+        request_id: The engine's id of the request.
+        lora_id: The adapter's number, for older readers of KV events.
+        lora_name: The adapter's name.
+        extra_keys: Per block of the prompt, what the engine hashed besides tokens (adapter, images,
+            salt), as published; None if nothing.
+    """
+
+    request_id: str = ""
+    lora_id: int | None = None
+    lora_name: str | None = None
+    extra_keys: list[Any] | None = None
+
+
+NO_INFO = RequestInfo()
+_encoder = msgspec.msgpack.Encoder()
+_NOTHING = type(None)
+_TYPES = {
+    "request_id": (str,), "lora_id": (int, _NOTHING), "lora_name": (str, _NOTHING),
+    "extra_keys": (list, tuple, _NOTHING),
+}  # fmt: skip
+
+
+def check_request_info(info: object) -> None:
+    """Raise `ValueError` unless it fits messages, traces and events: observers read it later, when
+    no call could be refused any more."""
+    if not isinstance(info, RequestInfo):
+        raise ValueError(f"request_info must be a RequestInfo, not {type(info).__name__}")
+    for name, types in _TYPES.items():
+        if type(value := getattr(info, name)) not in types:  # a bool is no number of an adapter
+            raise ValueError(f"request_info: {name} is of type {type(value).__name__}")
+    try:
+        _encoder.encode(info)
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(f"request_info: {error}") from None
+
+
+class PromptDetail(IntEnum):
+    """Amount of a prompt's metadata that its observers need."""
+
+    NOTHING = 0
+    INFO = 1
+    """Request metadata, for a trace."""
+    TOKENS = 2
+    """Request metadata and token ids, for KV events."""
+
+
+_COUNT_BITS = 32
+_SESSION_BITS = 16
+_EPOCHS_PER_S = 4
+MAX_TASK_ID = (1 << 64) - 2  # below `transfer.workers.permit.NEVER_REVOKED`
+
+
+def new_epoch() -> int:
+    """A number that no server started shortly before or after has."""
+    return 1 + int(time.time() * _EPOCHS_PER_S) % 0xFFFF  # 0 is of no server
+
+
+def make_session(epoch: int, number: int) -> SessionId:
+    return SessionId(epoch << _SESSION_BITS | number % (1 << _SESSION_BITS))
+
+
+def session_of(task_id: int) -> SessionId:
+    return SessionId(task_id >> _COUNT_BITS)
+
+
+def is_of_same_server(session: SessionId, other: SessionId) -> bool:
+    return session >> _SESSION_BITS == other >> _SESSION_BITS
+
+
+def epoch_of(task_id: int) -> int:
+    return task_id >> (_COUNT_BITS + _SESSION_BITS)
+
+
+def id_before(session: SessionId) -> TaskId:
+    """Below every task id of the session, and given to none."""
+    return TaskId(session << _COUNT_BITS)
+
+
+def last_id(session: SessionId) -> TaskId:
+    """The highest task id that the session can have."""
+    return TaskId(id_before(session) | (1 << _COUNT_BITS) - 1)
+
+
+class TaskIds:
+    """Counts the tasks of one session.
+
+        | epoch: 16 bits | session: 16 bits | count: 32 bits |
+
+    The epoch differs from one start of a server to the next, so that a rank which outlived its
+    server can tell that a task of the old one will never be reported again. A session is one
+    registration of an engine's scheduler; it counts its own tasks, and can name one before the
+    server has answered.
+    """
+
+    def __init__(self, session: SessionId) -> None:
+        self.session = session
+        self._base = id_before(session)
+        self._count = 0
+
+    def next(self) -> TaskId:
+        self._count += 1
+        return TaskId(self._base + self._count)
+
+    def __contains__(self, task_id: int) -> bool:
+        """Whether the id was given out."""
+        return 1 <= task_id - self._base <= self._count

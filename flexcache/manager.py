@@ -11,6 +11,7 @@ import numpy as np
 
 from flexcache.cache.journal import Change
 from flexcache.cache.prompt import (
+    Mask,
     Namespace,
     Prompt,
     PromptMaker,
@@ -21,17 +22,22 @@ from flexcache.cache.prompt import (
     random_version,
     retention_s,
 )
-from flexcache.cache.token_masks import Mask
 from flexcache.client import arguments
-from flexcache.client.client import EngineClient
-from flexcache.client.connect import open_client
-from flexcache.client.group_blocks import GroupBlocks, GroupTable
-from flexcache.client.slots import NO_BLOCKS, BlockIds, Slots, as_slots, gpu_blocks, matched_slots
+from flexcache.client.client import EngineClient, open_client
+from flexcache.client.gpu_blocks import (
+    NO_BLOCKS,
+    BlockIds,
+    GroupBlocks,
+    GroupTable,
+    Slots,
+    as_slots,
+    gpu_blocks,
+    matched_slots,
+)
 from flexcache.config import CacheConfig, ModelConfig
-from flexcache.config.address import with_engine
+from flexcache.config.values import with_engine
 from flexcache.errors import ServerLostError
-from flexcache.ids import KVStatus, TaskKind, TierName
-from flexcache.request_info import PromptDetail, RequestInfo
+from flexcache.ids import KVStatus, PromptDetail, RequestInfo, TaskKind, TierName
 from flexcache.tasks.instructions import MatchedTask, PromisedLoad, TaskResult
 
 

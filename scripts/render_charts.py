@@ -1,4 +1,4 @@
-"""Draw the charts of README.md and docs/benchmarks.md from the tables of docs/benchmarks.md.
+"""Draw the charts of README.md and docs/benchmarks.md from the tables of measurements.
 
     python scripts/render_charts.py [DIRECTORY]      (default: docs)
 
@@ -13,22 +13,16 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+RECORD = ROOT / "benchmarks" / "results" / "2026-11-figures.md"
 NUM_TOKENS = 4000
 SYSTEMS = {"LMCache": 5, "vLLM offloading": 4, "FlexCache": 2}  # columns of the table
+GPU_LINES = {"computed": 1, "from SSD": 4, "from DRAM": 3, "in the GPU": 2}
 _COLOURS = {"DRAM": "#2a7fb8", "SSD": "#9ecae1", "cold": "#8a8a8a"}
-_REACHED, _MISSED = "#2a9d5c", "#d1495b"
 _AXIS_END_MS = 260.0
-
-
-class Standing(NamedTuple):
-    """How far a row of the table of targets is above its target: 1 meets it, and more is better."""
-
-    best: float
-    before: float
-    now: float
 
 
 def rows(page: str) -> Iterator[list[str]]:
@@ -43,29 +37,21 @@ def numbers(cell: str) -> list[float]:
 
 def read_ttft(page: str) -> dict[str, dict[str, float]]:
     """Return milliseconds by run (cold, DRAM, SSD) and system."""
+    table = page[page.index("| tokens | run | FlexCache") :].split("\n\n")[0]
     return {
         cells[1]: {system: numbers(cells[column])[0] for system, column in SYSTEMS.items()}
-        for cells in rows(page)
+        for cells in rows(table)
         if cells[0] == str(NUM_TOKENS)
     }
 
 
-def read_targets(page: str) -> dict[str, Standing]:
-    """Return where each row of the table of targets stands that has all three figures."""
-    found = {}
-    for cells in rows(page):
-        if len(cells) == 6 and re.match("[<>]=", cells[1]) and all(cells[2:4]) and cells[5]:
-            what, target, before, now, _, best = cells
-            found[what] = Standing(*(above(target, cell) for cell in (best, before, now)))
-    return found
-
-
-def above(target: str, cell: str) -> float:
-    """Return how far a figure is above its target, which is a ratio if it ends with an x."""
-    if target.endswith("x"):
-        cell = cell.rpartition(", ")[2]
-    (goal, *_), (reached, *_) = numbers(target), numbers(cell)
-    return round(goal / reached if target.startswith("<=") else reached / goal, 3)
+def read_gpu(page: str) -> dict[str, list[list[float]]]:
+    """Return tokens and milliseconds of each line of the chart."""
+    table = page[page.index("| prompt | computed") :].split("\n\n")[0]
+    figures = [[numbers(cell)[0] for cell in cells] for cells in list(rows(table))[2:]]
+    return {
+        name: [[cells[0], cells[column]] for cells in figures] for name, column in GPU_LINES.items()
+    }
 
 
 def draw_ttft(figures: dict[str, dict[str, float]], path: Path) -> None:
@@ -99,29 +85,27 @@ def draw_ttft(figures: dict[str, dict[str, float]], path: Path) -> None:
     save(picture, path, figures)
 
 
-def draw_targets(figures: dict[str, Standing], path: Path) -> None:
-    picture, axes = new_picture(9, 0.19 * len(figures) + 0.8)
-    for row, (best, before, now) in enumerate(figures.values()):
-        color, ends = _MISSED, (min(best, 0.98), 1.0)
-        if best >= 1:
-            color, ends = _REACHED, (1.0, max(best, 1.02))
-        axes.plot(ends, [row, row], color=color, lw=7, solid_capstyle="butt")
-        axes.plot([before, now], [row, row], color="#b0b0b0", lw=1, zorder=3)
-        axes.plot(before, row, "o", ms=4, mfc="white", mec="black", mew=0.8, zorder=4,
-                  label="before, slow machine" if not row else None)  # fmt: skip
-        axes.plot(now, row, "o", ms=4, color="black", zorder=5,
-                  label="now, slow machine" if not row else None)  # fmt: skip
-    axes.plot([], [], color=_REACHED, lw=7, label="best seen, target reached")
-    axes.plot([], [], color=_MISSED, lw=7, label="best seen, missed")
-    axes.axvline(1, color="black", lw=1)
-    axes.set_xscale("log")
-    axes.set_xticks([0.1, 0.2, 0.5, 1, 2, 4], ["0.1", "0.2", "0.5", "1", "2", "4"])
-    axes.set_yticks(range(len(figures)), list(figures), fontsize=7)
-    axes.set_xlabel("relative to the target (1 meets it; more is better)", fontsize=8)
+def draw_gpu(figures: dict[str, list[list[float]]], path: Path) -> None:
+    picture, axes = new_picture(8, 3.4)
+    colours = (_COLOURS["cold"], _COLOURS["SSD"], _COLOURS["DRAM"], "#2a9d5c")
+    for (name, points), colour in zip(figures.items(), colours, strict=True):
+        tokens, milliseconds = zip(*points, strict=True)
+        axes.plot(tokens, milliseconds, "o-", color=colour, ms=4, label=name)
+        axes.annotate(
+            f"{name}, {milliseconds[-1]:,.0f} ms", (tokens[-1], milliseconds[-1]),
+            xytext=(6, 0), textcoords="offset points", va="center", fontsize=8,
+        )  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks([1000, 4040, 16040, 32040], ["1,000", "4,040", "16,040", "32,040"])
+    axes.set_yticks([50, 100, 200, 500, 1000, 2000], ["50", "100", "200", "500", "1,000", "2,000"])
     axes.minorticks_off()
-    axes.tick_params(axis="x", labelsize=8)
-    axes.set_ylim(len(figures) - 0.4, -0.6)
-    axes.legend(loc="center left", fontsize=7, frameon=False)
+    axes.set_xlim(900, 70_000)
+    axes.invert_yaxis()  # `new_picture` is for bars, which run from the top
+    axes.set_xlabel("tokens of the prompt", fontsize=8)
+    axes.set_title(
+        "Time to first token, ms (H200, 7.2 billion parameters)", loc="left", fontsize=11
+    )
     save(picture, path, figures)
 
 
@@ -142,6 +126,5 @@ def save(picture: Any, path: Path, figures: object) -> None:
 
 if __name__ == "__main__":
     directory = Path(sys.argv[1]) if len(sys.argv) > 1 else DOCS
-    content = (DOCS / "benchmarks.md").read_text()
-    draw_ttft(read_ttft(content), directory / "ttft.png")
-    draw_targets(read_targets(content), directory / "targets.png")
+    draw_ttft(read_ttft(RECORD.read_text()), directory / "ttft.png")
+    draw_gpu(read_gpu((DOCS / "benchmarks.md").read_text()), directory / "gpu.png")

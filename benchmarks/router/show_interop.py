@@ -32,7 +32,7 @@ from router_peers import (
     source_of_cache,
 )
 
-from flexcache.events.batch_publisher import Address, BatchPublisher
+from flexcache.events.publisher import Address, BatchPublisher
 from flexcache.events.wire import BatchEncoder, Event
 
 ANY_PORT = "tcp://127.0.0.1:0"

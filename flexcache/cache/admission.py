@@ -3,7 +3,7 @@
     write_through   every block, at once
     selective       blocks seen for the n-th time; old sightings do not count
 
-`reuse_watch` has a third: every block, except while nothing that is written comes back.
+`ReuseWatch` has a third: every block, except while nothing that is written comes back.
 
 Under the policy `density` nothing is decided here: the tier itself refuses blocks that are worth
 less than those it would have to evict (`Tier`).
@@ -28,10 +28,11 @@ from typing import Protocol
 
 import numpy as np
 
-from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.block_keys import BlockKeys, PromptContent, PromptKeys
+from flexcache.cache.plan import Plan
 from flexcache.cache.prefix_index import PrefixIndex, PrefixMatch
-from flexcache.cache.prompt_content import PromptContent
-from flexcache.ids import BlockKey, RootId
+from flexcache.cache.tiers import Tiers
+from flexcache.ids import BlockKey, RootId, TierName
 
 SAMPLED_BLOCKS = 4096
 """A tier of this many blocks is judged whole; a larger one by a sample of at least as many."""
@@ -218,3 +219,124 @@ def make_admission(policy: str, capacity: int | None, min_sightings: int = 2) ->
         case "selective":
             return Selective(capacity or UNBOUNDED_CAPACITY, min_sightings)
     raise ValueError(f"no admission policy {policy!r}: write_through, selective or density")
+
+
+MIN_MISSED_BLOCKS = 8192
+"""Fewer blocks than these, asked for in vain, say nothing about the traffic."""
+_MORE_REPLACEMENTS, _MOST_REPLACEMENTS = 4, 64
+
+
+class ReuseWatch:
+    """An `Admission` to the SSD tier below a host tier that stores everything.
+
+    writes ------ nothing found while the tier was replaced as a whole ------> only notes prompts
+      ^                                                                               |
+      +-- a prompt is found in any tier or in the engine, or one that was noted comes back
+
+    Prompts that never repeat, as of a batch job, wear a device and gain nothing. Once the SSD tier
+    has evicted as much as it holds since a prompt was last found, whatever comes back comes later
+    than it is kept. DRAM goes on to store all prompts, so one that returns soon is found there, and
+    ends this. Of what is not written the keys are noted, for as many blocks as the tier holds, and
+    forgotten once the tier has been replaced since: a noted prompt that comes back would have been
+    found on SSD. After a pause that cost such a return, the tier must be replaced four times as
+    often before the next one, so traffic with rare returns loses few of them; after one that cost
+    none, as often as before that.
+    """
+
+    why_refused = "ssd_nothing_returns"
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+        self._tier = tiers.by_name[TierName.SSD]
+        self._stride = stride_for(self._tier.capacity)
+        self._is_paused = False
+        self._noted: GhostTier | None = None
+        """What the last pause left out, while the tier would have it."""
+        self._has_cost = False
+        """Whether any of that has come back."""
+        self._num_missed = 0
+        self._num_replacements = 1
+        self._evicted_before = 0
+        """Blocks, when the first was missed since a prompt was found."""
+        self._evicted_at_end = 0
+        """Likewise when the last pause ended."""
+        self._num_returns = 0
+
+    def looked_up(self, keys: PromptKeys, plan: Plan, stop: int) -> None:
+        """Record how an engine's request for some of a prompt's first ``stop`` blocks was planned.
+
+        What the engine has already, or continues, was there before.
+        """
+        self._forget_old_notes()
+        if plan.stop or keys.parent_key is not None or self._is_cached(keys):
+            self._go_on()
+        elif self._has_noted(keys, stop):
+            self._num_returns += 1
+            self._has_cost = True
+            self._go_on()
+        else:
+            if not self._num_missed:
+                self._evicted_before = self._tier.counters.evicted_blocks
+            self._num_missed += stop
+
+    def admit(self, keys: BlockKeys, stop: int, start: int = 0, retain_s: float = 0.0) -> int:
+        """Return how many of a prompt's first ``stop`` blocks to write; note what is not written.
+
+        What is to be kept for a while is written, and so is what needs no other's room.
+        """
+        self._forget_old_notes()
+        if retain_s > 0 or self._tier.pool.num_free >= stop - start or not self._is_useless():
+            return stop
+        sample = Sample(keys, stop, self._stride)
+        if not sample.num_blocks:
+            return stop  # too short to be noted
+        if self._noted is None:
+            self._noted = GhostTier(self._tier.capacity // self._stride)
+        self._is_paused = True
+        self._noted.see(sample, sample.num_blocks)
+        return 0
+
+    def stats(self) -> dict[str, int]:
+        return {"writes_paused": int(self._is_paused), "refused_returns": self._num_returns}
+
+    def _go_on(self) -> None:
+        self._num_missed = 0
+        if self._is_paused:
+            self._is_paused = False
+            self._evicted_at_end = self._tier.counters.evicted_blocks
+
+    def _is_useless(self) -> bool:
+        """Whether nothing was found while the tier was replaced often enough."""
+        if self._is_paused:
+            return True
+        num_evicted = self._tier.counters.evicted_blocks - self._evicted_before
+        return (
+            self._num_missed >= MIN_MISSED_BLOCKS
+            and num_evicted >= self._num_replacements * self._tier.capacity
+        )
+
+    def _forget_old_notes(self) -> None:
+        """Once the tier was replaced since a pause, learn from what that has cost."""
+        if self._noted is None or self._is_paused:
+            return
+        if self._tier.counters.evicted_blocks - self._evicted_at_end < self._tier.capacity:
+            return
+        if self._has_cost:
+            more = _MORE_REPLACEMENTS * self._num_replacements
+            self._num_replacements = min(more, _MOST_REPLACEMENTS)
+        else:
+            self._num_replacements = max(1, self._num_replacements // _MORE_REPLACEMENTS)
+        self._noted, self._has_cost = None, False
+
+    def _has_noted(self, keys: BlockKeys, stop: int) -> bool:
+        """Whether the beginning of a prompt was noted; it is then no longer."""
+        sample = Sample(keys, stop, self._stride)
+        if self._noted is None or not self._noted.has(sample):
+            return False
+        self._noted.index.discard(sample.root, sample.key(0))
+        return True
+
+    def _is_cached(self, keys: BlockKeys) -> bool:
+        """Whether a tier has the beginning of a prompt: it may not be worth loading."""
+        key = keys.key(0)
+        return any(tier.index.contains(keys.root, key) for tier in self._tiers)

@@ -1,21 +1,22 @@
-"""Block keys: the identity of a block's KV bytes.
+"""Block keys: what names the blocks of a prompt, and what the keys stand for.
 
 A key is the xxh3-128 digest of the *flat* token prefix that ends with the block. One streaming pass
 yields all keys of a prompt, and the key of any single block can be computed without those before
 it, which makes a match a bisection: see `prefix_index`.
 
 Model fingerprint, version of the weights, adapter, namespace and kind of key are digested once into
-a root. The hash of tokens
-starts from the root; the engine's own keys are used as they are, in a directory per root. The
-layout of a block's bytes is mixed into the root under which it is kept (`layout_roots`).
+a root. The hash of tokens starts from the root; the engine's own keys are used as they are, in a
+directory per root. The layout of a block's bytes is mixed into the root under which it is kept
+(`LayoutRoots`).
 
 The first part of a namespace is its *tenant*. The end of a root tells it, so that whatever has a
-block, also after a restart, knows whose quota it counts against (`quotas`).
+block, also after a restart, knows whose quota it counts against (`block_pool.Quotas`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -23,8 +24,44 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from flexcache.cache.prompt_content import PromptContent
-from flexcache.ids import BlockKey, RootId
+from flexcache.ids import NO_INFO, BlockKey, RequestInfo, RootId
+
+
+@dataclass(frozen=True, slots=True)
+class PromptContent:
+    """The known tokens of a prompt, and the request that it belongs to.
+
+    ``token_ids`` and the info's ``extra_keys`` begin with block ``first`` of the prompt. A negative
+    token id stands for an unknown token, and so do those after it.
+    """
+
+    token_ids: Sequence[int] | npt.NDArray[np.int64] = ()
+    info: RequestInfo = NO_INFO
+    first: int = 0
+
+    def tokens_of(self, start: int, stop: int, tokens_per_block: int) -> list[int]:
+        """Return the token ids of blocks ``[start, stop)``; none unless all are known."""
+        begin = (start - self.first) * tokens_per_block
+        end = (stop - self.first) * tokens_per_block
+        if begin < 0 or len(self.token_ids) < end:
+            return []
+        piece = self.token_ids[begin:end]
+        if len(piece) and piece[-1] < 0:
+            return []
+        return piece.tolist() if isinstance(piece, np.ndarray) else list(piece)
+
+    def extra_keys_of(self, start: int, stop: int) -> list[Any] | None:
+        """Return one entry per block; None unless all are known."""
+        keys, begin, end = self.info.extra_keys, start - self.first, stop - self.first
+        return None if keys is None or begin < 0 or len(keys) < end else keys[begin:end]
+
+    def part(self, start: int, stop: int, tokens_per_block: int) -> PromptContent:
+        """Copy what concerns blocks ``[start, stop)``, so that it can outlive the prompt."""
+        tokens = np.array(self.tokens_of(start, stop, tokens_per_block), dtype=np.int64)
+        extra_keys = self.extra_keys_of(start, stop)
+        info = msgspec.structs.replace(self.info, extra_keys=extra_keys)
+        return PromptContent(tokens, info, start)
+
 
 TOKEN_KEYS = "tokens/xxh3-128"
 ENGINE_KEYS = "engine"
@@ -86,11 +123,11 @@ class PromptKeys(BlockKeys, Protocol):
 
     prompt_root: RootId
     """Digest of model, namespace and kind of key; for tokens, the start of the hash. `root` also
-    includes the layout of the blocks' bytes (`layout_roots`)."""
+    includes the layout of the blocks' bytes (`LayoutRoots`)."""
 
     @property
     def parent_key(self) -> BlockKey | None:
-        """Key of the block that these continue (`continuation`); None at a prompt's start."""
+        """Key of the block that these continue (`tiers.find_chain`); None at a prompt's start."""
 
     def packed(self, stop: int) -> tuple[int, bytes | memoryview]:
         """Return what the keys of the first ``stop`` blocks are made from, as one binary array.
@@ -200,3 +237,95 @@ class TokenBlockKeys:
             update(data[offset : offset + step])
             append(digest())
         return keys
+
+
+class PackedBlockKeys:
+    """An engine's own keys, all of one size, concatenated."""
+
+    __slots__ = ("_data", "_size", "content", "num_blocks", "parent_key", "prompt_root", "root")
+
+    def __init__(
+        self,
+        root: RootId,
+        data: memoryview,
+        key_bytes: int,
+        content: PromptContent | None = None,
+        parent_key: BlockKey | None = None,
+    ) -> None:
+        self.prompt_root = self.root = root
+        self.content = content
+        self.parent_key = parent_key
+        self.num_blocks = len(data) // key_bytes
+        self._data = data
+        self._size = key_bytes
+
+    def key(self, index: int) -> BlockKey:
+        return BlockKey(bytes(self._data[index * self._size : (index + 1) * self._size]))
+
+    def slice(self, start: int, stop: int) -> list[BlockKey]:
+        size, data = self._size, bytes(self._data[start * self._size : stop * self._size])
+        return [BlockKey(data[i : i + size]) for i in range(0, len(data), size)]
+
+    def packed(self, stop: int) -> tuple[int, memoryview]:
+        return self._size, self._data[: stop * self._size]
+
+
+def unpack_keys(
+    root: bytes,
+    data: memoryview,
+    key_bytes: int,
+    tokens_per_block: int,
+    content: PromptContent | None = None,
+    parent_key: bytes | None = None,
+) -> PromptKeys:
+    """Read keys of ``key_bytes`` each or, if that is 0, int64 token ids to hash.
+
+    Raises:
+        ValueError: The array does not divide into whole keys or tokens, or tokens have a
+            ``parent_key``.
+    """
+    size = key_bytes or 8
+    if key_bytes < 0 or len(data) % size:
+        raise ValueError(f"{len(data)} bytes are not whole items of {size} bytes")
+    if key_bytes:
+        parent = None if parent_key is None else BlockKey(parent_key)
+        return PackedBlockKeys(RootId(root), data, key_bytes, content, parent)
+    if parent_key is not None:
+        raise ValueError("a parent_key goes with keys, not with tokens")
+    tokens = np.frombuffer(data, dtype="<i8")
+    return TokenBlockKeys(RootId(root), tokens, tokens_per_block, content)
+
+
+_MAX_ROOTS = 4096
+
+
+class LayoutRoots:
+    """Places prompts under one layout.
+
+    A prompt's root depends on what an engine's scheduler knows: model, block size, namespace and
+    kind of key. Only the ranks that move a block know how its bytes are laid out, so the layout is
+    mixed in here, once the first rank has registered. Blocks of another layout are under other
+    roots, in every tier, and are not found.
+
+    Args:
+        layout: Digest of the layout; empty while no rank has registered, which leaves roots alone:
+            nothing can have been stored under them.
+    """
+
+    def __init__(self, layout: bytes = b"") -> None:
+        self.layout = layout
+        self._roots: dict[RootId, RootId] = {}
+
+    def place(self, keys: PromptKeys) -> None:
+        """Set the root of ``keys`` to that of the layout. Idempotent. O(1)."""
+        if not self.layout:
+            keys.root = keys.prompt_root
+            return
+        root = self._roots.get(keys.prompt_root)
+        if root is None:
+            if len(self._roots) >= _MAX_ROOTS:
+                self._roots.clear()
+            digest = xxhash.xxh3_128_digest(keys.prompt_root + self.layout)
+            root = with_tenant(digest, tenant_of(keys.prompt_root))
+            self._roots[keys.prompt_root] = root
+        keys.root = root

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from flexcache.cache.prompt_content import PromptContent
-from flexcache.ids import BlockKey, RootId, TierName
-from flexcache.request_info import NO_INFO, RequestInfo
+from flexcache.cache.block_keys import PromptContent
+from flexcache.ids import NO_INFO, BlockKey, RequestInfo, RootId, TierName
 
 
 class Medium(str, Enum):

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.eviction_queue import Outlook
-from flexcache.cache.load_ways import Way
+from flexcache.cache.load_cost import Way
 from flexcache.cache.prefix_index import PrefixMatch
-from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.tail_index import TAIL_FIRST, Tail, tail_keys
 from flexcache.cache.tier import BlockIds, Lease, Tier
-from flexcache.config.groups import UnitShape
+from flexcache.cache.tiers import RemoteTier
+from flexcache.config.model import UnitShape
 from flexcache.ids import BlockKey, OpKind, RootId, TaskKind, TierName
 from flexcache.transfer.graph import TransferOpGraph
 from flexcache.transfer.messages import BlockNames

@@ -2,7 +2,7 @@
 
 Eviction goes by what blocks are worth, and priorities and hints shift when they are due. Retention
 goes by time alone, so it keeps a record of its own of when a run's blocks were last used, a
-`staircase`.
+staircase (`prefix_index.cover`).
 
 Times are kept as *stamps*, of which a retention time has `_STAMPS`. If a block has the present
 stamp, so have all before it: of all uses within a stamp only the first costs more than a look.
@@ -19,9 +19,15 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from flexcache.cache.prefix_index import NO_BLOCKS, PrefixIndex, PrefixMatch
-from flexcache.cache.run import BlockIds, Run
-from flexcache.cache.staircase import cover, cut
+from flexcache.cache.prefix_index import (
+    NO_BLOCKS,
+    BlockIds,
+    PrefixIndex,
+    PrefixMatch,
+    Run,
+    cover,
+    cut,
+)
 from flexcache.cache.tail_index import Tail, TailIndex
 from flexcache.errors import InternalError
 

@@ -13,19 +13,247 @@ from dataclasses import dataclass
 
 from flexcache.cache.admission import Admission
 from flexcache.cache.block_keys import BlockKeys, EngineBlockKeys
-from flexcache.cache.plan import STORE_OP, Plan, block_names, chunks
+from flexcache.cache.plan import STORE_OP, Plan, PlannedTail, block_names, chunks
 from flexcache.cache.prefix_index import PrefixMatch
-from flexcache.cache.put_plan import begin_put
-from flexcache.cache.remote_tier import RemoteTier
-from flexcache.cache.store_backlog import StoreBacklog
-from flexcache.cache.tail_stores import TailStores
+from flexcache.cache.tail_index import TAIL_FIRST
 from flexcache.cache.tier import Lease, Tier
-from flexcache.cache.tiers import Tiers
-from flexcache.cache.write_back import DirtyQueue, WriteBack
-from flexcache.cache.write_budget import WriteBudget
-from flexcache.config.groups import UnitShape
+from flexcache.cache.tiers import RemoteTier, Tiers
+from flexcache.cache.write_back import DirtyQueue, StoreBacklog, WriteBack, WriteBudget
+from flexcache.config.model import UnitShape
 from flexcache.ids import BlockKey, OpId, OpKind, RootId, TaskKind, TierName
 from flexcache.transfer.graph import BlockIds
+
+
+def begin_put(
+    tiers: Tiers, tier: Tier, keys: BlockKeys, stop: int, retain_s: float
+) -> tuple[Plan, PrefixMatch]:
+    """Begin to plan a put of a prompt's first ``stop`` blocks; the prompt counts as used.
+
+    Args:
+        tier: Takes the blocks from the GPU.
+        retain_s: The prompt counts as used this much later.
+
+    Returns:
+        An empty plan, behind the blocks that the tier has or awaits, and those that it has.
+    """
+    cached = tier.index.match(keys)
+    first = cached.num_blocks
+    first += tier.num_in_flight(keys, first, stop)
+    plan = Plan(TaskKind.PUT, keys.root, first, first)
+    tiers.num_holders += 1
+    if first < stop:
+        plan.outlook = tiers.store(keys, stop)
+    else:
+        tiers.store_nothing(keys, stop)
+    tier.use(cached, plan.outlook, retain_s)
+    return plan, cached
+
+
+class TailStores:
+    """Plans stores of tails. Arguments as for `StorePlanner`."""
+
+    def __init__(
+        self,
+        host: Tier,
+        op_ids: Iterator[OpId],
+        chunk_blocks: int,
+        backlog: StoreBacklog,
+        shape: UnitShape,
+    ) -> None:
+        self._host = host
+        self._backlog = backlog
+        self._op_ids = op_ids
+        self._chunk_blocks = chunk_blocks
+        self._shape = shape
+
+    def find(self, plan: Plan, keys: BlockKeys, position: int, retain_s: float) -> bool:
+        """Plan for a tail that the host tier has, without copying it; whether it has it."""
+        tail = self._host.tails.find(keys.root, keys.key(position - 1))
+        if tail is None:
+            return False
+        self._host.use_tail(tail, retain_s)
+        self._host.pin_tail(tail)
+        plan.tail = PlannedTail(position, tail.key, tail.units, pins=[(self._host, tail)])
+        return True
+
+    def copy(
+        self, plan: Plan, keys: BlockKeys, position: int, retain_s: float
+    ) -> dict[OpId, range]:
+        """Copy a tail off the GPU unless the host tier has or awaits it.
+
+        Returns:
+            The copies, and which of its units each copies.
+        """
+        if self.find(plan, keys, position, retain_s):
+            return {}
+        key, count = keys.key(position - 1), self._shape.tail_units(position)
+        if self._host.is_tail_in_flight(keys.root, key, count):
+            return {}
+        lease = self._host.reserve_tail(keys.root, key, count)
+        if lease is None:
+            plan.drop("host_tier_full", count)
+            return {}
+        lease.retain_s = retain_s
+        units = lease.blocks.copy()
+        plan.tail = PlannedTail(position, key, units, num_copied=count, staging=lease)
+        copies = {}
+        for chunk in chunks(0, count, self._chunk_blocks):
+            landing = units[chunk.start : chunk.stop]
+            first = TAIL_FIRST + chunk.start
+            copies[plan.graph.add(next(self._op_ids), OpKind.D2H, first, None, landing)] = chunk
+        return copies
+
+    def are_throttled(
+        self, plan: Plan, tier: Tier, num_blocks: int, has_tail: bool, retain_s: float
+    ) -> bool:
+        """Whether a tier's budget does not allow the blocks and the tail of a put, which it drops.
+
+        Neither is of use without the other: they are written together or not at all.
+
+        Args:
+            has_tail: Whether the tail is to be written too, if the plan has one.
+        """
+        count, name = num_blocks, tier.name
+        if has_tail and plan.tail is not None and not self._is_stored(plan, tier, retain_s):
+            count += len(plan.tail.units)
+        if not count or self._backlog.affordable_at(name, count) is None:
+            return False
+        plan.drop(f"{name.value.lower()}_write_throttled", count)
+        return True
+
+    def store(
+        self, plan: Plan, tier: Tier, copies: dict[OpId, range], era: int,
+        max_backlog: int | None, retain_s: float,
+    ) -> None:  # fmt: skip
+        """Write the plan's tail to a tier that lacks it, if there is room for all of it.
+
+        Whether the tier's budget allows it was asked before (`are_throttled`).
+
+        Args:
+            copies: Ops that copy it off the GPU; empty if the host tier has it.
+            era: See `StorePlanner`.
+        """
+        assert plan.tail is not None
+        if self._is_stored(plan, tier, retain_s):
+            return
+        count = len(plan.tail.units)
+        _, reason = self._backlog.room_for(plan, tier, count, max_backlog, is_paid=True)
+        lease = None
+        if reason is None:
+            lease = tier.reserve_tail(plan.root, plan.tail.key, count)
+        if lease is None:
+            plan.drop(reason or f"{tier.name.value.lower()}_tier_full", count)
+            return
+        lease.retain_s = retain_s
+        plan.tail.stores[tier.name] = lease
+        self._backlog.reserve(plan, tier.name, count)
+        if isinstance(tier, RemoteTier):
+            plan.remote_root = tier.root_at_store(plan.root)
+        for depends_on, chunk in self._pieces(tier, copies, count):
+            names = plan.tail.names(tier, plan.root, chunk, era)
+            source = plan.tail.units[chunk.start : chunk.stop]
+            target = lease.blocks[chunk.start : chunk.stop]
+            first = TAIL_FIRST + chunk.start
+            plan.graph.add(
+                next(self._op_ids), STORE_OP[tier.name], first, source, target, depends_on, names
+            )
+
+    def _pieces(
+        self, tier: Tier, copies: dict[OpId, range], count: int
+    ) -> Iterator[tuple[list[OpId], range]]:
+        """Yield the units of each op that writes a tail, and what that op waits for.
+
+        A remote store gets them in order, by one op: its last unit tells others that all are there.
+        """
+        if isinstance(tier, RemoteTier):
+            yield list(copies), range(count)
+        elif copies:
+            yield from (([op], chunk) for op, chunk in copies.items())
+        else:
+            yield from (([], chunk) for chunk in chunks(0, count, self._chunk_blocks))
+
+    def _is_stored(self, plan: Plan, tier: Tier, retain_s: float) -> bool:
+        """Whether a tier has or awaits the plan's tail, which then counts as used."""
+        assert plan.tail is not None
+        tail = tier.tails.find(plan.root, plan.tail.key)
+        if tail is not None:
+            tier.use_tail(tail, retain_s)
+            return True
+        return tier.is_tail_in_flight(plan.root, plan.tail.key, len(plan.tail.units))
+
+
+class DirectStores:
+    """Plans puts on the SSD tier. Arguments as for `StorePlanner`; ``budget`` is that of the tier.
+
+        put, blocks of the prompt:   0            first             end
+                                     |--------------|----------------|
+                                       SSD has or     D2DISK, COMMIT
+                                       awaits them    in chunks
+
+    Attributes:
+        tier: The SSD tier.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        op_ids: Iterator[OpId],
+        chunk_blocks: int,
+        admission: Admission | None = None,
+        budget: WriteBudget | None = None,
+    ) -> None:
+        self._tiers = tiers
+        self.tier = tiers.by_name[TierName.SSD]
+        self._admission = admission
+        self._budget = budget
+        self._op_ids = op_ids
+        self._chunk_blocks = chunk_blocks
+
+    def plan_put(
+        self, keys: BlockKeys, start: int, stop: int, retain_s: float = 0.0, era: int = 0
+    ) -> Plan:
+        """Plan to store the blocks ``[start, stop)`` that the SSD tier neither has nor awaits.
+
+        Args:
+            retain_s: The prompt counts as used this much later.
+            era: See `StorePlanner`.
+        """
+        plan, _ = begin_put(self._tiers, self.tier, keys, stop, retain_s)
+        first = plan.start
+        if first >= stop:
+            plan.start = plan.stop = stop
+        elif start > first:
+            plan.drop("prefix_not_cached", stop - start)
+        elif self.tier.name in self._tiers.unavailable:
+            plan.drop("ssd_unavailable", stop - first)
+        else:
+            end = stop if self._admission is None else self._admission.admit(keys, stop, start)
+            self._add_blocks(plan, keys, first, end, retain_s, era)
+        return plan
+
+    def _add_blocks(
+        self, plan: Plan, keys: BlockKeys, first: int, end: int, retain_s: float, era: int
+    ) -> None:
+        room = end - first if self._budget is None else self._budget.room(self._tiers.now)
+        if room < end - first:
+            plan.drop("ssd_write_throttled", end - first - room)
+            end = first + room
+        if first >= end:
+            return
+        lease = self.tier.reserve(keys, first, end, plan.outlook, retain_s)
+        plan.stores[self.tier.name] = lease
+        plan.store_starts[self.tier.name] = first
+        plan.stop = first + len(lease)
+        if self._budget is not None:
+            self._budget.spend(len(lease))
+        if plan.stop < end:
+            plan.drop(lease.why_short("ssd"), end - plan.stop)
+        for chunk in chunks(first, plan.stop, self._chunk_blocks):
+            slots = lease.blocks[chunk.start - first : chunk.stop - first]
+            names = block_names(self.tier, keys, chunk.start, chunk.stop, era=era)
+            write = plan.graph.add(next(self._op_ids), OpKind.D2DISK, chunk.start, None, slots)
+            commit = next(self._op_ids)
+            plan.graph.add(commit, OpKind.COMMIT, chunk.start, slots, slots, [write], names)
 
 
 @dataclass(frozen=True, slots=True)

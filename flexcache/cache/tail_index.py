@@ -21,8 +21,7 @@ from itertools import chain
 import numpy as np
 import xxhash
 
-from flexcache.cache.prefix_index import NO_BLOCKS
-from flexcache.cache.run import BlockIds
+from flexcache.cache.prefix_index import NO_BLOCKS, BlockIds
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId
 

@@ -28,12 +28,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flexcache.cache.block_keys import BlockKeys
-from flexcache.cache.block_pool import BlockPool
+from flexcache.cache.block_keys import BlockKeys, PromptContent
+from flexcache.cache.block_pool import NO_ROOT, BlockPool, Quotas
 from flexcache.cache.eviction_queue import RETIRED, Outlook, Ranking
 from flexcache.cache.prefix_index import EMPTY_MATCH, NO_BLOCKS, PrefixIndex, PrefixMatch
-from flexcache.cache.prompt_content import PromptContent
-from flexcache.cache.quotas import NO_ROOT, Quotas
 from flexcache.cache.retention import Retention, Seconds
 from flexcache.cache.tail_index import Tail, TailIndex, tail_keys
 from flexcache.errors import InternalError

@@ -5,19 +5,143 @@ The first is the host tier (pinned DRAM): everything to or from the GPU passes t
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
-from flexcache.cache.block_keys import BlockKeys, TokenBlockKeys
-from flexcache.cache.eviction import Forecaster
-from flexcache.cache.eviction_queue import Outlook
+import numpy as np
+import xxhash
+
+from flexcache.cache.block_keys import (
+    BlockKeys,
+    EngineBlockKeys,
+    PromptContent,
+    PromptKeys,
+    TokenBlockKeys,
+)
+from flexcache.cache.block_pool import NO_ROOT
+from flexcache.cache.density import Forecaster
+from flexcache.cache.eviction_queue import Outlook, Ranking
 from flexcache.cache.journal import MEDIUM_OF, Journal, Removed, TierJournal
-from flexcache.cache.quotas import NO_ROOT
-from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.tier import BlockIds, Lease, Tier
 from flexcache.errors import InternalError
-from flexcache.ids import RootId, TierName
+from flexcache.ids import BlockKey, RootId, TierName
+
+_MAX_ABSENT = 65_536
+_MAX_PLAIN = 65_536
+
+
+class RemoteTier(Tier):
+    """Knowledge of a remote store.
+
+    A `Tier` whose blocks are not places but pieces of knowledge: *indexed* means "was there when
+    last queried, read or written", and evicting means forgetting. It may be wrong either way. A
+    block that turns out to be missing costs one failed read and is then forgotten (`discard`). A
+    block that other nodes have stored since is found by asking: `first_unknown` returns the first
+    to ask about, `learn` takes the answer, and a missing block is not asked about again for a
+    while.
+
+    Args:
+        absent_ttl_s: How long a missing block is assumed to stay missing.
+        capacity: Blocks to remember at most; the least recently used are forgotten first.
+        ranking, refuses: As ``ranking`` and ``bypasses`` of a `Tier`, as if the store had this
+            capacity.
+        retention_s: As of a `Tier`.
+    """
+
+    def __init__(
+        self, absent_ttl_s: float, capacity: int, ranking: Ranking | None = None,
+        refuses: bool = False, retention_s: float | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(TierName.REMOTE, capacity, ranking, refuses, retention_s=retention_s)
+        self._absent_ttl_s = absent_ttl_s
+        self._absent: OrderedDict[tuple[RootId, BlockKey], float] = OrderedDict()
+        self._salt = b""
+        self._plain: dict[RootId, None] = {}
+        self.num_clears = 0
+
+    def root_at_store(self, root: RootId) -> bytes:
+        """Return the name of a root at the store."""
+        if not self._salt or root in self._plain:
+            return root
+        return xxhash.xxh3_128_digest(root + self._salt)
+
+    def keep_plain(self, root: RootId) -> None:
+        """Call a root at the store what others call it: it belongs to weights that were named since
+        the last `clear`, so nothing from before it is found."""
+        if self._salt and root not in self._plain:
+            if len(self._plain) >= _MAX_PLAIN:
+                del self._plain[next(iter(self._plain))]
+            self._plain[root] = None
+
+    def first_unknown(self, keys: BlockKeys, stop: int, now: float) -> int | None:
+        """Return the first unknown block of a prompt; None if there is nothing to ask."""
+        position = self.index.match(keys).num_blocks
+        position += self.num_in_flight(keys, position, stop)
+        if position >= stop:
+            return None
+        return None if self.is_absent(keys.root, keys.key(position), now) else position
+
+    def is_absent(self, root: RootId, key: BlockKey, now: float) -> bool:
+        """Whether a block is known to be missing."""
+        until = self._absent.get((root, key))
+        if until is not None and until <= now:
+            del self._absent[root, key]
+            return False
+        return until is not None
+
+    def learn(
+        self,
+        root: RootId,
+        parent: BlockKey | None,
+        keys: Sequence[BlockKey],
+        first: int = 0,
+        content: PromptContent | None = None,
+    ) -> int:
+        """Remember that consecutive blocks are there, behind ``parent`` (None: from the start).
+
+        Args:
+            first: Position of the first of them in its prompt.
+
+        Returns:
+            The number of blocks there was room for.
+        """
+        lease = self.reserve_keys(root, parent, keys, first, content)
+        count = len(lease)
+        self.publish(lease, count)
+        self.release(lease)
+        return count
+
+    def learn_tail(self, root: RootId, key: BlockKey, count: int) -> None:
+        """Remember that the tail of ``count`` units behind the block ``key`` is there."""
+        if self.tails.find(root, key) is None:
+            lease = self.reserve_tail(root, key, count)
+            if lease is not None:
+                self.publish(lease, count)
+                self.release(lease)
+
+    def learn_absent(self, root: RootId, key: BlockKey, now: float) -> None:
+        """Remember that a block is missing, or that nothing could be learned about it."""
+        self._absent[root, key] = now + self._absent_ttl_s
+        self._absent.move_to_end((root, key))
+        while len(self._absent) > _MAX_ABSENT:
+            self._absent.popitem(last=False)
+
+    def clear(self) -> BlockIds:
+        """Forget everything stored, and use other names at the store from now on.
+
+        The store belongs to other nodes too, so nothing is deleted; it evicts the old names.
+        """
+        self._salt = np.random.default_rng().bytes(16)
+        self._absent.clear()
+        self._plain.clear()
+        self.num_clears += 1
+        return super().clear()
+
+    def stats(self) -> dict[str, int]:
+        return super().stats() | {"known_absent": len(self._absent)}
+
 
 _MAX_DEFERRED = 64
 _MAX_RETIRED = 1024
@@ -266,3 +390,80 @@ class Tiers:
                 raise InternalError(f"{tier.name.value}: blocks are leased without an open plan")
         if self.forecaster is not None:
             self.forecaster.check()
+
+
+class ChainKeys:
+    """Keys of a whole chain: those up to a continuation's parent, and the continuation's own."""
+
+    __slots__ = (
+        "_before", "_keys", "content", "num_before", "num_blocks", "parent_key", "prompt_root",
+        "root",
+    )  # fmt: skip
+
+    def __init__(self, before: Sequence[BlockKey], keys: PromptKeys) -> None:
+        self._before = before
+        self._keys = keys
+        self.prompt_root, self.root = keys.prompt_root, keys.root
+        self.parent_key = None
+        self.num_before = len(before)
+        self.num_blocks = self.num_before + keys.num_blocks
+        self.content = keys.content
+        if keys.content is not None:
+            first = keys.content.first + self.num_before
+            self.content = dataclasses.replace(keys.content, first=first)
+
+    def key(self, index: int) -> BlockKey:
+        own = index - self.num_before
+        return self._before[index] if own < 0 else self._keys.key(own)
+
+    def slice(self, start: int, stop: int) -> list[BlockKey]:
+        own = [max(0, index - self.num_before) for index in (start, stop)]
+        return [*self._before[start:stop], *self._keys.slice(*own)]
+
+    def packed(self, stop: int) -> tuple[int, bytes | memoryview]:
+        return EngineBlockKeys(self.root, self.slice(0, stop), stop).packed(stop)
+
+
+class IndexedKeys(EngineBlockKeys):
+    """Keys that come from a tier's index, so their root has its place under a layout already."""
+
+    __slots__ = ()
+
+    @property
+    def root(self) -> RootId:
+        return self.prompt_root
+
+    @root.setter
+    def root(self, _: RootId) -> None:
+        """Leave the root where it is."""
+
+
+def find_chain(keys: PromptKeys, tiers: Iterable[Tier]) -> ChainKeys | None:
+    """Complete a continuation, whose root must be placed, from the first tier with its parent.
+
+        parent_key:          a3
+        block_keys:              b4 b5 b6
+        chain:    a0 a1 a2 a3 b4 b5 b6          the first four from the index of a tier
+
+    Some engines keep prompts in a tree and hand over one node at a time. Everything behind the
+    match works on whole chains, so the keys before a continuation are taken from a tier that has
+    its parent.
+
+    None if no tier has it, indexed or in flight. O(blocks before it), at C speed.
+    """
+    assert keys.parent_key is not None
+    for tier in tiers:
+        before = tier.chain_to(keys.root, keys.parent_key)
+        if before:
+            return ChainKeys(before, keys)
+    return None
+
+
+def find_prefix(root: RootId, key: BlockKey, tiers: Iterable[Tier]) -> IndexedKeys | None:
+    """Return the prefix that ends with a block, from the first tier that has it, indexed or in
+    flight; None if there is none. O(blocks), at C speed."""
+    for tier in tiers:
+        keys = tier.chain_to(root, key)
+        if keys:
+            return IndexedKeys(root, keys, len(keys))
+    return None

@@ -1,27 +1,150 @@
-"""Dirty blocks: those in DRAM that a tier with the policy `write_back` lacks.
-
-    indexed in DRAM --> dirty --> in a lease of the tier --> indexed there
-                        ^    \\                 |    \\
-                        |     \\--> evicted     |     \\--> a write failed: given up
-                        +----------------------+ the lease ends without them
-
-A block leaves the dirty set only by one of these arrows, so none is forgotten while DRAM holds it.
-The set is bounded: beyond ``high`` the oldest prompts are written until at most three quarters of
-that remain. DRAM mostly evicts the oldest blocks, so with a bound well below DRAM's size blocks
-are written before they are evicted.
-
-Pure: holds only keys.
-"""
+"""Write-back: what waits to be written to the tiers below DRAM, and how much may be."""
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from flexcache.cache.prompt_content import PromptContent
+from flexcache.cache.block_keys import PromptContent
+from flexcache.cache.plan import Plan
 from flexcache.cache.tier import Lease, Tier
-from flexcache.ids import BlockKey, RootId
+from flexcache.cache.tiers import Tiers
+from flexcache.errors import InternalError
+from flexcache.ids import BlockKey, RootId, TierName
+
+BURST_S = 10.0
+"""A tier that was left alone may receive what it could have received in this time, at once."""
+_SHORTEST_WAIT_S = 1e-3
+
+
+class WriteBudget:
+    """A token bucket, spent in blocks.
+
+    A budget grows at the rate that the operator sets, up to what `BURST_S` bring, and what is
+    planned to be written is taken off. Writes beyond it are not planned. Reads never wait for it,
+    nor do writes that have been planned.
+
+    Args:
+        bytes_per_s: The rate.
+        block_bytes: Bytes that a block takes in the tier.
+    """
+
+    def __init__(self, bytes_per_s: float, block_bytes: int) -> None:
+        self.bytes_per_s = bytes_per_s
+        self._blocks_per_s = bytes_per_s / block_bytes
+        self._most = max(1.0, self._blocks_per_s * BURST_S)
+        self._blocks = self._most
+        self._now = -math.inf
+
+    def room(self, now: float) -> int:
+        """Return how many blocks may be written now."""
+        if now > self._now:
+            self._blocks = min(self._most, self._blocks + (now - self._now) * self._blocks_per_s)
+            self._now = now
+        return max(0, int(self._blocks))
+
+    def allows(self, count: int, now: float) -> bool:
+        """Whether ``count`` blocks that belong together may be written now.
+
+        If they are more than it ever holds, they may be once it is full: later writes pay for them.
+        """
+        return self.room(now) >= min(count, int(self._most))
+
+    def next_room(self, count: int, now: float) -> float:
+        """Return when it will allow this many blocks, if no others are written. Not now."""
+        missing = min(count, int(self._most)) - self._blocks
+        return now + max(_SHORTEST_WAIT_S, missing / self._blocks_per_s)
+
+    def spend(self, count: int) -> None:
+        """Take off the blocks of a plan."""
+        self._blocks -= count
+
+    def check(self) -> None:
+        """Raise `InternalError` if an invariant does not hold."""
+        if self._blocks > self._most:
+            raise InternalError(f"{self._blocks} blocks in a budget of {self._most}")
+
+
+_REMOTE_SHARE = 4  # a quarter: a store that hangs must not hold up the disk
+
+
+class StoreBacklog:
+    """Blocks and units of tails that wait to be written, by tier.
+
+    The number of host blocks that wait, pinned, to be written is bounded; so is what is written per
+    second, where the operator limits that (`WriteBudget`).
+
+    Args:
+        max_blocks: Upper bound, over all tiers.
+        budgets: Those of the tiers whose writes per second are limited.
+    """
+
+    def __init__(
+        self, tiers: Tiers, max_blocks: int, budgets: Mapping[TierName, WriteBudget]
+    ) -> None:
+        self._tiers = tiers
+        self.max_blocks = max_blocks
+        self._budgets = budgets
+        self._by_tier = dict.fromkeys(tiers.by_name, 0)
+
+    @property
+    def total(self) -> int:
+        """Blocks that wait, counted once per tier."""
+        return sum(self._by_tier.values())
+
+    def of(self, name: TierName) -> int:
+        return self._by_tier[name]
+
+    def room(self, name: TierName) -> int:
+        """Return how many more blocks may wait to be written to a tier."""
+        room = self.max_blocks - self.total
+        if name is TierName.REMOTE:
+            room = min(room, self.max_blocks // _REMOTE_SHARE - self._by_tier[name])
+        return max(0, room)
+
+    def room_for(
+        self, plan: Plan, tier: Tier, count: int, limit: int | None, is_paid: bool = False
+    ) -> tuple[int, str | None]:
+        """Return how many of ``count`` blocks a plan may write to a tier, and why not all.
+
+        Args:
+            limit: At most this many blocks of the plan may wait to be written to the tier.
+            is_paid: The tier's budget allows them (`affordable_at`).
+        """
+        name = tier.name.value.lower()
+        if tier.name in self._tiers.unavailable:
+            return 0, f"{name}_unavailable"
+        room = self.room(tier.name)
+        if limit is not None:
+            room = max(0, min(room, limit - plan.num_reserved.get(tier.name, 0)))
+        room, reason = (room, f"{name}_write_backlog") if room < count else (count, None)
+        budget = self._budgets.get(tier.name)
+        if budget is not None and not is_paid:
+            affordable = budget.room(self._tiers.now)
+            if affordable < room:
+                return affordable, f"{name}_write_throttled"
+        return room, reason
+
+    def affordable_at(self, name: TierName, count: int) -> float | None:
+        """Return when a tier's budget will allow this many blocks; None if it does now."""
+        budget, now = self._budgets.get(name), self._tiers.now
+        if budget is None or budget.allows(count, now):
+            return None
+        return budget.next_room(count, now)
+
+    def reserve(self, plan: Plan, name: TierName, count: int) -> None:
+        """Count blocks of a plan until `release`, and against the budget for good."""
+        plan.num_reserved[name] = plan.num_reserved.get(name, 0) + count
+        self._by_tier[name] += count
+        if name in self._budgets:
+            self._budgets[name].spend(count)
+
+    def release(self, plan: Plan) -> None:
+        """Count the blocks of a plan no more: it has ended."""
+        for name, count in plan.num_reserved.items():
+            self._by_tier[name] -= count
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +158,16 @@ class DirtyPrompt:
 
 class DirtyQueue:
     """Queue of dirty blocks, first in, first out; each block once.
+
+        indexed in DRAM --> dirty --> in a lease of the tier --> indexed there
+                            ^    |                 |    |
+                            |    +--> evicted      |    +--> a write failed: given up
+                            +----------------------+ the lease ends without them
+
+    A block leaves the dirty set only by one of these arrows, so none is forgotten while DRAM holds
+    it. The set is bounded: beyond ``high`` the oldest prompts are written until at most three
+    quarters of that remain. DRAM mostly evicts the oldest blocks, so with a bound well below DRAM's
+    size blocks are written before they are evicted.
 
     Args:
         high: Number of dirty blocks beyond which some are written.

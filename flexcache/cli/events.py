@@ -69,8 +69,8 @@ def consolidate(
     A block is reported as stored when the first place has it, and as removed when the last place
     loses it.
     """
-    from flexcache.events.batch_publisher import Address
-    from flexcache.events.consolidation import Consolidation
+    from flexcache.events.consolidator import Consolidation
+    from flexcache.events.publisher import Address
 
     pairs = [(first, second or None) for first, _, second in (s.partition(",") for s in source)]
     address = Address(publish, replay_endpoint, topic)

@@ -57,7 +57,7 @@ def status(
 
 def _server(endpoint: str | None) -> tuple[Callable[[], Any], View[Any, Any]]:
     """Return a reader of a server's plain statistics, and their view."""
-    from flexcache.client.status import read_status
+    from flexcache.client.link import read_status
     from flexcache.config import CacheConfig
     from flexcache.protocol.runtime import private_endpoint
 

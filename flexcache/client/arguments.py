@@ -12,7 +12,7 @@ from operator import index
 from typing import Any
 
 from flexcache.config import CacheConfig, ModelConfig
-from flexcache.config.address import split_address
+from flexcache.config.values import split_address
 from flexcache.errors import ConfigError
 from flexcache.ids import TierName
 from flexcache.protocol.names import MAX_NAME_LENGTH, engine_name

@@ -17,7 +17,7 @@ import zmq
 
 from flexcache.cache.prompt import Prompt
 from flexcache.errors import InternalError, ServerLostError
-from flexcache.ids import SessionId, TaskId, TaskKind, TierName
+from flexcache.ids import PromptDetail, SessionId, TaskId, TaskIds, TaskKind, TierName
 from flexcache.protocol.messages import (
     MAX_FRAME_BYTES,
     Answer,
@@ -37,8 +37,6 @@ from flexcache.protocol.messages import (
     SessionHint,
 )
 from flexcache.protocol.scratch import Scratch
-from flexcache.request_info import PromptDetail
-from flexcache.tasks.ids import TaskIds
 from flexcache.tasks.instructions import MatchedTask
 
 _COPY_BELOW_BYTES = 64 << 10

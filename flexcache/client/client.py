@@ -1,4 +1,4 @@
-"""EngineClient: an engine's scheduler at its cache, in blocks and task ids.
+"""Engine client (`EngineClient`): an engine's scheduler at its cache, in blocks and task ids.
 
 It checks calls, remembers tasks and their results, and leaves the way to the cache to a
 `Transport`: method calls in this process, or sockets to a shared server.
@@ -12,14 +12,81 @@ from typing import Any
 
 from flexcache.cache.journal import Change
 from flexcache.cache.prompt import Prompt
-from flexcache.client.promises import StepPromises
-from flexcache.client.slots import BlockIds
-from flexcache.client.tasks import ClientTasks, Extent
-from flexcache.client.transport import Transport
+from flexcache.client.gpu_blocks import BlockIds
+from flexcache.client.remote import RemoteTransport
+from flexcache.client.tasks import ClientTasks, Extent, StepPromises, Transport
+from flexcache.config import CacheConfig, ModelConfig
+from flexcache.config.values import server_of
 from flexcache.errors import ClosedError
-from flexcache.forks import tell_of_forks
-from flexcache.ids import TaskKind
+from flexcache.ids import PromptDetail, TaskKind
+from flexcache.processes import tell_of_forks
+from flexcache.protocol.names import engine_name, new_engine_id
+from flexcache.protocol.runtime import check_endpoint, private_endpoint
+from flexcache.server.local_session import LocalSession
+from flexcache.server.operator import open_http
+from flexcache.server.server import KVServer
 from flexcache.tasks.instructions import MatchedTask, PromisedLoad, TaskResult
+from flexcache.tasks.stats import to_plain
+
+
+class LocalTransport(LocalSession):
+    """The engine's session, and the life of the server that is its alone.
+
+    Calls and answers are method calls under the server's lock.
+    """
+
+    def __init__(
+        self, endpoint: str | None, model: ModelConfig, config: CacheConfig, engine: str
+    ) -> None:
+        super().__init__(
+            KVServer(config, endpoint, model=model, engine=engine, open_http=open_http)
+        )
+        self.prompt_detail: PromptDetail = config.prompt_detail
+        self._engine = engine
+
+    @property
+    def endpoint(self) -> str:
+        return self.server.endpoint
+
+    @property
+    def fence_path(self) -> str | None:
+        return self.server.fence_path(self._engine)
+
+    def start(self, tasks: ClientTasks) -> None:
+        ids = self.server.start(tasks)
+        assert ids is not None
+        self.ids = ids
+        with self.server.lock:  # later names come after this one
+            weights = self.server.hub.weights.of(self._engine)
+            tasks.renamed(weights.generation, weights.version)
+
+    def is_ready(self) -> bool:
+        return not self.server.stopping and not self.server.missing(self._engine)
+
+    def wait_ready(self, timeout: float | None) -> None:
+        self.server.wait_ready(self._engine, timeout)
+
+    def take_changes(self) -> list[Change]:
+        return self.server.take_changes()
+
+    def clear(self, tier: str | None) -> int:
+        return self.server.clear(tier, self._engine)
+
+    def new_weights(self, version: str) -> None:
+        self.server.new_weights(self._engine, version)
+
+    def stats(self) -> dict[str, Any]:
+        return to_plain(self.server.stats(self.ids.session))
+
+    def check(self) -> None:
+        if not self.server.is_open:
+            return
+        with self.server.lock, self.server.session() as tasks:
+            tasks.check()
+
+    def close(self) -> None:
+        self.server.shutdown()
+
 
 _NOT_STARTED = "the cache was not started: call start() first"
 
@@ -217,3 +284,35 @@ class EngineClient:
     def _require_open(self) -> None:
         if self._closed is not None:
             raise ClosedError(self._closed)
+
+
+_OTHERS_START_AFTER_S = 5.0
+
+
+def local_endpoint(engine_id: str) -> str:
+    """Where the ranks of an engine that keeps its own cache find it."""
+    return private_endpoint(f"engine-{engine_id}" if engine_id else None)
+
+
+def open_client(
+    model: ModelConfig, config: CacheConfig, address: str | None, engine_id: str, dp_rank: int
+) -> tuple[EngineClient, str]:
+    """A client that is not started yet, and the engine id it goes by.
+
+    The cache is shared if there is an ``address`` or more than one data-parallel rank.
+    """
+    if address is None and model.dp_size == 1:
+        name = engine_name(engine_id, dp_rank)
+        local = LocalTransport(local_endpoint(engine_id), model, config, name)
+        return EngineClient(local, model.num_ranks), engine_id
+    if address is None:
+        group = engine_id or model.fingerprint(config.tokens_per_block)
+        endpoint = private_endpoint(f"group-{group}")
+    else:
+        endpoint = server_of(address)
+    check_endpoint(endpoint, has_keys=config.curve_keys is not None)
+    engine_id = engine_id or new_engine_id()
+    name = engine_name(engine_id, dp_rank)
+    patience_s = 0.0 if dp_rank == 0 else _OTHERS_START_AFTER_S
+    remote = RemoteTransport(endpoint, model, config, name, patience_s)
+    return EngineClient(remote, model.num_ranks), engine_id

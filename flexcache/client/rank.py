@@ -27,8 +27,7 @@ import torch
 
 from flexcache.cache.prompt import check_version
 from flexcache.client import arguments
-from flexcache.client.attachment import Attachment
-from flexcache.client.lent_tensors import LentTensors
+from flexcache.client.lent_tensors import Attachment, LentTensors
 from flexcache.client.link import ServerLink
 from flexcache.client.rank_ops import RankOps
 from flexcache.client.rank_tasks import RankTasks
@@ -38,9 +37,9 @@ from flexcache.errors import (
     ServerLostError,
     UntrustedError,
 )
-from flexcache.forks import tell_of_forks
 from flexcache.ids import OpKind
 from flexcache.logs import log_event
+from flexcache.processes import ServiceThread, tell_of_forks
 from flexcache.protocol.messages import (
     UNKNOWN_WEIGHTS,
     Ended,
@@ -58,7 +57,6 @@ from flexcache.protocol.messages import (
     WelcomeRank,
 )
 from flexcache.protocol.names import pid_namespace
-from flexcache.service_thread import ServiceThread
 from flexcache.tasks.instructions import PromisedLoad
 from flexcache.transfer.messages import Drop, Execute, Stop, pack_ids, unpack_ids
 from flexcache.transfer.workers.device import DeviceWorker

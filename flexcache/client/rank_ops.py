@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from flexcache.client.attachment import Attachment
+from flexcache.client.lent_tensors import Attachment
 from flexcache.client.link import ServerLink
 from flexcache.client.rank_tasks import EVENT_POLL_S, RankTasks
 from flexcache.errors import DeviceLostError, ServerLostError

@@ -1,20 +1,181 @@
-"""RankTasks: what a rank's thread and its engine's thread share about gated tasks."""
+"""Gated tasks of a rank (`RankTasks`): what its thread and its engine's thread share about them."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
 
-from flexcache.client.gates import GatedTasks
-from flexcache.client.held_loads import HeldLoads
-from flexcache.ids import OpKind
-from flexcache.tasks.ids import epoch_of, session_of
+from flexcache.errors import InternalError
+from flexcache.ids import OpKind, epoch_of, session_of
 from flexcache.tasks.instructions import RunOp
-from flexcache.transfer.messages import Done, Execute
+from flexcache.transfer.messages import Done, Execute, unpack_ids
 from flexcache.transfer.workers.device import DeviceWorker
 from flexcache.transfer.workers.layer_load import LayerLoad
+
+_NUM_REMEMBERED = 16_384  # ended tasks that the engine's worker has not asked for
+Value = TypeVar("Value")
+
+
+class GatedTasks:
+    """Not thread-safe. Task ids tell the server and the session that they are of (`tasks.ids`).
+
+    Attributes:
+        epoch: The server's, from its task ids; 0 while the rank is not registered. Without a server
+            every task is over: no copy can be running.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self._ended: OrderedDict[int, int] = OrderedDict()
+        self._sessions_over: OrderedDict[int, None] = OrderedDict()
+        self._shut: OrderedDict[int, None] = OrderedDict()
+
+    # -- events ----------------------------------------------------------------------------------
+
+    def end(self, task_id: int, num_ok: int) -> None:
+        """A task is over on every rank; its first ``num_ok`` blocks have arrived."""
+        _remember(self._ended, task_id, num_ok)
+
+    def lose(self) -> None:
+        """Nothing of what has ended, and was not taken, is of use any more."""
+        for task_id in self._ended:
+            self._ended[task_id] = 0
+
+    def end_session(self, session: int) -> None:
+        """What has not been reported of a session's tasks never began, and will not."""
+        _remember(self._sessions_over, session, None)
+
+    def shut(self, task_ids: Iterable[int]) -> None:
+        """Keep gates shut for good that were to be opened while there was no server."""
+        for task_id in task_ids:
+            _remember(self._shut, task_id, None)
+
+    # -- questions -------------------------------------------------------------------------------
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the end of some task was not taken yet."""
+        return bool(self._ended)
+
+    def is_shut(self, task_id: int) -> bool:
+        """Whether the task's gate will never be opened."""
+        return task_id in self._shut
+
+    def not_ended(self, task_ids: Iterable[int]) -> list[int]:
+        """The tasks whose end was not reported."""
+        return [task_id for task_id in task_ids if task_id not in self._ended]
+
+    def is_over(self, task_id: int) -> bool:
+        """Whether no copy of the task is running or will."""
+        return (
+            task_id in self._ended
+            or task_id in self._shut
+            or session_of(task_id) in self._sessions_over
+            or epoch_of(task_id) != self.epoch
+        )
+
+    def take_over(self, task_ids: Iterable[int]) -> dict[int, int]:
+        """Those of the tasks that are over, with how many blocks arrived. Each is returned once."""
+        return {
+            task_id: self._ended.pop(task_id, 0) for task_id in task_ids if self.is_over(task_id)
+        }
+
+
+def _remember(known: OrderedDict[int, Value], key: int, value: Value) -> None:
+    """Keep it, and forget the oldest if there are too many."""
+    known[key] = value
+    if len(known) > _NUM_REMEMBERED:
+        known.popitem(last=False)
+
+
+@dataclass(slots=True)
+class _Load:
+    num_blocks: int = 0
+    """GPU blocks that its ops fill."""
+    open_ops: dict[int, int] = field(default_factory=dict)
+    """Ops that have not ended, with their numbers of blocks in the pool."""
+    is_lost: bool = False
+
+
+class HeldLoads:
+    """The gated loads of one registration whose end the server has not told. Not thread-safe.
+
+    Some engines count on a load as soon as it has begun, and cannot compute what is lost. Their
+    ranks finish the loads that they hold even if the server is lost: the ops name the blocks, and
+    the pool is mapped. Such a load never reads a block that was given to others:
+
+    * The server keeps an op's blocks pinned until the rank reports the op or leaves: says Goodbye
+      or Hello, or dies. A rank that loses its server does neither before its held loads have ended,
+      so the pins hold if the server lives after all, stopped or silent.
+    * If the server is dead, nothing in its pool is given out any more. Copies that others began
+      before write to blocks of their own: a block is pinned or written, never both. The next server
+      makes another pool; the rank's mapping is of the old one, and ends before the rank greets that
+      server.
+    * A server that does not know the rank (`Rejected`) may have dropped its pins: nothing is
+      finished.
+
+        given --all ops--> held --ops moved--> arrived, or lost
+    """
+
+    def __init__(self) -> None:
+        self._loads: dict[int, _Load] = {}
+        self._tasks: dict[int, int] = {}  # by open op
+
+    # -- events ----------------------------------------------------------------------------------
+
+    def given(self, message: Execute) -> None:
+        """The rank was given an op of a gated load."""
+        load = self._loads.setdefault(message.task_id, _Load())
+        load.num_blocks += len(unpack_ids(message.dst))
+        load.open_ops[message.op_id] = len(unpack_ids(message.src))
+        self._tasks[message.op_id] = message.task_id
+
+    def moved(self, done: Done) -> None:
+        """An op has ended on this rank; ops that are not of held loads are ignored."""
+        task_id = self._tasks.pop(done.op_id, None)
+        if task_id is not None:
+            load = self._loads[task_id]
+            load.is_lost |= done.num_ok < load.open_ops.pop(done.op_id)
+
+    def forget(self, task_ids: Iterable[int]) -> None:
+        """The loads have ended on every rank, or the engine does without them."""
+        for task_id in task_ids:
+            load = self._loads.pop(task_id, None)
+            for op_id in load.open_ops if load is not None else ():
+                del self._tasks[op_id]
+
+    # -- questions -------------------------------------------------------------------------------
+
+    def holds(self, task_id: int, num_blocks: int) -> bool:
+        """Whether the rank was given all ops of a load that fills so many GPU blocks."""
+        load = self._loads.get(task_id)
+        return load is not None and load.num_blocks >= num_blocks and not load.is_lost
+
+    @property
+    def task_ids(self) -> Collection[int]:
+        """All loads, moved on this rank or not."""
+        return self._loads.keys()
+
+    @property
+    def unfinished(self) -> list[int]:
+        """Loads with blocks that have yet to be moved on this rank."""
+        return [task_id for task_id, load in self._loads.items() if load.open_ops]
+
+    def num_arrived(self, task_id: int) -> int:
+        """How many blocks of a load have arrived: all or none."""
+        load = self._loads[task_id]
+        return 0 if load.is_lost or load.open_ops else load.num_blocks
+
+    def check(self) -> None:
+        """Raise `InternalError` if an invariant does not hold."""
+        listed = {op: task for task, load in self._loads.items() for op in load.open_ops}
+        if listed != self._tasks:
+            raise InternalError("the open ops and the loads that they are of disagree")
+
 
 _GATE_PATIENCE_S = 3.0  # for the engine to come to a load that it has begun
 _LEAVE_POLL_S = 0.002

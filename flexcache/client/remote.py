@@ -1,21 +1,26 @@
-"""The way to a server that engines share.
+"""Transport to a server that engines share.
 
 Calls go out on the caller's thread (`calls`); a thread of our own keeps the session alive, starts a
 server where none is, and pushes answers into the client's tasks. What happens when the server is
-lost is decided by `life`: every match is then a miss at once, and open tasks are answered FAILED as
-soon as their slots can be reused. If ranks do not let go of them in time, the tasks are revoked
-first.
+lost is decided by `SessionLife`: every match is then a miss at once, and open tasks are answered
+FAILED as soon as their slots can be reused. If ranks do not let go of them in time, the tasks are
+revoked first.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import select
+import subprocess
+import sys
 import threading
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,15 +28,20 @@ import numpy as np
 from flexcache.cache.journal import Change
 from flexcache.cache.prompt import Prompt
 from flexcache.client.calls import Calls
-from flexcache.client.launcher import ServerLauncher
-from flexcache.client.life import SessionLife, SessionState, Settled
+from flexcache.client.gpu_blocks import BlockIds
 from flexcache.client.link import ServerLink
-from flexcache.client.slots import BlockIds
-from flexcache.client.tasks import ClientTasks
+from flexcache.client.tasks import ClientTask, ClientTasks
 from flexcache.config import CacheConfig, ModelConfig, ServerConfig
-from flexcache.errors import ClosedError, RegistrationError, ServerLostError, UntrustedError
-from flexcache.ids import SessionId, TaskKind
+from flexcache.errors import (
+    ClosedError,
+    InternalError,
+    RegistrationError,
+    ServerLostError,
+    UntrustedError,
+)
+from flexcache.ids import PromptDetail, SessionId, TaskKind, is_of_same_server, last_id
 from flexcache.logs import log_event
+from flexcache.processes import tell_of_forks
 from flexcache.protocol.fence import Fence
 from flexcache.protocol.messages import (
     Cancel,
@@ -54,12 +64,258 @@ from flexcache.protocol.messages import (
     WelcomeEngine,
 )
 from flexcache.protocol.names import pid_namespace
-from flexcache.request_info import PromptDetail
-from flexcache.tasks.ids import last_id
+from flexcache.protocol.runtime import is_served
 from flexcache.tasks.instructions import MatchedTask, PromisedLoad, TaskResult
 from flexcache.transfer.messages import Stop, pack_ids
 
 logger = logging.getLogger(__name__)
+
+_FIRST_BACKOFF_S = 5.0  # longer than a server takes to lock its endpoint
+_LONGEST_BACKOFF_S = 30.0
+_LONGEST_START_S = 60.0  # from a server's start to its lock, on a busy machine
+# The child forks at once and exits, so that no parent has to reap the server.
+_DETACH = "import os; os.fork() and os._exit(0); from flexcache.server.process import main; main()"
+
+
+class ServerLauncher:
+    """Starts servers for a client. The client's thread calls it and passes in the time.
+
+    Data-parallel rank 0 does so at once, other ranks after a delay, in case their rank 0 is on
+    another host or gone. If two try, the lock on the endpoint admits one. The server is not a child
+    of the engine: it serves other engines too, and outlives this one.
+
+    Args:
+        config: The server's configuration; it must name an endpoint.
+        patience_s: Start a server if the endpoint has not been served for this long.
+    """
+
+    def __init__(self, config: ServerConfig, patience_s: float) -> None:
+        self._config = config
+        self._patience_s = patience_s
+        self._next_start_s: float | None = None
+        self._backoff_s = _FIRST_BACKOFF_S
+        self._alive_fd = -1
+        """This side of a pipe to the last started server. Each side sees when the other closes."""
+        self._started_s = 0.0
+        tell_of_forks(self)
+
+    def ensure(self, now: float) -> None:
+        """Start a server unless one is running or was started recently."""
+        endpoint = self._config.cache.endpoint
+        assert endpoint is not None
+        if is_served(endpoint):
+            self._next_start_s = None
+            return
+        if self._next_start_s is None:
+            self._next_start_s = now + self._patience_s
+        if now < self._next_start_s or self._is_starting(now):
+            return
+        self._next_start_s = now + self._backoff_s
+        self._backoff_s = min(2 * self._backoff_s, _LONGEST_BACKOFF_S)
+        log_event(logger, logging.INFO, "server_starting", endpoint=endpoint)
+        self.close()
+        self._alive_fd, held_fd = os.pipe()
+        self._started_s = now
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _DETACH, str(held_fd)], stdin=subprocess.PIPE,
+                start_new_session=True, pass_fds=[held_fd],
+            )  # fmt: skip
+            process.communicate(msgspec.json.encode(self._config.to_dict()))
+        except OSError as error:  # the process limit, say
+            log_event(logger, logging.ERROR, "server_not_started", error=error)
+        finally:
+            os.close(held_fd)
+
+    def _is_starting(self, now: float) -> bool:
+        """Return whether the last started server is alive but not serving yet. A second one would
+        only be refused, or start when it is no longer needed."""
+        if self._alive_fd < 0 or now - self._started_s > _LONGEST_START_S:
+            return False
+        poller = select.poll()  # select.select accepts low descriptors only
+        poller.register(self._alive_fd, select.POLLIN)
+        return not poller.poll(0)
+
+    def close(self) -> None:
+        """Release the last started server, which exits unless it has a client. Idempotent."""
+        if self._alive_fd >= 0:
+            os.close(self._alive_fd)
+            self._alive_fd = -1
+
+    def forked(self) -> None:
+        self.close()  # else the server could not see the engine's end
+
+    def succeeded(self) -> None:
+        """Reset the backoff after a server accepted the client: restart at once after a loss."""
+        self.close()
+        self._backoff_s = _FIRST_BACKOFF_S
+        self._next_start_s = None
+
+
+_ANSWER_WITHIN_S = 5.0  # since the server was last heard, whatever hangs
+_LEAST_PATIENCE_S = 0.5
+
+
+class SessionState(Enum):
+    CONNECTING = "waiting for the server"
+    SERVING = "serving"
+    REFUSED = "refused"
+    CLOSED = "closed"
+
+
+class Settled(NamedTuple):
+    """Orphans to be answered now, as failed for ``reason``.
+
+    ``is_safe``: no rank can be copying from or to their slots.
+    """
+
+    tasks: Sequence[ClientTask]
+    reason: str
+    is_safe: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Orphans:
+    tasks: Sequence[ClientTask]
+    due_s: float
+
+
+class SessionLife:
+    """Not thread-safe: the shell holds a lock around each call.
+
+        CONNECTING --welcomed--> SERVING --+
+          ^                                | ended: Stop, or the server is lost or late
+          +--------------------------------+
+        any --refused for good--> REFUSED           any --close--> CLOSED
+
+    Tasks that were open when a session ended are its *orphans*. Their slots may be reused, so they
+    are answered, as soon as no rank can be copying for them: when none was launched, when the ranks
+    have let go of the fence (`protocol.fence`), or when the same server opens the next session,
+    which it does not before it has ended the tasks of the last. If a rank hangs they are answered
+    all the same, after a few seconds.
+
+    A state machine without sockets, threads or a clock: events and the time are handed in, and the
+    tasks to be answered are returned.
+    """
+
+    def __init__(self) -> None:
+        self.state = SessionState.CONNECTING
+        self.session = SessionId(0)
+        """The current session, or the last one."""
+        self.error: str | None = None
+        """Why there is no session; None while there is one."""
+        self.missing = ["the server"]
+        """What the engine still waits for."""
+        self.problems: list[str] = []
+        """Why ranks of the engine were refused."""
+        self.num_losses = 0
+        self._has_session = False
+        self._orphans: _Orphans | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no session will begin any more."""
+        return self.state in (SessionState.REFUSED, SessionState.CLOSED)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state is SessionState.SERVING and not self.missing
+
+    # -- events ----------------------------------------------------------------------------------
+
+    def welcomed(self, session: SessionId, missing: Sequence[str]) -> Settled | None:
+        """The server has opened a session."""
+        settled = None
+        if is_of_same_server(session, self.session):
+            settled = self._settle(is_safe=True)
+        self.session, self._has_session = session, True
+        self.error = None
+        self.missing = list(missing)
+        if self.state is SessionState.CONNECTING:
+            self.state = SessionState.SERVING
+        return settled
+
+    def informed(self, missing: Sequence[str], problems: Sequence[str]) -> None:
+        """The server says what the engine still waits for, and which ranks were refused."""
+        if self.state is SessionState.SERVING:
+            self.missing, self.problems = list(missing), list(problems)
+        elif self.state is SessionState.CONNECTING and missing:
+            self.missing = list(missing)  # the server waits for them to open its cache
+
+    def refused(self, reason: str, final: bool) -> bool:
+        """The server will not have the engine, or not yet; whether that is news."""
+        is_news = reason != self.error
+        self.error = reason
+        if final and self.state is not SessionState.CLOSED:
+            self.state = SessionState.REFUSED
+        return is_news
+
+    def ended(
+        self, reason: str | None, tasks: Sequence[ClientTask], heard_s: float, now: float
+    ) -> Settled | None:
+        """The conversation is over, and so is the session, if there was one.
+
+        Args:
+            reason: Why, where it was neither refused nor closed.
+            tasks: The session's open tasks.
+            heard_s: When the server was last heard.
+
+        Returns:
+            Orphans of an earlier session, which can wait no longer.
+        """
+        if reason is not None:
+            self.error = reason
+        if self.state is SessionState.CONNECTING:
+            self.missing = ["the server"]
+        if not self._has_session:
+            return None
+        self._has_session = False
+        before = self._settle(is_safe=False)  # lost twice in a moment: rare
+        self._orphans = _Orphans(tasks, answer_due_s(heard_s, now))
+        if self.state is SessionState.SERVING:
+            self.num_losses += 1
+            self.missing, self.problems = ["the server"], []
+            self.state = SessionState.CONNECTING
+        return before
+
+    def settle(self, now: float, slots_are_free: bool) -> Settled | None:
+        """Answer the orphans if their slots can be reused, or if it takes too long.
+
+        A client that is closing does not wait for slots.
+        """
+        orphans = self._orphans
+        if orphans is None:
+            return None
+        is_safe = slots_are_free or not any(task.launched for task in orphans.tasks)
+        if is_safe or self.state is SessionState.CLOSED or now >= orphans.due_s:
+            return self._settle(is_safe)
+        return None
+
+    def close(self) -> None:
+        """The engine leaves."""
+        self.state = SessionState.CLOSED
+
+    def _settle(self, is_safe: bool) -> Settled | None:
+        orphans, self._orphans = self._orphans, None
+        if orphans is None:
+            return None
+        return Settled(orphans.tasks, self.error or "the server was lost", is_safe)
+
+    def check(self) -> None:
+        """Raise `InternalError` if an invariant does not hold."""
+        if self.state is SessionState.SERVING and not self._has_session:
+            raise InternalError("serving without a session")
+        if self.state is SessionState.CONNECTING and (
+            self._has_session or self.problems or not self.missing
+        ):
+            raise InternalError("without a session nothing but the server is missing")
+
+
+def answer_due_s(heard_s: float, now: float) -> float:
+    """When tasks of a server that is lost now, and was last heard at ``heard_s``, are answered even
+    if a rank does not let go of their slots."""
+    return max(heard_s + _ANSWER_WITHIN_S, now + _LEAST_PATIENCE_S)
+
 
 _HELLO_INTERVAL_S = 0.1
 _FENCE_POLL_S = 0.005

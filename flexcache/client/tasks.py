@@ -1,4 +1,4 @@
-"""What an engine's client knows of its tasks: what was matched, and how it ended.
+"""Client tasks: what was matched and how it ended, the way to the cache, and promised loads.
 
 Launches and cancels are checked here, so that a transport can send them without waiting for an
 answer. Answers are pushed in by the transport. The cache itself forgets a task when it has ended;
@@ -12,14 +12,16 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from flexcache.client.slots import BlockIds
-from flexcache.errors import ClosedError
-from flexcache.ids import KVStatus, SessionId, TaskKind
-from flexcache.tasks.ids import session_of
-from flexcache.tasks.instructions import MatchedTask, TaskResult
-from flexcache.tasks.launch_checks import check_launchable, check_slot_mappings
+from flexcache.cache.journal import Change
+from flexcache.cache.prompt import Prompt
+from flexcache.errors import ClosedError, RegistrationError
+from flexcache.ids import KVStatus, PromptDetail, SessionId, TaskKind, session_of
+from flexcache.protocol.fence import Fence
+from flexcache.tasks.instructions import MatchedTask, PromisedLoad, TaskResult
+from flexcache.tasks.model import check_launchable, check_slot_mappings
+from flexcache.transfer.graph import BlockIds
 
 _NUM_REMEMBERED = 16_384
 
@@ -230,3 +232,134 @@ class ClientTasks:
         if task is None:
             raise KeyError(f"task {task_id} was never given out, or was answered long ago")
         return task
+
+
+class Transport(Protocol):
+    """Thread-safe. Tasks that it is given are known to be in order: `ClientTasks` has checked.
+
+    What becomes of tasks is pushed into the client's `ClientTasks` by the transport, on any thread,
+    in the order in which it happens.
+    """
+
+    @property
+    def endpoint(self) -> str:
+        """Address for a `KVTPClient`."""
+
+    @property
+    def prompt_detail(self) -> PromptDetail:
+        """How much of a prompt the cache's observers need."""
+
+    def start(self, tasks: ClientTasks) -> None:
+        """Connect, and push answers into ``tasks`` from now on. Returns at once."""
+
+    def is_ready(self) -> bool:
+        """Whether all ranks and workers serve."""
+
+    def wait_ready(self, timeout: float | None) -> None:
+        """Wait until they do. Raises `TimeoutError`, `RegistrationError` or `ClosedError`."""
+
+    def match(
+        self, kind: TaskKind, prompt: Prompt, look_up: bool, may_wait: bool, awaits_loads: bool
+    ) -> MatchedTask | None:
+        """Make a task for what can be done of a prompt.
+
+        With ``look_up`` the remote store is asked first. None if it has yet to answer, and the
+        caller may not wait. With ``awaits_loads`` also None while what a get needs is being loaded
+        early.
+        """
+
+    def look_up(self, prompt: Prompt) -> None:
+        """Begin to ask the remote store about a prompt; no task is made."""
+
+    def launch(self, task_ids: Sequence[int], gpu_blocks: Sequence[BlockIds], gated: bool) -> None:
+        """Start open tasks."""
+
+    @property
+    def fence_path(self) -> str | None:
+        """Where the engine's fence is; None if it has no rank, or there is no server."""
+
+    def promise(self, task_id: int) -> PromisedLoad | None:
+        """Start a get from DRAM that the engine has its ranks carry out, if that can be promised.
+
+        Raises:
+            FlexCacheError: It cannot, since there is no server.
+        """
+
+    def cancel(self, task_ids: Sequence[int]) -> None:
+        """Stop what has not started of tasks. Idempotent."""
+
+    def report_prefill(self, blocks_per_s: float) -> None:
+        """Report how fast the engine computes."""
+
+    def session_hint(self, session_id: str, over: bool, returns_in_s: float | None) -> bool:
+        """Pass on what a user says of its session; whether the session is known."""
+
+    def new_weights(self, version: str) -> None:
+        """Name the engine's weights. At any time; what was named before `start` counts from it."""
+
+    def take_changes(self) -> list[Change]:
+        """What the tiers have stored and lost since the last call."""
+
+    def clear(self, tier: str | None) -> int:
+        """Drop the blocks of one tier, or of all, that are not in use; how many."""
+
+    def stats(self) -> dict[str, Any]:
+        """Plain numbers and strings."""
+
+    def check(self) -> None:
+        """Raise `InternalError` if an invariant does not hold."""
+
+    def close(self) -> None:
+        """Cancel open tasks, disconnect and release everything. Idempotent."""
+
+
+class StepPromises:
+    """Keeps the ranks of one engine from leaving. Thread-safe.
+
+    Some engines cannot go back once a step is scheduled (vLLM with asynchronous scheduling). So
+    before a step is scheduled with a load, the scheduler makes sure of all that the load needs:
+
+    * Every rank has the pool mapped, and leaves no sooner than `StepPromises.end`. This holds
+      whatever becomes of the server and the session, since it is a lock between the scheduler and
+      the ranks.
+    * The server *promises* the load: until the ranks have reported it, its blocks stay as they are.
+      Nothing else ends it but a cancel by the engine that asked.
+
+    The engine then hands the promised load to its ranks with the step. A rank copies it by itself:
+    it asks neither whether the task was revoked meanwhile, nor whether the weights have changed.
+    What a step computes belongs to the weights that it was scheduled with, as with the engine's own
+    cache.
+
+    Args:
+        num_ranks: Ranks that all execute a load.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._ranks = range(num_ranks)
+        self._lock = threading.Lock()
+        self._fences: dict[str, Fence] = {}
+
+    def begin(self, path: str | None) -> bool:
+        """Keep the ranks that the fence at ``path`` is of until `end`; return whether all are kept,
+        which they are not while one has no pool, or weights that the server has not heard of."""
+        if path is None:
+            return False
+        with self._lock:
+            fence = self._fences.get(path)
+            if fence is not None:  # a step counts on them already; one may want to leave after it
+                return fence.count_on(self._ranks)
+            try:
+                fence = Fence.open(path)
+            except RegistrationError:  # its server is gone
+                return False
+            if not fence.count_on(self._ranks):
+                fence.close()
+                return False
+            self._fences[path] = fence
+            return True
+
+    def end(self) -> None:
+        """No step that is under way, or about to be scheduled, counts on a rank. Idempotent."""
+        with self._lock:
+            while self._fences:
+                self._fences.popitem()[1].close()

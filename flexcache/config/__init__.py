@@ -11,18 +11,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flexcache.config.cache import CacheConfig
-    from flexcache.config.groups import KVGroup
-    from flexcache.config.model import ModelConfig
+    from flexcache.config.cache import CacheConfig, ServerConfig
+    from flexcache.config.model import KVGroup, ModelConfig
     from flexcache.config.router import RouterConfig
-    from flexcache.config.server import ServerConfig
 
 _HOMES = {
     "CacheConfig": "flexcache.config.cache",
-    "KVGroup": "flexcache.config.groups",
+    "KVGroup": "flexcache.config.model",
     "ModelConfig": "flexcache.config.model",
     "RouterConfig": "flexcache.config.router",
-    "ServerConfig": "flexcache.config.server",
+    "ServerConfig": "flexcache.config.cache",
 }
 
 __all__ = ["CacheConfig", "KVGroup", "ModelConfig", "RouterConfig", "ServerConfig"]

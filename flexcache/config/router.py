@@ -14,17 +14,18 @@ import msgspec
 from msgspec import Meta
 
 from flexcache.config import sources
-from flexcache.config.address import is_loopback, split_tcp
 from flexcache.config.values import (
     Count,
     Megabytes,
     Seconds,
+    is_loopback,
     parse,
     read_endpoint,
     read_fields,
     read_path,
     reject,
     setting,
+    split_tcp,
 )
 
 Port = Annotated[int, Meta(ge=0, le=65_535)]

@@ -1,4 +1,4 @@
-"""Where settings come from: a file and the environment, merged layer by layer.
+"""Sources of settings: a file and the environment, merged layer by layer, and what they come to.
 
 This is the only module that reads ``FLEXCACHE_*`` variables.
 """

@@ -8,11 +8,11 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from flexcache.config.address import check_http_endpoint
+from flexcache.config.values import check_http_endpoint
 from flexcache.doctor.findings import Finding, error, ok, warning
 from flexcache.doctor.subject import Subject
 from flexcache.errors import ConfigError
-from flexcache.events.batch_publisher import is_bound
+from flexcache.events.publisher import is_bound
 from flexcache.protocol.runtime import check_endpoint
 from flexcache.protocol.trust import find_listener
 

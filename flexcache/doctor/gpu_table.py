@@ -21,7 +21,7 @@ from flexcache.doctor.gpu_records import (
     WayTried,
     cuda_name,
 )
-from flexcache.version import __version__
+from flexcache.ids import __version__
 
 _WIDTH = 10_000  # of lines that are not to be wrapped
 _DEVICES = Path("/sys/bus/pci/devices")

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from flexcache.cache.restore import link, reaches_start
-from flexcache.cache.restore_tails import are_tails, whole_tails
+from flexcache.cache.restore import are_tails, link, reaches_start, whole_tails
 from flexcache.doctor.findings import Finding, Level
 from flexcache.errors import MissingDependencyError
 from flexcache.storage.checksum import checksum

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flexcache.cache.build import CacheSizes
+from flexcache.cache.tiered_cache import CacheSizes
 from flexcache.doctor.findings import Finding, error, ok
 from flexcache.doctor.subject import Subject
 from flexcache.errors import FlexCacheError

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from flexcache.client.status import read_status
+from flexcache.client.link import read_status
 from flexcache.config import CacheConfig, ModelConfig, ServerConfig
 from flexcache.config.sources import CONFIG_FILE_ENV, read_environment
 from flexcache.errors import ConfigError, FlexCacheError

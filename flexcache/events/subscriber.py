@@ -1,31 +1,511 @@
-"""Follows one publisher of KV events, FlexCache's or vLLM's, and detects missed batches."""
+"""Subscriber to KV events, FlexCache's or vLLM's: follows one publisher and detects missed batches.
+
+Batches are numbered. After a gap in the numbers, and after every connect, the subscriber requests
+the missing batches; those that the publisher no longer has are reported as lost. A repeated number
+with different content means that the publisher restarted. For one thread.
+
+Where the publisher makes snapshots, and the subscriber wants them, a snapshot replaces the batches
+that are not known from the first on: at the first connect, after a restart, and where a replay does
+not reach back.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from types import TracebackType
+from typing import Any, Generic, TypeVar
 
-from flexcache.events import batch_subscriber
-from flexcache.events.batch_subscriber import (
-    BatchSubscriber,
-    Lost,
-    PublisherRestarted,
-    Received,
-    SnapshotPart,
-    SubscriberCounters,
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from flexcache.errors import ConfigError
+from flexcache.events.wire import (
+    END_OF_REPLAY,
+    NUMBER_BYTES,
+    EventBatch,
+    Page,
+    decode_batch,
+    pack_request,
 )
-from flexcache.events.wire import EventBatch, decode_batch
+from flexcache.logs import log_event
 
-__all__ = [
-    "KVEventCounters",
-    "KVEventSubscriber",
-    "Lost",
-    "News",
-    "PublisherRestarted",
-    "Received",
-    "SnapshotPart",
-]
+logger = logging.getLogger(__name__)
 
-News = batch_subscriber.News[EventBatch]
+_MAX_SOCKETS = 65_535
+
+
+class ReplayClient:
+    """Asks one publisher.
+
+    Args:
+        endpoint: Its replay endpoint; None: it has none.
+        timeout_s: An answer ends when the publisher is silent this long.
+        topic: Prefix of the topics to receive.
+        found_malformed: Called with a description of each message that is no answer.
+    """
+
+    def __init__(
+        self,
+        endpoint: str | None,
+        timeout_s: float,
+        topic: bytes,
+        found_malformed: Callable[[str], None],
+    ) -> None:
+        self._endpoint = endpoint
+        self._timeout_s = timeout_s
+        self._topic = topic
+        self._found_malformed = found_malformed
+
+    def batches_from(self, first: int) -> tuple[list[tuple[int, bytes, bytes]], bool]:
+        """Return number, topic and payload of the kept batches from ``first`` on, and whether the
+        answer was complete.
+
+        Raises:
+            ConfigError: The address cannot be used.
+        """
+        if self._endpoint is None:
+            return [], False
+        # One socket per request: a late answer to an earlier request must not interfere.
+        socket = _connected(self._endpoint)
+        batches: list[tuple[int, bytes, bytes]] = []
+        try:
+            socket.send_multipart([b"", first.to_bytes(NUMBER_BYTES, "big")])
+            while socket.poll(int(self._timeout_s * 1000)):
+                # "", topic, number, payload; without the topic until vLLM 0.25
+                frames = socket.recv_multipart()
+                if len(frames) not in (3, 4) or len(frames[-2]) != NUMBER_BYTES:
+                    self._found_malformed(f"a replay of {len(frames)} frames")
+                    continue
+                number_bytes, payload = frames[-2:]
+                if number_bytes == END_OF_REPLAY:
+                    return batches, True
+                topic = frames[1] if len(frames) == 4 else b""
+                if not topic or topic.startswith(self._topic):
+                    batches.append((int.from_bytes(number_bytes, "big"), topic, payload))
+        finally:
+            socket.close(linger=0)
+        log_event(
+            logger, logging.WARNING, "kv_events_replay_incomplete", endpoint=self._endpoint,
+            waited_s=self._timeout_s,
+        )  # fmt: skip
+        return batches, False
+
+    def snapshot(self) -> SnapshotReader:
+        """Return what requests a snapshot.
+
+        Raises:
+            ConfigError: The address cannot be used.
+        """
+        assert self._endpoint is not None
+        return SnapshotReader(self._endpoint, self._timeout_s, self._topic)
+
+
+class SnapshotReader:
+    """Requests the pages of one snapshot, one after another."""
+
+    def __init__(self, endpoint: str, timeout_s: float, topic: bytes) -> None:
+        self._timeout_s = timeout_s
+        self._topic = topic
+        self._cursor: int | None = 0
+        self._publisher: bytes | None = None
+        self._socket = _connected(endpoint)
+
+    def read(self) -> tuple[Page, bytes] | None:
+        """Return the next page and its topic; None if the publisher makes none, or is not the one
+        that made the pages before."""
+        assert self._cursor is not None
+        request = pack_request(self._cursor)
+        self._socket.send_multipart([b"", request])
+        if not self._socket.poll(int(self._timeout_s * 1000)):
+            return None
+        frames = self._socket.recv_multipart()
+        if len(frames) != 4 or frames[2] != request or not frames[1].startswith(self._topic):
+            return None
+        try:
+            page = msgspec.msgpack.decode(frames[3], type=Page)
+        except msgspec.MsgspecError:
+            return None
+        if self._publisher not in (None, page.publisher):
+            return None
+        self._publisher, self._cursor = page.publisher, page.cursor
+        return page, frames[1]
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        self._socket.close(linger=0)
+
+
+def make_socket(kind: int, endpoint: str) -> zmq.Socket[bytes]:
+    """Return a socket that can be connected to the endpoint."""
+    socket = _context(os.getpid()).socket(kind)
+    socket.ipv6 = "[" in endpoint
+    return socket
+
+
+def _connected(endpoint: str) -> zmq.Socket[bytes]:
+    socket = make_socket(zmq.DEALER, endpoint)
+    socket.rcvhwm = 0
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        raise ConfigError(f"address of KV events {endpoint!r}: {error.strerror}") from None
+    return socket
+
+
+@cache
+def _context(pid: int) -> zmq.Context[zmq.Socket[bytes]]:
+    """Return the context of this process. The default one allows for 300 subscribers."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
+    return context
+
+
+T = TypeVar("T")
+S = TypeVar("S", bound="BatchSubscriber[Any]")
+
+_RECEIVE_QUEUE = 100_000  # batches queued here while the caller is busy
+
+
+@dataclass(frozen=True, slots=True)
+class Received(Generic[T]):
+    """A batch, in order. ``topic`` is empty if it came in a replay by an old version of vLLM."""
+
+    number: int
+    batch: T
+    topic: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Batches ``[first, stop)`` are no longer available: the changes in them are unknown."""
+
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherRestarted:
+    """The publisher restarted and counts from 0 again: its earlier events no longer hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotPart(Generic[T]):
+    """Part of all that the publisher holds. With the first part, all earlier news no longer
+    hold."""
+
+    batch: T
+    topic: str
+    is_first: bool
+
+
+BatchNews = Received[T] | Lost | PublisherRestarted | SnapshotPart[T]
+
+
+@dataclass(slots=True)
+class SubscriberCounters:
+    """Counts of batches; ``malformed`` counts messages that were not batches, ``gaps`` how often
+    batches were missing, whether or not they were replayed."""
+
+    received: int = 0
+    gaps: int = 0
+    replayed: int = 0
+    lost: int = 0
+    restarts: int = 0
+    snapshots: int = 0
+    malformed: int = 0
+
+
+class BatchSubscriber(Generic[T]):
+    """Yields a publisher's batches, from its first on.
+
+    Args:
+        endpoint: The publisher's endpoint; one with ``*`` is bound, for publishers that connect.
+        decode: Reads a payload; raises ValueError if it is not a batch, which is then lost.
+        replay_endpoint: Where to request missed batches; None: nowhere.
+        topic: Prefix of the topics to receive.
+        replay_timeout_s: A replay ends when the publisher is silent this long.
+        snapshots: Begin with a snapshot, if the publisher makes any.
+
+    Attributes:
+        num_connects: How often a connection to the publisher was made.
+        is_connected: Whether there is one, as far as `receive` has noticed.
+
+    Raises:
+        ConfigError: An address cannot be used.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        decode: Callable[[bytes], T],
+        replay_endpoint: str | None = None,
+        topic: str = "",
+        replay_timeout_s: float = 2.0,
+        snapshots: bool = False,
+    ) -> None:
+        self.endpoint = endpoint
+        self.counters = SubscriberCounters()
+        self.num_connects = 0
+        self.is_connected = False
+        self._decode = decode
+        self._replays = ReplayClient(
+            replay_endpoint, replay_timeout_s, topic.encode(), self._found_malformed
+        )
+        self._wants_snapshots = snapshots and replay_endpoint is not None
+        self._snapshot: SnapshotReader | None = None
+        """The snapshot that is being read."""
+        self._covered = 0
+        """Batches before this one are in a snapshot, or lost; they may also arrive late."""
+        self._next = 0
+        self._last_payload: bytes | None = None
+        """Payload of the batch before ``_next``."""
+        self._replayed: dict[int, int] = {}
+        """Replayed batches, which may also arrive regularly, with their payloads' hashes."""
+        self._news: deque[BatchNews[T]] = deque()
+        self._socket = make_socket(zmq.SUB, endpoint)
+        self._socket.rcvhwm = _RECEIVE_QUEUE
+        self._socket.subscribe(topic)
+        # A subscriber sends nothing: without probes it would not notice that a host has gone.
+        self._socket.tcp_keepalive = 1
+        self._socket.tcp_keepalive_idle, self._socket.tcp_keepalive_intvl = 2, 1  # seconds
+        self._socket.tcp_keepalive_cnt = 3
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
+        try:
+            (self._socket.bind if "*" in endpoint else self._socket.connect)(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"address of KV events {endpoint!r}: {error.strerror}") from None
+        self._poller = zmq.Poller()
+        self.register(self._poller)
+
+    def __enter__(self: S) -> S:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[BatchNews[T]]:
+        """Yield news forever."""
+        while True:
+            news = self.receive(None)
+            assert news is not None
+            yield news
+
+    def receive(self, timeout_s: float | None) -> BatchNews[T] | None:
+        """Return the next piece of news; None if there is none within ``timeout_s``.
+
+        Takes longer if missed batches have to be requested and the publisher does not answer.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._news:
+            if self._snapshot is not None:
+                self._continue_snapshot(self._snapshot)
+                continue
+            wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready = dict(self._poller.poll(None if wait_s is None else int(wait_s * 1000)))
+            if self._monitor in ready:
+                self._take_monitor_event()
+            elif self._socket in ready:
+                self._take_message(self._socket.recv_multipart())
+            elif deadline is not None and time.monotonic() >= deadline:
+                return None
+        return self._news.popleft()
+
+    def catch_up(self) -> None:
+        """Request everything since the last batch. Without this call, a batch lost during a
+        connection is noticed only when the next one arrives."""
+        if self._last_payload is not None or not self._begin_snapshot():
+            self._take_replay()
+
+    def register(self, poller: zmq.Poller) -> None:
+        """Make a poller wake when `receive` may have something."""
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+
+    def close(self) -> None:
+        """Close the sockets. Idempotent."""
+        if self._snapshot is not None:
+            self._snapshot.close()
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+
+    def _take_monitor_event(self) -> None:
+        event = recv_monitor_message(self._monitor)["event"]
+        self.is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        if self.is_connected:
+            self.num_connects += 1
+            self.catch_up()
+
+    # -- numbers ---------------------------------------------------------------------------------
+
+    def _take_message(self, frames: list[bytes]) -> None:
+        if len(frames) != 3 or len(frames[1]) != NUMBER_BYTES:
+            self._found_malformed(f"a message of {len(frames)} frames")
+            return
+        topic, number_bytes, payload = frames
+        number = int.from_bytes(number_bytes, "big")
+        if number < self._next:
+            if self._replayed.pop(number, None) == hash(payload):
+                return  # the replay was faster
+            if number < self._covered:
+                return
+            self._note_restart()
+        if number > self._next:
+            self.counters.gaps += 1
+            self._take_replay(number)
+        if self._snapshot is not None:
+            return  # a replay follows it
+        if number >= self._next:
+            self._deliver(number, payload, topic)
+            self._replayed.clear()  # this batch comes after all replayed ones
+            self._covered = 0
+        else:
+            self._replayed.pop(number, None)
+
+    def _note_restart(self) -> None:
+        self.counters.restarts += 1
+        self._next, self._last_payload = 0, None
+        self._replayed.clear()
+        self._covered = 0
+        self._news.append(PublisherRestarted())
+
+    def _deliver(self, number: int, payload: bytes, topic: bytes) -> None:
+        """Deliver a batch; those between it and the last delivered one are lost."""
+        if number > self._next:
+            self._lose(number)
+        self._last_payload = payload
+        batch = self._read(payload, f"batch {number}")
+        if batch is None:
+            self._lose(number + 1)
+            return
+        self._next = number + 1
+        self.counters.received += 1
+        self._news.append(Received(number, batch, topic.decode(errors="replace")))
+
+    def _read(self, payload: bytes, what: str) -> T | None:
+        try:
+            return self._decode(payload)
+        except ValueError as error:
+            self._found_malformed(f"{what}: {error}")
+            return None
+
+    def _found_malformed(self, what: str) -> None:
+        if self.counters.malformed == 0:
+            log_event(
+                logger,
+                logging.WARNING,
+                "kv_events_not_understood",
+                endpoint=self.endpoint,
+                what=what,
+            )
+        self.counters.malformed += 1
+
+    def _lose(self, stop: int) -> None:
+        self.counters.lost += stop - self._next
+        self._covered = stop
+        self._news.append(Lost(self._next, stop))
+        self._next = stop
+
+    # -- snapshots -------------------------------------------------------------------------------
+
+    def _begin_snapshot(self) -> bool:
+        """Deliver the first part of a snapshot; return whether the publisher makes any."""
+        if not self._wants_snapshots:
+            return False
+        reader = self._replays.snapshot()
+        first = reader.read()
+        if first is None:
+            reader.close()
+            return False
+        page, topic = first
+        self.counters.snapshots += 1
+        self._snapshot = reader
+        self._next, self._last_payload = page.number, None
+        self._replayed.clear()
+        self._covered = page.number
+        self._deliver_part(page, topic, is_first=True)
+        return True
+
+    def _continue_snapshot(self, reader: SnapshotReader) -> None:
+        """Deliver the next part."""
+        found = reader.read()
+        if found is not None:
+            self._deliver_part(*found, is_first=False)
+        else:  # the publisher is away, or another: the next connect begins a new one
+            self._end_snapshot(reader)
+            self._news.append(Lost(0, self._next))
+
+    def _end_snapshot(self, reader: SnapshotReader) -> None:
+        reader.close()
+        self._snapshot = None
+
+    def _deliver_part(self, page: Page, topic: bytes, is_first: bool) -> None:
+        """Deliver a part and, after the last one, what was published since the first."""
+        assert self._snapshot is not None
+        batch = self._read(page.batch, "a snapshot")
+        if batch is not None:
+            self._news.append(SnapshotPart(batch, topic.decode(errors="replace"), is_first))
+        if page.cursor is None:
+            self._end_snapshot(self._snapshot)
+            self._take_replay(may_begin_snapshot=False)
+
+    # -- replay ----------------------------------------------------------------------------------
+
+    def _take_replay(self, stop: int | None = None, *, may_begin_snapshot: bool = True) -> None:
+        """Request and deliver a replay of the batches not delivered yet.
+
+        The request includes the last delivered batch. A publisher always keeps its last one, so if
+        it is missing or its content differs, the publisher has restarted.
+
+        Args:
+            stop: Number of a batch that has arrived.
+            may_begin_snapshot: Deliver a snapshot instead where batches are missing for good.
+        """
+        known = self._last_payload
+        first = self._next if known is None else self._next - 1
+        again, is_whole = self._replays.batches_from(first)
+        has_other = bool(again) and again[0][0] == first and again[0][2] != known
+        has_none = is_whole and not again
+        if known is not None and (has_other or has_none):
+            self._note_restart()
+            if may_begin_snapshot and self._begin_snapshot():
+                return
+            again, _ = self._replays.batches_from(0)
+        again = [batch for batch in again if batch[0] >= self._next]
+        has_hole = self._has_hole([batch[0] for batch in again], stop)
+        if has_hole and may_begin_snapshot and self._begin_snapshot():
+            return
+        for number, topic, payload in again:
+            self.counters.replayed += 1
+            self._replayed[number] = hash(payload)
+            self._deliver(number, payload, topic)
+
+    def _has_hole(self, numbers: Sequence[int], stop: int | None) -> bool:
+        """Return whether batches are missing from the next one to the last, or to ``stop``."""
+        end = self._next + len(numbers)
+        if numbers and numbers[-1] != end - 1:
+            return True
+        return stop is not None and end < stop
+
+
+News = BatchNews[EventBatch]
 
 
 @dataclass(slots=True)

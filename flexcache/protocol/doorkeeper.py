@@ -21,10 +21,9 @@ from dataclasses import dataclass, field
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from flexcache.descriptors import raise_limit
 from flexcache.logs import log_event
+from flexcache.processes import ServiceThread, raise_limit
 from flexcache.protocol.trust import find_peer, user_name
-from flexcache.service_thread import ServiceThread
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ import struct
 from collections.abc import Iterable
 
 from flexcache.errors import RegistrationError
-from flexcache.forks import tell_of_forks
+from flexcache.processes import tell_of_forks
 from flexcache.transfer.workers.permit import NUM_WORDS, WORD_BYTES
 
 _SERVERS, _SCHEDULERS = range(NUM_WORDS)

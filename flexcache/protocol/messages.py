@@ -22,11 +22,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from flexcache.config.groups import KVGroup
-from flexcache.config.model import ModelConfig, read_dtype
+from flexcache.config.model import KVGroup, ModelConfig, read_dtype
 from flexcache.errors import ConfigError
-from flexcache.ids import KVStatus, TaskKind
-from flexcache.request_info import PromptDetail, RequestInfo
+from flexcache.ids import KVStatus, PromptDetail, RequestInfo, TaskKind
 from flexcache.storage.direct_files import DirectFilesRef
 from flexcache.storage.host_pool import SegmentRef
 from flexcache.transfer.messages import Done, Drop, Execute, Stop

@@ -16,10 +16,10 @@ from functools import cache
 from itertools import count
 from pathlib import Path
 
-from flexcache.config.address import is_loopback, server_of, split_tcp
+from flexcache.config.values import is_loopback, server_of, split_tcp
 from flexcache.errors import ConfigError, UntrustedError
-from flexcache.forks import tell_of_forks
 from flexcache.logs import log_event
+from flexcache.processes import tell_of_forks
 from flexcache.protocol.trust import check_file, check_place
 
 logger = logging.getLogger(__name__)

@@ -35,7 +35,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from flexcache.config.address import split_tcp
+from flexcache.config.values import split_tcp
 from flexcache.errors import UntrustedError
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address

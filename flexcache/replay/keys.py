@@ -1,4 +1,4 @@
-"""Reads the block keys of a trace, which `flexcache.tracing.keys` writes."""
+"""Reads the block keys of a trace, which `flexcache.tracing.tracer` writes."""
 
 from __future__ import annotations
 

@@ -16,10 +16,9 @@ import numpy as np
 
 from flexcache.cache.prompt import MAX_PRIORITY
 from flexcache.config import CacheConfig
-from flexcache.ids import OpKind, TaskKind
+from flexcache.ids import OpKind, RequestInfo, TaskKind
 from flexcache.manager import KVManager
 from flexcache.replay.reader import Trace
-from flexcache.request_info import RequestInfo
 from flexcache.tracing.records import (
     KEY_BYTES,
     Cancelled,

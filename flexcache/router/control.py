@@ -41,8 +41,8 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 from msgspec import Meta
 
-from flexcache.config.address import is_loopback, split_tcp
 from flexcache.config.router import RouterConfig
+from flexcache.config.values import is_loopback, split_tcp
 from flexcache.errors import ConfigError
 from flexcache.metrics.collector import Exposition
 from flexcache.router import ui

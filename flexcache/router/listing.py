@@ -22,9 +22,8 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
-from flexcache.config.address import is_host, split_tcp
 from flexcache.config.sources import closest, read_file
-from flexcache.config.values import read_endpoint, reject
+from flexcache.config.values import is_host, read_endpoint, reject, split_tcp
 from flexcache.errors import ConfigError, MissingDependencyError
 from flexcache.logs import log_event
 from flexcache.router.fleet import EventSource, WorkerSpec

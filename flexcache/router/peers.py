@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from flexcache.errors import ConfigError, InternalError
-from flexcache.events.batch_publisher import Address, BatchPublisher
-from flexcache.events.batch_subscriber import BatchSubscriber, Lost, News, Received
+from flexcache.events.publisher import Address, BatchPublisher
+from flexcache.events.subscriber import BatchNews, BatchSubscriber, Lost, Received
 from flexcache.logs import log_event
 from flexcache.router.load import Work
 from flexcache.router.messages import (
@@ -250,7 +250,7 @@ def _set_if_known(peer: Peer, caught_up: asyncio.Event) -> None:
         caught_up.set()
 
 
-def _take(peer: Peer, news: News[list[Life]]) -> None:
+def _take(peer: Peer, news: BatchNews[list[Life]]) -> None:
     now = time.monotonic()
     if isinstance(news, Received):
         peer.apply(news.batch, now)

@@ -25,9 +25,9 @@ import uvloop
 
 from flexcache.config.router import RouterConfig
 from flexcache.config.values import reject
-from flexcache.descriptors import raise_limit
 from flexcache.errors import ConfigError
 from flexcache.logs import log_event, set_up_logging
+from flexcache.processes import raise_limit
 from flexcache.protocol.runtime import private_endpoint
 from flexcache.router.chooser import Chooser
 from flexcache.router.control import ControlApi

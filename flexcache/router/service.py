@@ -14,6 +14,7 @@ import msgspec
 
 from flexcache.config.router import RouterConfig
 from flexcache.errors import ConfigError
+from flexcache.ids import __version__
 from flexcache.logs import log_event
 from flexcache.router.chooser import Decision
 from flexcache.router.decider import Decider, WaitingLine
@@ -32,7 +33,6 @@ from flexcache.router.tokens import Tokenizers
 from flexcache.router.tokens.engines import ModelCard
 from flexcache.router.tokens.engines import open_session as open_engine_session
 from flexcache.router.waiting import Turns, is_set_within
-from flexcache.version import __version__
 
 logger = logging.getLogger(__name__)
 

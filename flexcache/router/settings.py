@@ -7,8 +7,8 @@ from pathlib import Path
 
 from flexcache.config.router import RouterConfig
 from flexcache.config.values import reject
-from flexcache.descriptors import raise_limit
 from flexcache.errors import ConfigError
+from flexcache.processes import raise_limit
 from flexcache.router.listing import Listing, WorkerFile, parse_options
 from flexcache.router.router import KVRouter
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from flexcache.config import ModelConfig
-from flexcache.config.groups import UnitShape
+from flexcache.config.model import UnitShape
 from flexcache.errors import FlexCacheError, StorageError
 from flexcache.ids import SessionId
 from flexcache.logs import log_event

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from flexcache.cache.journal import Change, Stored
 from flexcache.config import CacheConfig
-from flexcache.events.published_names import PublishedNames
+from flexcache.events.held_blocks import PublishedNames
 from flexcache.events.publisher import KVEventPublisher
 
 _MAX_WAITING_TOKENS = 8 << 20  # some 300 MB

@@ -32,8 +32,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from flexcache.config.address import check_http_endpoint, is_loopback
-from flexcache.descriptors import raise_limit
+from flexcache.config.values import check_http_endpoint, is_loopback
 from flexcache.errors import (
     AmbiguousEngineError,
     ConfigError,
@@ -43,6 +42,7 @@ from flexcache.errors import (
 from flexcache.logs import log_event
 from flexcache.metrics.catalog import CATALOG
 from flexcache.metrics.collector import Exposition
+from flexcache.processes import raise_limit
 from flexcache.protocol.trust import find_peer, user_name
 from flexcache.tasks.stats import Stats, to_plain
 

@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from flexcache.cache.eviction import Forecaster, Study
+from flexcache.cache.density import Forecaster, Study
 from flexcache.config import ModelConfig
 from flexcache.errors import InternalError
-from flexcache.ids import SessionId
+from flexcache.ids import SessionId, session_of
 from flexcache.logs import log_event
 from flexcache.protocol.messages import (
     Answer,
@@ -63,7 +63,6 @@ from flexcache.server.served_cache import ServedCache
 from flexcache.server.sessions import ServerSessions
 from flexcache.server.weights import EngineWeights
 from flexcache.tasks.engine import KVTaskEngine
-from flexcache.tasks.ids import session_of
 from flexcache.tasks.instructions import (
     DISK,
     REMOTE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexcache.request_info import PromptDetail
+from flexcache.ids import PromptDetail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

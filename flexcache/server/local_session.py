@@ -10,9 +10,8 @@ import numpy.typing as npt
 
 from flexcache.cache.prompt import Prompt
 from flexcache.errors import ClosedError
-from flexcache.ids import TaskId, TaskKind
+from flexcache.ids import TaskId, TaskIds, TaskKind
 from flexcache.server.server import KVServer
-from flexcache.tasks.ids import TaskIds
 from flexcache.tasks.instructions import MatchedTask, PromisedLoad
 
 

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 from flexcache.cache.journal import Change
 from flexcache.config import CacheConfig
-from flexcache.events.published_names import PublishedNames
+from flexcache.events.held_blocks import PublishedNames
 from flexcache.events.publisher import KVEventPublisher
 from flexcache.logs import log_event
 from flexcache.server.change_feed import ChangeFeed

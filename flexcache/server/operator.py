@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flexcache.cache.continuation import IndexedKeys, find_prefix
 from flexcache.cache.prompt import (
     Prompt,
     PromptMaker,
@@ -16,10 +15,10 @@ from flexcache.cache.prompt import (
     check_version,
     random_version,
 )
+from flexcache.cache.tiers import IndexedKeys, find_prefix
 from flexcache.errors import AmbiguousEngineError, RegistrationError
 from flexcache.events.wire import low_64_bits
-from flexcache.ids import MAX_KEY_BYTES, TaskKind, TierName
-from flexcache.request_info import PromptDetail
+from flexcache.ids import MAX_KEY_BYTES, PromptDetail, TaskKind, TierName
 from flexcache.server.local_session import LocalSession
 from flexcache.server.served_cache import ServedCache
 from flexcache.server.server import KVServer

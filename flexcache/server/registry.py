@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from flexcache.errors import InternalError
-from flexcache.ids import SessionId, TaskId
+from flexcache.ids import MAX_TASK_ID, SessionId, TaskId
 from flexcache.protocol.fence import Fence
 from flexcache.protocol.scratch import Scratch
-from flexcache.tasks.ids import MAX_TASK_ID
 from flexcache.tasks.instructions import device
 
 

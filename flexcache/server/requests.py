@@ -15,12 +15,18 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flexcache.cache.block_keys import PromptKeys
-from flexcache.cache.packed_keys import unpack_keys
+from flexcache.cache.block_keys import PromptContent, PromptKeys, unpack_keys
 from flexcache.cache.prompt import check_hint, check_session_id, check_version, random_version
-from flexcache.cache.prompt_content import PromptContent
 from flexcache.errors import FlexCacheError, InternalError
-from flexcache.ids import MAX_KEY_BYTES, ROOT_BYTES, KVStatus, TaskId
+from flexcache.ids import (
+    MAX_KEY_BYTES,
+    NO_INFO,
+    ROOT_BYTES,
+    KVStatus,
+    PromptDetail,
+    TaskId,
+    session_of,
+)
 from flexcache.logs import log_event
 from flexcache.protocol.messages import (
     Answer,
@@ -37,7 +43,6 @@ from flexcache.protocol.messages import (
     SessionHint,
     TaskAnswer,
 )
-from flexcache.request_info import NO_INFO, PromptDetail
 from flexcache.server.background import BackgroundJob
 from flexcache.server.cache_slot import CacheSlot
 from flexcache.server.guard import Buffer
@@ -45,7 +50,6 @@ from flexcache.server.notices import Notices
 from flexcache.server.outbox import Outbox
 from flexcache.server.registry import Registry, Scheduler
 from flexcache.server.weights import EngineWeights
-from flexcache.tasks.ids import session_of
 from flexcache.tasks.instructions import TaskResult
 from flexcache.transfer.messages import unpack_ids
 

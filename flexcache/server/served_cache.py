@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flexcache.cache.build import CacheSizes, build_cache
 from flexcache.cache.tier import Lease
+from flexcache.cache.tiered_cache import CacheSizes, build_cache
 from flexcache.config import CacheConfig, ModelConfig
-from flexcache.config.groups import UnitShape
+from flexcache.config.model import UnitShape
 from flexcache.errors import ConfigError, StorageError
-from flexcache.events.published_names import PublishedNames
+from flexcache.events.held_blocks import PublishedNames
 from flexcache.ids import TierName
 from flexcache.logs import log_event
 from flexcache.server.store import CacheStore, other_layout

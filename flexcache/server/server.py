@@ -29,9 +29,9 @@ from flexcache.cache.journal import Change
 from flexcache.cache.prompt import random_version
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ClosedError
-from flexcache.forks import tell_of_forks
-from flexcache.ids import SessionId, TaskId
+from flexcache.ids import SessionId, TaskId, TaskIds, __version__, new_epoch
 from flexcache.logs import log_event
+from flexcache.processes import ServiceThread, tell_of_forks
 from flexcache.protocol.messages import Weights
 from flexcache.protocol.names import pid_namespace
 from flexcache.protocol.runtime import (
@@ -52,12 +52,9 @@ from flexcache.server.reactor import Reactor
 from flexcache.server.served_cache import ServedCache
 from flexcache.server.sessions import Answers
 from flexcache.server.workers import WorkerPool
-from flexcache.service_thread import ServiceThread
 from flexcache.storage.shards import Shards
 from flexcache.tasks.engine import KVTaskEngine
-from flexcache.tasks.ids import TaskIds, new_epoch
 from flexcache.tasks.stats import ServerStats, Stats
-from flexcache.version import __version__
 
 logger = logging.getLogger(__name__)
 

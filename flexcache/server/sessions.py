@@ -6,11 +6,10 @@ import itertools
 from collections.abc import Iterator
 from typing import Protocol
 
-from flexcache.ids import SessionId, TaskId
+from flexcache.ids import SessionId, TaskId, TaskIds, make_session
 from flexcache.server.cache_slot import CacheSlot
 from flexcache.server.hub_config import HubConfig
 from flexcache.server.registry import Registry
-from flexcache.tasks.ids import TaskIds, make_session
 from flexcache.tasks.instructions import TaskResult
 
 

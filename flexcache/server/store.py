@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from flexcache.cache.build import CacheSizes
+from flexcache.cache.tiered_cache import CacheSizes
 from flexcache.config import CacheConfig
 from flexcache.errors import ConfigError
 from flexcache.logs import log_event

@@ -13,8 +13,8 @@ from typing import IO
 
 import msgspec
 
-from flexcache.forks import tell_of_forks
 from flexcache.logs import log_event
+from flexcache.processes import tell_of_forks
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from flexcache.errors import NoDirectPathError
-from flexcache.forks import tell_of_forks
+from flexcache.processes import tell_of_forks
 from flexcache.storage.disk_pool import locate_slot
 from flexcache.storage.rank_lock import hold_as_rank, let_go_as_rank
 

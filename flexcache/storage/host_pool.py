@@ -35,8 +35,8 @@ import msgspec
 import numpy as np
 
 from flexcache.errors import ConfigError, RegistrationError
-from flexcache.forks import tell_of_forks
 from flexcache.logs import log_event
+from flexcache.processes import tell_of_forks
 from flexcache.storage import numa
 from flexcache.storage.alignment import align_up
 from flexcache.storage.huge_pages import MADV_HUGEPAGE, MADV_POPULATE_WRITE, advise, make_huge

@@ -28,8 +28,8 @@ from pathlib import Path
 import xxhash
 
 from flexcache.errors import ConfigError
-from flexcache.forks import tell_of_forks
 from flexcache.logs import log_event
+from flexcache.processes import tell_of_forks
 from flexcache.storage.alignment import PAGE_BYTES, align_up
 from flexcache.storage.kv_identity import DIGEST_BYTES, KVIdentity
 from flexcache.storage.private import make_directory

@@ -11,15 +11,13 @@ from collections import Counter
 from collections.abc import Iterable
 
 from flexcache.cache.block_keys import PromptKeys
+from flexcache.cache.load_cost import Way
 from flexcache.cache.load_plan import LoadPlanner
-from flexcache.cache.load_ways import Way
 from flexcache.ids import KVStatus, OpKind, SessionId, TaskKind, TierName
 from flexcache.tasks.histogram import BYTES, SECONDS, Histogram
 from flexcache.tasks.hit_rate import HitRates
-from flexcache.tasks.instructions import TaskResult
-from flexcache.tasks.model import OpRun, Task
-from flexcache.tasks.recorder import Recorder
-from flexcache.tasks.routes import LOAD_TIER
+from flexcache.tasks.instructions import Recorder, TaskResult
+from flexcache.tasks.model import LOAD_TIER, OpRun, Task
 from flexcache.tasks.totals import Totals
 
 _ENDED = {

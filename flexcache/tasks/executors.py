@@ -1,30 +1,33 @@
-"""Executors: which are up, what each of them moves, and what waits for a turn at a worker.
+r"""Executors: which are up, what each of them moves, and what waits for a turn at a worker.
 
 An op is carried out by one executor (the disk or the remote worker) or by several at once (the
 device worker of every rank), and has ended when all of them have reported or are gone. Ops of the
 GPU start at once. Ops of a worker wait in its lane, a fair queue, until the worker has room.
 
     start --> waiting in a lane --> running --done | down--> ended
-       \\            \\--tier unavailable--> ended, nothing moved
-        \\--not connected--> ended, nothing moved
+       \            \--tier unavailable--> ended, nothing moved
+        \--not connected--> ended, nothing moved
 
 A state machine without I/O: every call that may end ops returns them, and what the executors are
 to do is left as instructions. Every op that was started is returned exactly once, unless its task
 withdraws it before its turn.
+
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+import numpy.typing as npt
+
+from flexcache.cache.restore import Records
 from flexcache.cache.tiers import Tiers
 from flexcache.errors import InternalError
 from flexcache.ids import OpId, OpKind, TaskId, TaskKind, TierName
 from flexcache.tasks.accounts import Accounts
-from flexcache.tasks.availability import Availability
-from flexcache.tasks.checksums import Checksums, SlotChecksums
 from flexcache.tasks.instructions import (
     DISK,
     REMOTE,
@@ -33,12 +36,89 @@ from flexcache.tasks.instructions import (
     ReplaceExecutor,
     RunOp,
 )
-from flexcache.tasks.model import OpRun, Task
-from flexcache.tasks.routes import LOAD_TIER, LOWER_TIER, WORKER_OF, WORKERS
+from flexcache.tasks.model import LOAD_TIER, LOWER_TIER, WORKER_OF, WORKERS, OpRun, Task
 from flexcache.tasks.stats import QueueStats
 from flexcache.transfer.breaker import CircuitBreaker
 from flexcache.transfer.fair_queue import FairQueue, Urgency
 from flexcache.transfer.graph import TransferOp
+
+
+class Availability:
+    """Applies the rule to the tiers below DRAM.
+
+    A tier takes part while its worker is up and its breaker, if it has one, is closed. One that
+    does not is neither read nor written: gets plan what the other tiers have, write-throughs skip
+    it, and what is dirty stays dirty.
+
+    Args:
+        tiers: Names of these tiers. None takes part before the first `sync`.
+        breakers: Breakers of tiers that can be given up while their worker is up.
+        unavailable: Receives the names of tiers that do not take part: the set that plans are
+            made by.
+    """
+
+    def __init__(
+        self,
+        tiers: Iterable[TierName],
+        breakers: Mapping[TierName, CircuitBreaker],
+        unavailable: set[TierName],
+    ) -> None:
+        self._tiers = tuple(tiers)
+        self._breakers = breakers
+        self._unavailable = unavailable
+        unavailable.update(self._tiers)
+
+    def takes_part(self, tier: TierName, up: Container[str]) -> bool:
+        """Apply the rule to one tier. ``up`` has the names of the workers that are up."""
+        breaker = self._breakers.get(tier)
+        return WORKERS[tier] in up and (breaker is None or breaker.is_closed)
+
+    def sync(self, up: Container[str]) -> list[TierName]:
+        """Apply the rule to every tier; returns those that have just become unavailable."""
+        lost = []
+        for tier in self._tiers:
+            if self.takes_part(tier, up):
+                self._unavailable.discard(tier)
+            elif tier not in self._unavailable:
+                self._unavailable.add(tier)
+                lost.append(tier)
+        return lost
+
+    def check(self, up: Container[str]) -> bool:
+        """Whether the set of unavailable tiers agrees with the rule."""
+        return all(self.takes_part(t, up) is (t not in self._unavailable) for t in self._tiers)
+
+
+Checksums = npt.NDArray[np.uint64]
+
+_READ_OR_RECORDED = (OpKind.DISK2H, OpKind.DISK2D, OpKind.COMMIT)
+_WRITTEN = (OpKind.H2DISK, OpKind.D2DISK)
+
+
+class SlotChecksums:
+    """One checksum per slot, as reported by the write that filled the slot."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._by_slot: Checksums = np.zeros(num_slots, dtype=np.uint64)
+
+    def expected(self, op: TransferOp) -> Checksums | None:
+        """What the blocks that an op reads or records must add up to; None for other ops."""
+        if op.kind in _READ_OR_RECORDED and op.src is not None:
+            return self._by_slot[op.src]
+        return None
+
+    def record(self, op: TransferOp, checksums: Checksums) -> int | None:
+        """Keep what a write reported; how many of its blocks that covers, None if no SSD write."""
+        if op.kind not in _WRITTEN or op.dst is None:
+            return None
+        count = min(len(checksums), len(op.dst))
+        self._by_slot[op.dst[:count]] = checksums[:count]
+        return count
+
+    def restore(self, records: Records) -> None:
+        """Take over the checksums of slots that an earlier process has filled."""
+        self._by_slot[records["slot"]] = records["checksum"]
+
 
 _MAX_OPS_AT_ONCE = 8  # given to a worker: enough to keep it busy, few enough that a read need not
 # wait behind many writes, and that a deadline means what it says

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 
 from sortedcontainers import SortedList
 
-from flexcache.cache.block_keys import BlockKeys
-from flexcache.cache.prompt_content import PromptContent
-from flexcache.cache.remote_tier import RemoteTier
-from flexcache.cache.tail_loads import AskedTail
+from flexcache.cache.block_keys import BlockKeys, PromptContent
+from flexcache.cache.load_plan import AskedTail
+from flexcache.cache.tiers import RemoteTier
 from flexcache.ids import BlockKey, RootId
 from flexcache.tasks.instructions import Instruction, LookUpEnded, RunLookUp
 from flexcache.transfer.breaker import CircuitBreaker

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import heapq
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from flexcache.cache.early_loads import EarlyLoad
-from flexcache.cache.plan import Plan, PlannedTail
+from flexcache.cache.plan import LOAD_OP, STORE_OP, Plan, PlannedTail
 from flexcache.cache.tail_index import TAIL_FIRST
+from flexcache.errors import InternalError
 from flexcache.ids import (
     KVStatus,
     OpId,
@@ -21,12 +24,36 @@ from flexcache.ids import (
     TaskKind,
     TaskState,
     TierName,
+    id_before,
 )
-from flexcache.tasks.ids import id_before
-from flexcache.tasks.instructions import TaskResult
-from flexcache.tasks.routes import GPU_OPS, STAGED_LOAD_TIER
+from flexcache.tasks.instructions import DISK, REMOTE, TaskResult
 from flexcache.tasks.totals import Totals
-from flexcache.transfer.graph import TransferOp
+from flexcache.transfer.graph import BlockIds, TransferOp
+
+WORKERS = {TierName.SSD: DISK, TierName.REMOTE: REMOTE}
+STAGED_LOAD_TIER = {kind: tier for tier, kind in LOAD_OP.items()}
+"""Loads that end in DRAM."""
+LOAD_TIER = {**STAGED_LOAD_TIER, OpKind.DISK2D: TierName.SSD}
+RECORDING_TIER = {kind: tier for tier, kind in STORE_OP.items()} | {OpKind.COMMIT: TierName.SSD}
+"""Ops at whose end a tier has the blocks."""
+STORE_TIER = {**RECORDING_TIER, OpKind.D2DISK: TierName.SSD}
+LOWER_TIER = {**LOAD_TIER, **STORE_TIER}
+WORKER_OF = {kind: WORKERS[tier] for kind, tier in (STAGED_LOAD_TIER | RECORDING_TIER).items()}
+GPU_LOADS = (OpKind.H2D, OpKind.DISK2D)
+GPU_STORES = (OpKind.D2H, OpKind.D2DISK)
+GPU_OPS = GPU_LOADS + GPU_STORES
+
+ENDS = {
+    OpKind.H2D: (TierName.CPU, TierName.GPU),
+    OpKind.D2H: (TierName.GPU, TierName.CPU),
+    OpKind.DISK2H: (TierName.SSD, TierName.CPU),
+    OpKind.H2DISK: (TierName.CPU, TierName.SSD),
+    OpKind.REMOTE2H: (TierName.REMOTE, TierName.CPU),
+    OpKind.H2REMOTE: (TierName.CPU, TierName.REMOTE),
+    OpKind.DISK2D: (TierName.SSD, TierName.GPU),
+    OpKind.D2DISK: (TierName.GPU, TierName.SSD),
+}
+"""Where each op that moves bytes reads and writes."""
 
 _FINAL_STATE = {
     KVStatus.SUCCESS: TaskState.COMPLETED,
@@ -265,3 +292,95 @@ class Session:
         """Raises `KeyError` for an id that was never given out."""
         if not id_before(self.session) < task_id <= self.last_id:
             raise KeyError(f"task {task_id} was never given out")
+
+
+def check_slot_mappings(task_ids: Sequence[int], gpu_blocks: Sequence[object]) -> None:
+    """Raise `ValueError` unless each task is named once and has its blocks."""
+    if len(task_ids) != len(gpu_blocks):
+        raise ValueError(f"{len(task_ids)} tasks need as many slot mappings, not {len(gpu_blocks)}")
+    if len(set(task_ids)) != len(task_ids):
+        raise ValueError("task_ids name a task twice")
+
+
+def check_launchable(
+    task_id: int, kind: TaskKind, is_launched: bool, num_blocks: int, blocks: BlockIds
+) -> None:
+    """Raise `ValueError` if a task was launched before, or needs another number of GPU blocks."""
+    if is_launched:
+        raise ValueError(f"task {task_id} was launched before")
+    if kind is not TaskKind.PREFETCH and len(blocks) != num_blocks:
+        raise ValueError(
+            f"task {task_id} needs slots for {num_blocks} blocks, {len(blocks)} were given"
+        )
+
+
+_SHORTEST_LOAD_PATIENCE_S = 0.25  # however fast the engine computes
+
+
+def load_patience_s(num_blocks: int, prefill_blocks_per_s: float, longest_s: float) -> float:
+    """Return how long to wait for a load: no longer than computing its blocks would take.
+
+    Args:
+        prefill_blocks_per_s: How fast the engine computes; 0 if unknown.
+    """
+    if prefill_blocks_per_s <= 0:
+        return longest_s
+    return min(longest_s, max(_SHORTEST_LOAD_PATIENCE_S, num_blocks / prefill_blocks_per_s))
+
+
+class TaskDeadlines:
+    """Remembers until when each task may wait for its launch or for the remote store.
+
+    Args:
+        match_ttl_s: How long a match may remain unlaunched.
+        longest_load_s: How long a get waits for the remote store at most.
+    """
+
+    def __init__(self, match_ttl_s: float, longest_load_s: float) -> None:
+        self.match_ttl_s = match_ttl_s
+        self._longest_load_s = longest_load_s
+        self._unlaunched: OrderedDict[TaskId, float] = OrderedDict()
+        """The oldest match comes first."""
+        self._loads: list[tuple[float, TaskId]] = []
+
+    @property
+    def num_unlaunched(self) -> int:
+        return len(self._unlaunched)
+
+    def matched(self, task_id: TaskId, now: float) -> None:
+        self._unlaunched[task_id] = now + self.match_ttl_s
+
+    def launched(self, task: Task, now: float) -> None:
+        """A get waits for the remote store no longer than computing its blocks would take."""
+        self._unlaunched.pop(task.task_id, None)
+        if task.plan.kind is TaskKind.GET and TierName.REMOTE in task.plan.sources:
+            rate = task.owner.prefill_blocks_per_s
+            patience_s = load_patience_s(task.plan.num_blocks, rate, self._longest_load_s)
+            heapq.heappush(self._loads, (now + patience_s, task.task_id))
+
+    def cancelled(self, task_id: TaskId) -> None:
+        self._unlaunched.pop(task_id, None)
+
+    def take_late_load(self, now: float) -> TaskId | None:
+        """A get that has waited long enough for the remote store; it may have ended since."""
+        if self._loads and self._loads[0][0] <= now:
+            return heapq.heappop(self._loads)[1]
+        return None
+
+    def take_unlaunched(self, now: float) -> TaskId | None:
+        """A match whose time to be launched is up."""
+        if self._unlaunched and next(iter(self._unlaunched.values())) <= now:
+            return self._unlaunched.popitem(last=False)[0]
+        return None
+
+    def next(self) -> float | None:
+        """When one of these has something to return at the earliest."""
+        times = [self._loads[0][0]] if self._loads else []
+        if self._unlaunched:
+            times.append(next(iter(self._unlaunched.values())))
+        return min(times, default=None)
+
+    def check(self, unlaunched: list[TaskId]) -> None:
+        """Raise `InternalError` unless exactly these tasks, oldest first, await their launch."""
+        if unlaunched != list(self._unlaunched):
+            raise InternalError("tasks that wait for their launch and those watched disagree")

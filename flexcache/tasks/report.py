@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from flexcache.cache.block_pool import Quotas
 from flexcache.cache.load_cost import why_recomputed
 from flexcache.cache.plan import LOAD_OP
-from flexcache.cache.quotas import Quotas
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.ids import OpKind, TierName
 from flexcache.tasks.accounts import Accounts
 from flexcache.tasks.lookups import RemoteLookUps
-from flexcache.tasks.routes import ENDS
+from flexcache.tasks.model import ENDS
 from flexcache.tasks.sessions import TaskSessions
 from flexcache.tasks.stats import (
     BreakerStats,

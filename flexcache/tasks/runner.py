@@ -25,8 +25,14 @@ from flexcache.tasks.instructions import (
     TaskAnswered,
     TaskResult,
 )
-from flexcache.tasks.model import OpRun, Task
-from flexcache.tasks.routes import LOAD_TIER, RECORDING_TIER, STAGED_LOAD_TIER, STORE_TIER
+from flexcache.tasks.model import (
+    LOAD_TIER,
+    RECORDING_TIER,
+    STAGED_LOAD_TIER,
+    STORE_TIER,
+    OpRun,
+    Task,
+)
 from flexcache.tasks.sessions import TaskSessions
 from flexcache.transfer.scheduler import OpEnded, Outcome, TransferScheduler
 

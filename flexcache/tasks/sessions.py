@@ -10,12 +10,27 @@ from collections.abc import Sequence
 
 from flexcache.cache.plan import Plan
 from flexcache.errors import InternalError
-from flexcache.ids import OpKind, RootId, SessionId, TaskId, TaskState
-from flexcache.tasks.ids import TaskIds, id_before, make_session, session_of
+from flexcache.ids import (
+    OpKind,
+    RootId,
+    SessionId,
+    TaskId,
+    TaskIds,
+    TaskState,
+    id_before,
+    make_session,
+    session_of,
+)
 from flexcache.tasks.instructions import device
-from flexcache.tasks.launch_checks import check_launchable, check_slot_mappings
-from flexcache.tasks.model import Session, Task
-from flexcache.tasks.routes import GPU_LOADS, GPU_STORES, WORKER_OF
+from flexcache.tasks.model import (
+    GPU_LOADS,
+    GPU_STORES,
+    WORKER_OF,
+    Session,
+    Task,
+    check_launchable,
+    check_slot_mappings,
+)
 from flexcache.tasks.totals import Totals
 from flexcache.transfer.graph import BlockIds
 

@@ -1,9 +1,4 @@
-"""Tracer: records every call and op, for replay and analysis.
-
-Callers only append to a queue; a thread encodes and writes it a tenth of a second later. Records
-that do not fit the queue are dropped and counted. Failures never reach callers: when the disk is
-full the trace ends, with one line in the log.
-"""
+"""Rotating files: a sequence of files of which the oldest are deleted."""
 
 from __future__ import annotations
 
@@ -12,22 +7,23 @@ import logging
 import os
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
+import numpy as np
 
-from flexcache.cache.block_keys import PromptKeys
+from flexcache.cache.block_keys import BlockKeys, PromptKeys, unpack_keys
 from flexcache.cache.tiers import Tiers
 from flexcache.config import CacheConfig
-from flexcache.ids import OpId, SessionId, TierName
+from flexcache.ids import OpId, RootId, SessionId, TierName, __version__
 from flexcache.logs import log_event
+from flexcache.storage.private import make_directory
 from flexcache.tasks.instructions import TaskResult
 from flexcache.tasks.model import Task
-from flexcache.tracing.files import RotatingFiles
-from flexcache.tracing.keys import KeyWriter, PackedPrompt, shorten
 from flexcache.tracing.records import (
     FORMAT,
     KEY_BYTES,
@@ -44,7 +40,150 @@ from flexcache.tracing.records import (
     TraceHeader,
 )
 from flexcache.transfer.graph import TransferOp
-from flexcache.version import __version__
+
+
+class RotatingFiles:
+    """Writes lines to files ``<stem>.0001.jsonl``, ``<stem>.0002.jsonl``, ... of a directory.
+
+    Args:
+        max_bytes: Size at which the next file begins.
+        max_files: How many files are kept.
+        make_first_line: Returns the first line of the file with this number.
+
+    Every method may raise `OSError`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        stem: str,
+        max_bytes: int,
+        max_files: int,
+        make_first_line: Callable[[int], bytes],
+    ) -> None:
+        self._directory = directory
+        self._stem = stem
+        self._max_bytes = max_bytes
+        self._max_files = max_files
+        self._make_first_line = make_first_line
+        self._file: BinaryIO | None = None
+        self._kept: deque[Path] = deque()
+        self._number = 0
+        self._size = 0
+        self.path: Path | None = None
+        self.num_bytes = 0
+        """Total bytes written, including deleted files."""
+
+    @property
+    def room(self) -> int:
+        """Bytes left in the current file."""
+        return self._max_bytes - self._size
+
+    def begin_next(self) -> None:
+        """Close the current file, if there is one, and begin the next."""
+        self.close()
+        self._number += 1
+        make_directory(self._directory)
+        self.path = self._directory / f"{self._stem}.{self._number:04}.jsonl"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        descriptor = os.open(self.path, flags, 0o600)  # prompts are private to this user
+        self._file = open(descriptor, "wb", buffering=0)  # noqa: SIM115
+        self._kept.append(self.path)
+        self._size = 0
+        while len(self._kept) > self._max_files:
+            self._kept.popleft().unlink(missing_ok=True)
+        self.write(self._make_first_line(self._number))
+
+    def write(self, lines: bytes) -> None:
+        """Append to the current file. A full disk may tear a line."""
+        assert self._file is not None
+        left = memoryview(lines)
+        while left:
+            written = self._file.write(left) or 0
+            self._size += written
+            self.num_bytes += written
+            left = left[written:]
+
+    def close(self) -> None:
+        """Close the current file. Idempotent."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            file.close()
+
+
+_MAX_BASES = 4096
+_ROOT_BYTES = 8
+
+
+class PackedPrompt(NamedTuple):
+    """A prompt as `BlockKeys.packed` returns it."""
+
+    root: RootId
+    key_bytes: int
+    data: bytes
+
+
+def shorten(keys: Iterable[bytes]) -> bytes:
+    """Concatenate the last bytes of each key."""
+    return b"".join([key[-KEY_BYTES:].rjust(KEY_BYTES, b"\0") for key in keys])
+
+
+class KeyWriter:
+    """Adds a prompt's block keys to its match: eight bytes each, without those of earlier lines.
+
+    A request is looked up and then stored, and a conversation continues where it ended, so most
+    prompts begin like one that was written already: a line refers to that one, which is in the same
+    file, and has only the remaining keys.
+    """
+
+    def __init__(self, tokens_per_block: int) -> None:
+        self._tokens_per_block = tokens_per_block
+        self._bases: OrderedDict[tuple[RootId, bytes], tuple[int, int]] = OrderedDict()
+        """Root and last key of a prompt -> a task that matched it, and its number of blocks."""
+
+    def begin_file(self) -> None:
+        self._bases.clear()
+
+    def complete(self, match: Matched, prompt: PackedPrompt) -> Matched:
+        keys = unpack_keys(
+            prompt.root, memoryview(prompt.data), prompt.key_bytes, self._tokens_per_block
+        )
+        base, base_blocks = self._find_base(match, keys)
+        if match.stop:
+            self._bases[_end_of(keys, match.stop)] = (match.task, match.stop)
+            if len(self._bases) > _MAX_BASES:
+                self._bases.popitem(last=False)
+        return msgspec.structs.replace(
+            match,
+            root=prompt.root[:_ROOT_BYTES].hex(),
+            base=base,
+            base_blocks=base_blocks,
+            keys=_rest(prompt, keys, base_blocks, match.stop),
+        )
+
+    def _find_base(self, match: Matched, keys: BlockKeys) -> tuple[int, int]:
+        """Return an earlier task whose prompt this one begins with, and its number of blocks.
+
+        Such a prompt ends where this one does, or where the cached part of this one does. A key
+        covers everything before it, so these few are the only keys computed for a token prompt.
+        """
+        for count in (match.stop, match.found_start + match.num_blocks, match.found_start):
+            base, num_blocks = self._bases.get(_end_of(keys, count), (0, 0)) if count else (0, 0)
+            if base and num_blocks == count:
+                return base, count
+        return 0, 0
+
+
+def _end_of(keys: BlockKeys, count: int) -> tuple[RootId, bytes]:
+    return keys.root, keys.key(count - 1)[-KEY_BYTES:]
+
+
+def _rest(prompt: PackedPrompt, keys: BlockKeys, start: int, stop: int) -> bytes:
+    if prompt.key_bytes < KEY_BYTES:
+        return shorten(keys.slice(start, stop))
+    table = np.frombuffer(prompt.data, dtype=np.uint8).reshape(-1, prompt.key_bytes)
+    return table[start:stop, -KEY_BYTES:].tobytes()
+
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +217,7 @@ def make_header(
 
 
 class Tracer:
-    """A `flexcache.tasks.recorder.Recorder` that writes to ``config.trace_dir``."""
+    """A `flexcache.tasks.instructions.Recorder` that writes to ``config.trace_dir``."""
 
     def __init__(self, config: CacheConfig, header: TraceHeader) -> None:
         assert config.trace_dir is not None

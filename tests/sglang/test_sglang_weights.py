@@ -418,7 +418,7 @@ def check_identity(directory: str) -> None:
     from sglang.srt.server_args import ServerArgs
     from sglang_engine import options
 
-    from flexcache.integration.identity.files import FileDigests
+    from flexcache.integration.file_digests import FileDigests
     from flexcache.integration.sglang.identity import read_model_id
 
     def identify(**more: Any) -> tuple[str, bool]:

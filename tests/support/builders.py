@@ -11,8 +11,7 @@ import numpy as np
 
 from flexcache.cache.block_keys import EngineBlockKeys
 from flexcache.cache.block_pool import BlockIds
-from flexcache.cache.build import CacheSizes, build_cache
-from flexcache.cache.tiered_cache import TieredCache
+from flexcache.cache.tiered_cache import CacheSizes, TieredCache, build_cache
 from flexcache.config import CacheConfig
 from flexcache.ids import BlockKey, RootId
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from flexcache import CacheConfig, KVManager, KVResponse, KVTPClient, ModelConfig
-from flexcache.client.local import LocalTransport
+from flexcache.client.client import LocalTransport
 from flexcache.ids import OpKind
 from flexcache.server.server import KVServer
 

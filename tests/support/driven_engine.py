@@ -486,7 +486,7 @@ class Commands(Engine):
     @contextmanager
     def _unwatched(self) -> Iterator[None]:
         """Run as if neither KV events nor a trace were enabled."""
-        from flexcache.request_info import PromptDetail
+        from flexcache.ids import PromptDetail
 
         transport = self.manager._client.transport
         tasks = transport.server.hub.cache.tasks

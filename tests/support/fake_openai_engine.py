@@ -31,7 +31,7 @@ import uvloop
 from aiohttp import web
 from paths import ROOT
 
-from flexcache.events.batch_publisher import Address, BatchPublisher
+from flexcache.events.publisher import Address, BatchPublisher
 from flexcache.events.wire import (
     AllBlocksCleared,
     BatchEncoder,

@@ -85,7 +85,7 @@ def oversized(module: Module, *, is_test: bool = False) -> Iterator[tuple[str, s
     lines = module.source.count("\n")
     if lines > MAX_MODULE_LINES and not is_test:
         yield module.place, f"{lines} lines"
-    for path, node in _definitions(module.tree):
+    for path, node in definitions(module.tree):
         place = f"{module.place}::{path}"
         assert node.end_lineno is not None
         lines = node.end_lineno - node.lineno + 1
@@ -110,14 +110,14 @@ def _statements(tree: ast.AST) -> Iterator[ast.AST]:
             yield from children
 
 
-def _definitions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, _Definition]]:
+def definitions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, _Definition]]:
     for node in _statements(tree):
         if isinstance(node, _Definition):
             path = f"{prefix}{node.name}"
             yield path, node
-            yield from _definitions(node, f"{path}.")
+            yield from definitions(node, f"{path}.")
         else:
-            yield from _definitions(node, prefix)
+            yield from definitions(node, prefix)
 
 
 # -- imports --------------------------------------------------------------------------------------

@@ -15,11 +15,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheTensor
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from flexcache.integration.vllm.kv_layout import (
-    preferred_layout,
-    prefers_one_tensor,
-    split_layers,
-)
+from flexcache.integration.vllm.engine import preferred_layout, prefers_one_tensor, split_layers
 from flexcache.storage.layout import bytes_per_block, describe_kv_caches
 
 NUM_LAYERS, NUM_BLOCKS = 3, 4

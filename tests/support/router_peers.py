@@ -20,7 +20,7 @@ from cluster import Cluster
 from fake_openai_engine import FakeEngine
 from ports import free_ports
 
-from flexcache.events.batch_publisher import BatchPublisher
+from flexcache.events.publisher import BatchPublisher
 from flexcache.events.wire import BlockStored, Event
 from flexcache.router.fleet import EventSource
 

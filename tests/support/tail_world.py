@@ -15,14 +15,22 @@ import numpy as np
 from builders import prefixes
 
 from flexcache.cache.block_keys import ENGINE_KEYS, EngineBlockKeys, make_root
-from flexcache.cache.build import CacheSizes, build_cache
 from flexcache.cache.plan import Plan
 from flexcache.cache.tier import Tier
+from flexcache.cache.tiered_cache import CacheSizes, build_cache
 from flexcache.config import CacheConfig
-from flexcache.config.groups import KVGroup, UnitShape
-from flexcache.ids import BlockKey, KVStatus, OpKind, TaskId, TaskKind, TierName
+from flexcache.config.model import KVGroup, UnitShape
+from flexcache.ids import (
+    BlockKey,
+    KVStatus,
+    OpKind,
+    TaskId,
+    TaskIds,
+    TaskKind,
+    TierName,
+    make_session,
+)
 from flexcache.tasks.engine import KVTaskEngine
-from flexcache.tasks.ids import TaskIds, make_session
 from flexcache.tasks.instructions import (
     DISK,
     REMOTE,

@@ -18,15 +18,23 @@ import numpy as np
 from builders import make_cache
 from write_back_model import WriteBackModel
 
-from flexcache.cache.block_keys import ENGINE_KEYS, EngineBlockKeys, make_root
-from flexcache.cache.layout_roots import LayoutRoots
+from flexcache.cache.block_keys import ENGINE_KEYS, EngineBlockKeys, LayoutRoots, make_root
 from flexcache.cache.plan import Plan
-from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiered_cache import TieredCache
-from flexcache.ids import BlockKey, KVStatus, OpId, OpKind, TaskId, TaskKind, TierName
+from flexcache.cache.tiers import RemoteTier
+from flexcache.ids import (
+    BlockKey,
+    KVStatus,
+    OpId,
+    OpKind,
+    TaskId,
+    TaskIds,
+    TaskKind,
+    TierName,
+    make_session,
+)
 from flexcache.tasks.engine import KVTaskEngine
-from flexcache.tasks.ids import TaskIds, make_session
 from flexcache.tasks.instructions import (
     DISK,
     REMOTE,

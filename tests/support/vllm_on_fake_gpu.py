@@ -68,7 +68,7 @@ def serve_alone(prompts: Prompts) -> list[list[int]]:
 def serve_on_fake_gpu(prompts: Prompts, in_one_piece: bool) -> dict[str, Any]:
     """Serve prompts that are not cached, then from DRAM: between steps, by layer, while the engine
     sleeps in between, and by layer while the model waits for no copy. Returns what was seen."""
-    from flexcache.integration.layerwise_rule import LayerwiseRule
+    from flexcache.integration.adapter import LayerwiseRule
     from flexcache.transfer.workers import device
 
     FakeGpuConnector.in_one_piece = in_one_piece

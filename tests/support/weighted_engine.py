@@ -14,7 +14,7 @@ import torch
 from cluster import PATIENCE_S, as_bytes
 
 from flexcache import CacheConfig, KVManager, KVResponse, KVTPClient, ModelConfig
-from flexcache.cache.token_masks import Mask
+from flexcache.cache.prompt import Mask
 
 TOKENS_PER_BLOCK = 4
 NUM_GPU_BLOCKS = 32

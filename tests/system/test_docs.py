@@ -104,7 +104,7 @@ def test_charts_show_the_figures_of_the_benchmarks_page(tmp_path: Path) -> None:
     def figures(path: Path) -> Any:
         return json.loads(image.open(path).text["Description"])
 
-    for name in ("ttft.png", "targets.png"):
+    for name in ("ttft.png", "gpu.png"):
         assert figures(ROOT / "docs" / name) == figures(tmp_path / name)
     (text,) = re.findall(r"!\[([^]]*)\]\(docs/ttft.png\)", (ROOT / "README.md").read_text())
     for run, systems in figures(tmp_path / "ttft.png").items():

@@ -16,7 +16,8 @@ from cluster import Cluster, joined_kv, running_cluster
 from test_faults import SOURCE, TOKENS, until
 
 from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient, ModelConfig
-from flexcache.client import attachment, rank
+from flexcache.client import lent_tensors as attachment
+from flexcache.client import rank
 from flexcache.client.rank import ClientState
 from flexcache.errors import RegistrationError
 from flexcache.ids import OpKind

@@ -21,8 +21,8 @@ from test_shared import Member, members
 from test_soak import resident_mb
 
 from flexcache import CacheConfig
-from flexcache.config.address import server_of
-from flexcache.ids import TaskKind
+from flexcache.config.values import server_of
+from flexcache.ids import TaskIds, TaskKind
 from flexcache.protocol.messages import (
     MAX_FRAME_BYTES,
     Cancel,
@@ -40,7 +40,6 @@ from flexcache.protocol.messages import (
     WelcomeEngine,
 )
 from flexcache.protocol.runtime import private_endpoint, runtime_dir
-from flexcache.tasks.ids import TaskIds
 from flexcache.transfer.messages import Done, LookedUp, Ready, Stop
 
 FRAMES = int(os.environ.get("FUZZ_FRAMES", 1500))

@@ -13,7 +13,7 @@ import test_past_dram_on_gpu as past_dram
 from engine_memory import device_memory
 from mutants import Fixtures, Mutant, check_seen
 
-from flexcache.client import attachment
+from flexcache.client import lent_tensors as attachment
 from flexcache.client.rank import KVTPClient
 from flexcache.transfer.workers.copy_cuda import CudaCopier
 from flexcache.transfer.workers.device_gates import DeviceGates

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 from ports import free_ports
 
-from flexcache.client.status import read_status
+from flexcache.client.link import read_status
 
 SOFT, HARD, NUM_IDLE = 256, 600, 290
 ALLOWED = HARD // 4

@@ -16,10 +16,8 @@ from cluster import running_cluster
 from flexcache import CacheConfig
 from flexcache.cache.journal import Change, Cleared, Medium, Removed, Stored
 from flexcache.events import held_blocks
-from flexcache.events.batch_publisher import Address, BatchPublisher
-from flexcache.events.consolidation import Consolidation
-from flexcache.events.publisher import KVEventPublisher
-from flexcache.events.snapshot import END_OF_REPLAY
+from flexcache.events.consolidator import Consolidation
+from flexcache.events.publisher import Address, BatchPublisher, KVEventPublisher
 from flexcache.events.subscriber import (
     KVEventSubscriber,
     Lost,
@@ -28,7 +26,7 @@ from flexcache.events.subscriber import (
     Received,
     SnapshotPart,
 )
-from flexcache.events.wire import BatchEncoder, BlockRemoved, BlockStored, Event
+from flexcache.events.wire import END_OF_REPLAY, BatchEncoder, BlockRemoved, BlockStored, Event
 from flexcache.ids import BlockKey, RootId
 
 PATIENCE_S = 60.0

@@ -24,12 +24,16 @@ from cluster import running_cluster, until
 from flexcache import CacheConfig
 from flexcache.cache.journal import Medium, Removed, Stored
 from flexcache.errors import ConfigError
-from flexcache.events.batch_publisher import Address, BatchPublisher, is_bound
-from flexcache.events.batch_subscriber import BatchSubscriber
-from flexcache.events.publisher import KVEventPublisher
-from flexcache.events.snapshot import END_OF_REPLAY
-from flexcache.events.subscriber import KVEventSubscriber, Lost, News, PublisherRestarted, Received
-from flexcache.events.wire import BatchEncoder, BlockRemoved, BlockStored, Event
+from flexcache.events.publisher import Address, BatchPublisher, KVEventPublisher, is_bound
+from flexcache.events.subscriber import (
+    BatchSubscriber,
+    KVEventSubscriber,
+    Lost,
+    News,
+    PublisherRestarted,
+    Received,
+)
+from flexcache.events.wire import END_OF_REPLAY, BatchEncoder, BlockRemoved, BlockStored, Event
 from flexcache.ids import BlockKey, RootId
 
 PATIENCE_S = 60.0

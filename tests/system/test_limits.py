@@ -14,7 +14,7 @@ import pytest
 from cluster import running_cluster, until
 from ports import free_port
 
-from flexcache.cache.write_budget import BURST_S
+from flexcache.cache.write_back import BURST_S
 from flexcache.logs import LogEvent
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.pool_directory import PoolDirectory

@@ -13,7 +13,7 @@ import pytest
 from cluster import PATIENCE_S, Cluster, running_cluster, until
 
 from flexcache import KVStatus
-from flexcache.client.attachment import Attachment
+from flexcache.client.lent_tensors import Attachment
 from flexcache.client.link import ServerLink
 from flexcache.client.rank import ClientState, KVTPClient
 from flexcache.client.rank_tasks import RankTasks

@@ -33,8 +33,8 @@ from scrapes import CHANGES, Expected, Is, Scrapes
 
 from flexcache import CacheConfig, KVManager, KVTPClient, ModelConfig, __version__
 from flexcache.cache import tiered_cache
-from flexcache.cache.reuse_watch import MIN_MISSED_BLOCKS
-from flexcache.events.snapshot import END_OF_REPLAY
+from flexcache.cache.admission import MIN_MISSED_BLOCKS
+from flexcache.events.wire import END_OF_REPLAY
 from flexcache.metrics.catalog import CATALOG
 from flexcache.protocol.messages import HelloEngine, ModelSpec
 from flexcache.protocol.runtime import private_endpoint

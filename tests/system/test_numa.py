@@ -16,7 +16,7 @@ from cluster import running_cluster
 from engine_memory import device_memory
 from mutants import Mutant, check_seen
 
-from flexcache.client.attachment import Attachment
+from flexcache.client.lent_tensors import Attachment
 from flexcache.doctor.findings import Level
 from flexcache.doctor.memory import check_numa, judge_numa
 from flexcache.doctor.subject import Subject

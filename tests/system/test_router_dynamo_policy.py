@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from router_peers import BLOCK, DynamoSelection, peer_python, source_of, wait
 
-from flexcache.events.batch_publisher import Address, BatchPublisher
+from flexcache.events.publisher import Address, BatchPublisher
 from flexcache.events.wire import BatchEncoder, BlockStored, Event
 from flexcache.router.dispatcher import GPU, Dispatcher, Prompt
 from flexcache.router.load import Load

@@ -13,7 +13,7 @@ from event_publisher import PublisherProcess, stored
 from ports import free_ports
 
 from flexcache.errors import ConfigError
-from flexcache.events.batch_publisher import Address, BatchPublisher
+from flexcache.events.publisher import Address, BatchPublisher
 from flexcache.events.wire import (
     AllBlocksCleared,
     BatchEncoder,

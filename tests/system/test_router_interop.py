@@ -24,7 +24,7 @@ from router_peers import (
     source_of_cache,
 )
 
-from flexcache.events.batch_publisher import Address, BatchPublisher
+from flexcache.events.publisher import Address, BatchPublisher
 from flexcache.events.wire import BatchEncoder, Event
 from flexcache.router.fleet import EventSource
 

@@ -33,7 +33,7 @@ from router_process import RouterProcess
 from scrapes import CHANGES, Expected, Is, Scrapes
 
 from flexcache import __version__
-from flexcache.events.batch_publisher import Address, BatchPublisher
+from flexcache.events.publisher import Address, BatchPublisher
 from flexcache.events.wire import AllBlocksCleared, BatchEncoder, BlockStored, Event
 
 PROMPT = list(range(100, 100 + 320))

@@ -19,7 +19,7 @@ from test_faults import TOKENS, until
 
 from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient, ModelConfig
 from flexcache.cache.block_keys import BlockKeys
-from flexcache.cache.eviction import Forecaster
+from flexcache.cache.density import Forecaster
 from flexcache.protocol.runtime import private_endpoint
 from flexcache.server.hub import Hub
 from flexcache.server.operator import open_http

@@ -22,14 +22,14 @@ from paths import SUPPORT
 from ports import free_port
 
 from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient
+from flexcache.client.link import read_status
 from flexcache.client.rank import ClientState
-from flexcache.client.status import read_status
-from flexcache.config.address import server_of
+from flexcache.config.values import server_of
 from flexcache.errors import ConfigError, RegistrationError, ServerLostError
 from flexcache.events.subscriber import KVEventSubscriber, Received
 from flexcache.events.wire import BlockStored
+from flexcache.ids import RequestInfo
 from flexcache.protocol.runtime import is_served, private_endpoint, runtime_dir
-from flexcache.request_info import RequestInfo
 
 CONFIG = {"num_cpu_blocks": 256}
 

@@ -17,7 +17,7 @@ from cluster import running_cluster
 from ports import free_port
 from rich.console import Console
 
-from flexcache.client.status import read_status
+from flexcache.client.link import read_status
 from flexcache.errors import ServerLostError
 from flexcache.status.rates import rates_between
 from flexcache.status.view import render
@@ -30,7 +30,7 @@ TOKENS = list(range(256))
 
 def test_what_asks_a_server_does_without_torch() -> None:
     """Importing it takes seconds."""
-    code = "import sys, flexcache.client.status; sys.exit('torch' in sys.modules)"
+    code = "import sys, flexcache.client.link; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 

@@ -10,7 +10,7 @@ from cluster import WAIT_S, Cluster, running_cluster
 
 from flexcache.errors import ClosedError
 from flexcache.ids import KVStatus
-from flexcache.integration.task_calls import TaskCalls
+from flexcache.integration.adapter import TaskCalls
 
 NUM_BLOCKS = 2
 

@@ -25,7 +25,7 @@ from flexcache.cache.tiers import Tiers
 from flexcache.cli import app
 from flexcache.config import ModelConfig
 from flexcache.errors import ConfigError, TraceError
-from flexcache.ids import OpKind, TaskKind, TierName
+from flexcache.ids import OpKind, RequestInfo, TaskKind, TierName
 from flexcache.protocol.runtime import is_served, private_endpoint
 from flexcache.replay.chrome import chrome_trace
 from flexcache.replay.history import histories
@@ -36,7 +36,6 @@ from flexcache.replay.replay import replay
 from flexcache.replay.report import ReplayReport
 from flexcache.replay.settings import replay_config
 from flexcache.replay.story import tell
-from flexcache.request_info import RequestInfo
 from flexcache.tracing.records import Matched, TraceHeader
 
 BLOCK = 16

@@ -26,9 +26,9 @@ from flexcache.transfer.workers.layer_load import LayerLoad
 
 trtllm_interface.install()
 
+from flexcache.integration import file_digests as files  # noqa: E402
 from flexcache.integration import tensorrt_llm  # noqa: E402
-from flexcache.integration.identity import files  # noqa: E402
-from flexcache.integration.identity.files import ANY_TIME, FileDigests  # noqa: E402
+from flexcache.integration.file_digests import ANY_TIME, FileDigests  # noqa: E402
 from flexcache.integration.tensorrt_llm import addresses  # noqa: E402
 from flexcache.integration.tensorrt_llm.engine import (  # noqa: E402
     check_supported,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cluster import WAIT_S, Cluster, running_cluster
 
-from flexcache.cache.reuse_watch import MIN_MISSED_BLOCKS
+from flexcache.cache.admission import MIN_MISSED_BLOCKS
 from flexcache.protocol.runtime import private_endpoint
 
 NUM_BLOCKS = 8

@@ -16,7 +16,7 @@ from ports import free_port
 from weighted_engine import TOKENS_PER_BLOCK, WeightedEngine, slots, tokens_of
 
 from flexcache import CacheConfig, KVStatus
-from flexcache.client.local import LocalTransport
+from flexcache.client.client import LocalTransport
 from flexcache.protocol.runtime import private_endpoint
 from flexcache.server.local_lines import withdraw_lines
 from flexcache.server.operator import open_http

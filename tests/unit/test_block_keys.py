@@ -17,8 +17,7 @@ from flexcache.cache.block_keys import (
     make_root,
 )
 from flexcache.cache.prompt import PromptMaker
-from flexcache.ids import BlockKey, RootId
-from flexcache.request_info import PromptDetail
+from flexcache.ids import BlockKey, PromptDetail, RootId
 
 ROOT = make_root("model", ["tenant"], TOKEN_KEYS)
 OTHER_ROOT = make_root("model", ["neighbour"], TOKEN_KEYS)

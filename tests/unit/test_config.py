@@ -12,12 +12,12 @@ import torch
 
 from flexcache import CacheConfig, ModelConfig
 from flexcache.config import RouterConfig, sources
-from flexcache.config.address import split_address, with_engine
 from flexcache.config.settings import (
     describe_router_settings,
     describe_settings,
     read_effective_settings,
 )
+from flexcache.config.values import split_address, with_engine
 from flexcache.errors import ConfigError
 
 BASE: dict[str, Any] = {"num_cpu_blocks": 8}

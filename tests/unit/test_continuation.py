@@ -10,13 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from task_builders import REMOTE, World, keys_of
 
-from flexcache.cache.continuation import ChainKeys, find_chain
-from flexcache.cache.packed_keys import unpack_keys
+from flexcache.cache.block_keys import PromptContent, unpack_keys
 from flexcache.cache.prompt import PromptMaker
-from flexcache.cache.prompt_content import PromptContent
 from flexcache.cache.tier import Tier
-from flexcache.ids import BlockKey, KVStatus, TaskKind, TierName
-from flexcache.request_info import PromptDetail
+from flexcache.cache.tiers import ChainKeys, find_chain
+from flexcache.ids import BlockKey, KVStatus, PromptDetail, TaskKind, TierName
 
 CPU, SSD = TierName.CPU, TierName.SSD
 PROMPTS = ["abcdef", "abcxyz", "abq", "zz"]

@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from flexcache.config import CacheConfig, RouterConfig, ServerConfig
+from flexcache.ids import __version__
 from flexcache.router.fleet import EventSource
 from flexcache.router.listing import parse_options
-from flexcache.version import __version__
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from task_builders import World
 
 from flexcache.cache.early_loads import EarlyLoadCounters, EarlyLoads
-from flexcache.cache.session_returns import SessionReturns
+from flexcache.cache.prompt_sessions import SessionReturns
 from flexcache.ids import KVStatus, OpKind, TaskId, TaskKind, TierName
 
 TTL_S = 120.0

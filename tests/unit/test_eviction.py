@@ -15,18 +15,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexcache.cache.block_keys import EngineBlockKeys, TokenBlockKeys
-from flexcache.cache.eviction import Forecaster, Study, make_forecaster
-from flexcache.cache.eviction_guard import Guard, Seen, Shadow, unshared
-from flexcache.cache.eviction_kinds import AGE_EDGES, NUM_KINDS
+from flexcache.cache.density import (
+    Forecaster,
+    Guard,
+    Seen,
+    Shadow,
+    Study,
+    make_forecaster,
+    unshared,
+)
+from flexcache.cache.density_hazards import AGE_EDGES, NUM_KINDS
 from flexcache.cache.eviction_queue import LruRanking, Outlook
 from flexcache.cache.prefix_index import PrefixIndex
 from flexcache.cache.prompt import PromptMaker
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiers import Tiers
-from flexcache.config.tiers import EVICTION_POLICIES
+from flexcache.config.cache import EVICTION_POLICIES
 from flexcache.errors import InternalError
-from flexcache.ids import BlockKey, TierName
-from flexcache.request_info import PromptDetail
+from flexcache.ids import BlockKey, PromptDetail, TierName
 
 Request = tuple[float, list[int]]
 

@@ -11,9 +11,9 @@ from builders import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexcache.cache import eviction_history
+from flexcache.cache import density_history as eviction_history
 from flexcache.cache.block_keys import EngineBlockKeys
-from flexcache.cache.eviction_history import NUM_LEVELS, History, Visit
+from flexcache.cache.density_history import NUM_LEVELS, History, Visit
 
 prompts = st.lists(
     st.tuples(st.integers(0, 40), st.text("ab", min_size=1, max_size=8), st.booleans()),

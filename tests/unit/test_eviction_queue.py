@@ -11,8 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from flexcache.cache.eviction_queue import RETIRED, EvictionQueue, Outlook
-from flexcache.cache.sorted_tails import Entry
+from flexcache.cache.eviction_queue import RETIRED, Entry, EvictionQueue, Outlook
 from flexcache.errors import InternalError
 
 NUM_KINDS = 3

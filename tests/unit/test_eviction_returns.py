@@ -9,17 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexcache.cache.eviction_kinds import AGE_EDGES, NUM_KINDS, kinds_of, make_kinds
-from flexcache.cache.eviction_returns import (
+from flexcache.cache.density_hazards import (
+    AGE_EDGES,
     HIGH,
     LOW,
     NUM_BINS,
+    NUM_KINDS,
     Floats,
     Hazards,
     Levels,
     Spells,
     fit_hazards,
     gains,
+    kinds_of,
+    make_kinds,
     worth_at,
     worth_by_age,
 )

@@ -20,11 +20,10 @@ import xxhash
 from server_stats import SERVER_STATS
 from task_builders import World
 
-from flexcache.cache.block_keys import ENGINE_KEYS, EngineBlockKeys, make_root
-from flexcache.cache.layout_roots import LayoutRoots
+from flexcache.cache.block_keys import ENGINE_KEYS, EngineBlockKeys, LayoutRoots, make_root
 from flexcache.cache.tail_index import TAIL_FIRST, tail_keys
 from flexcache.config import CacheConfig, KVGroup, ModelConfig
-from flexcache.events.snapshot import Page, cursor_of, pack_request
+from flexcache.events.wire import Page, cursor_of, pack_request
 from flexcache.ids import BlockKey, OpKind
 from flexcache.protocol.messages import PROTOCOL_VERSION, Refused
 from flexcache.replay.reader import RecordedTrace

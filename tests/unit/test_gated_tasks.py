@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flexcache.client.gates import GatedTasks
-from flexcache.tasks.ids import TaskIds, make_session
+from flexcache.client.rank_tasks import GatedTasks
+from flexcache.ids import TaskIds, make_session
 
 EPOCH = 7
 

@@ -21,7 +21,7 @@ from server_stats import SERVER_STATS
 from flexcache.cache.journal import Stored
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ConfigError, InternalError, RegistrationError
-from flexcache.ids import KVStatus, TaskKind
+from flexcache.ids import KVStatus, PromptDetail, RequestInfo, TaskIds, TaskKind, last_id
 from flexcache.protocol.fence import Fence
 from flexcache.protocol.messages import (
     MAX_FRAME_BYTES,
@@ -56,14 +56,12 @@ from flexcache.protocol.messages import (
     WelcomeRank,
 )
 from flexcache.protocol.scratch import Scratch
-from flexcache.request_info import PromptDetail, RequestInfo
 from flexcache.server.claims import CLAIM_TTL_S
 from flexcache.server.hub import Hub
 from flexcache.server.hub_config import HubConfig
 from flexcache.server.outbox import make_execute
 from flexcache.server.served_cache import ServedCache
 from flexcache.storage.shards import Shards
-from flexcache.tasks.ids import TaskIds, last_id
 from flexcache.tasks.instructions import REMOTE, RunLookUp, RunOp, device
 from flexcache.tasks.stats import CacheStats, TierStats
 from flexcache.transfer.messages import Done, Execute

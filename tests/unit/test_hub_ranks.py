@@ -12,7 +12,7 @@ from test_hub import ROOT, World, hello_engine, keys
 
 from flexcache.config import ModelConfig
 from flexcache.errors import ConfigError
-from flexcache.ids import SessionId, TaskKind
+from flexcache.ids import SessionId, TaskIds, TaskKind
 from flexcache.protocol.messages import (
     HelloRank,
     Launch,
@@ -27,7 +27,6 @@ from flexcache.protocol.messages import (
 )
 from flexcache.server.rank_sizes import TOLD_TTL_S
 from flexcache.server.served_cache import ServedCache
-from flexcache.tasks.ids import TaskIds
 from flexcache.transfer.messages import Done, Execute
 
 STAGED = ModelConfig(

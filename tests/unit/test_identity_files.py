@@ -21,16 +21,9 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import save_file
 
-from flexcache.integration.identity import files
-from flexcache.integration.identity.checkpoint import (
-    identify_adapter,
-    identify_checkpoint,
-)
-from flexcache.integration.identity.files import (
-    ANY_TIME,
-    FileDigests,
-    NotKeptError,
-)
+from flexcache.integration import file_digests as files
+from flexcache.integration.checkpoint import identify_adapter, identify_checkpoint
+from flexcache.integration.file_digests import ANY_TIME, FileDigests, NotKeptError
 
 CONFIG = {"hidden_size": 64, "transformers_version": "5.1", "torch_dtype": "bfloat16"}
 COMMIT = "0123456789" * 4
@@ -188,7 +181,7 @@ def test_a_process_knows_when_it_began(tmp_path: Path) -> None:
     time.sleep(0.05)  # the clock that tells when processes began has ticks of 10 ms
     code = f"""
 from pathlib import Path
-from flexcache.integration.identity.files import FileDigests, UnknownContentError
+from flexcache.integration.file_digests import FileDigests, UnknownContentError
 digests = FileDigests(store=Path({str(tmp_path / "digests")!r}))
 print(len(digests.of(Path({str(tmp_path / "before")!r}))))
 Path({str(tmp_path / "after")!r}).write_text("x")

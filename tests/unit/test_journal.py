@@ -10,17 +10,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from flexcache.cache.block_keys import EngineBlockKeys
+from flexcache.cache.block_keys import EngineBlockKeys, PromptContent
 from flexcache.cache.journal import MEDIUM_OF, Cleared, Medium, Removed, Stored
 from flexcache.cache.plan import Plan
-from flexcache.cache.prompt_content import PromptContent
 from flexcache.cache.tier import RestoredRun, Tier
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.cache.tiers import Tiers
 from flexcache.cache.write_back import DirtyQueue
 from flexcache.events.held_blocks import HeldBlocks
-from flexcache.ids import BlockKey, TierName
-from flexcache.request_info import RequestInfo
+from flexcache.ids import BlockKey, RequestInfo, TierName
 
 LENGTH = 4
 SIZE = 2

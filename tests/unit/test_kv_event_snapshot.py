@@ -7,8 +7,7 @@ import pytest
 from flexcache.cache.journal import Change, Cleared, Medium, Removed, Stored
 from flexcache.events import held_blocks
 from flexcache.events.held_blocks import HeldBlocks
-from flexcache.ids import BlockKey, RootId
-from flexcache.request_info import RequestInfo
+from flexcache.ids import BlockKey, RequestInfo, RootId
 
 ROOT = RootId(bytes(16))
 SIZE = 2

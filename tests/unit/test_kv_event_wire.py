@@ -22,8 +22,7 @@ from flexcache.events.wire import (
     describe,
     low_64_bits,
 )
-from flexcache.ids import BlockKey
-from flexcache.request_info import RequestInfo
+from flexcache.ids import BlockKey, RequestInfo
 
 DIGEST = bytes(31) + b"\x07"
 EVENTS: list[Event] = [

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from flexcache.client import launcher
-from flexcache.client.launcher import ServerLauncher
+from flexcache.client import remote as launcher
+from flexcache.client.remote import ServerLauncher
 from flexcache.config import CacheConfig, ServerConfig
 from flexcache.server.starter import Starter
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flexcache import CacheConfig, KVManager, KVTPClient, ModelConfig
-from flexcache.client import attachment
+from flexcache.client import lent_tensors as attachment
 from flexcache.client.link import ServerLink
 from flexcache.protocol.messages import Ping
 from flexcache.server.server import KVServer

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexcache.cache.load_ways import LoadWays, Way
+from flexcache.cache.load_cost import LoadWays, Way
 
 TIMES = st.lists(
     st.tuples(st.sampled_from(list(Way)), st.integers(1, 100), st.floats(1e-4, 10)), max_size=60

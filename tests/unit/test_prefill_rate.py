@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flexcache.integration.prefill_rate import PrefillRate
+from flexcache.integration.adapter import PrefillRate
 
 
 def test_batches_that_run_one_after_the_other_are_timed_from_launch_to_end() -> None:

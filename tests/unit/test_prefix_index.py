@@ -15,8 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from flexcache.cache.block_keys import EngineBlockKeys
 from flexcache.cache.eviction_queue import RETIRED
-from flexcache.cache.prefix_index import EMPTY_MATCH, PrefixIndex, PrefixMatch
-from flexcache.cache.run import Run
+from flexcache.cache.prefix_index import EMPTY_MATCH, PrefixIndex, PrefixMatch, Run
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId
 

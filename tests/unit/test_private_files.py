@@ -13,7 +13,7 @@ import pytest
 from flexcache.storage.pool_directory import PoolDirectory
 from flexcache.storage.remote import open_remote_store
 from flexcache.storage.remote.base import Status
-from flexcache.tracing.files import RotatingFiles
+from flexcache.tracing.tracer import RotatingFiles
 
 
 @pytest.fixture(params=[0, 0o022, 0o077])

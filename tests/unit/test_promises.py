@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from task_builders import ENGINE, OTHER, World
 
-from flexcache.client.promises import StepPromises
+from flexcache.client.tasks import StepPromises
 from flexcache.ids import KVStatus, OpKind, TaskId, TaskKind, TierName
 from flexcache.protocol.fence import Fence
 
@@ -65,7 +65,7 @@ def test_a_rank_leaves_before_a_step_counts_on_it_or_after_it(
 
 def test_a_scheduler_that_dies_counts_on_no_rank(fence: Fence) -> None:
     code = (
-        "import sys; from flexcache.client.promises import StepPromises;"
+        "import sys; from flexcache.client.tasks import StepPromises;"
         "promises = StepPromises(0); assert promises.begin(sys.argv[1]);"
         "print('counts', flush=True); sys.stdin.read()"
     )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flexcache.cache.prompt import PromptMaker
-from flexcache.request_info import PromptDetail, RequestInfo
+from flexcache.ids import PromptDetail, RequestInfo
 
 TOKENS = list(range(8))
 HALF_A_PAIR = "\ud800"

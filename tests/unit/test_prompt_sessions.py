@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from task_builders import World
 
-from flexcache.cache.eviction import Forecaster
+from flexcache.cache.density import Forecaster
 from flexcache.cache.eviction_queue import RETIRED
 from flexcache.cache.plan import Plan
 from flexcache.cache.prompt import check_hint

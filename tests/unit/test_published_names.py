@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from flexcache.cache.journal import Change, Cleared, Medium, Removed, Stored
-from flexcache.events.published_names import PublishedBlock, PublishedNames
+from flexcache.events.held_blocks import PublishedBlock, PublishedNames
 from flexcache.events.wire import BlockStored, describe, low_64_bits
 from flexcache.ids import BlockKey, RootId
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flexcache import CacheConfig
-from flexcache.cache.build import CacheSizes
+from flexcache.cache.tiered_cache import CacheSizes
 from flexcache.config.quotas import Amount, Quota, blocks_of, parse_quotas
 from flexcache.errors import ConfigError
 

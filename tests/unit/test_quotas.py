@@ -19,9 +19,9 @@ from hypothesis.stateful import (
 )
 
 from flexcache.cache.block_keys import ENGINE_KEYS, make_root, tag_of, tenant_of
+from flexcache.cache.block_pool import Quotas, QuotaUse
 from flexcache.cache.eviction_queue import Outlook
 from flexcache.cache.prefix_index import PrefixMatch
-from flexcache.cache.quotas import Quotas, QuotaUse
 from flexcache.cache.tail_index import Tail
 from flexcache.cache.tier import Lease, RestoredRun, Tier
 from flexcache.errors import InternalError

@@ -7,7 +7,7 @@ from builders import ROOT, keys_of, prompt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexcache.cache.remote_tier import RemoteTier
+from flexcache.cache.tiers import RemoteTier
 from flexcache.config import CacheConfig
 from flexcache.errors import ConfigError
 from flexcache.tasks.instructions import Instruction

@@ -18,11 +18,11 @@ import zmq
 from flexcache import CacheConfig, KVStatus, ModelConfig
 from flexcache.cache.block_keys import TokenBlockKeys
 from flexcache.cache.prompt import Prompt
-from flexcache.client import life
+from flexcache.client import remote as life
 from flexcache.client.client import EngineClient
 from flexcache.client.remote import RemoteTransport
 from flexcache.errors import ClosedError
-from flexcache.ids import RootId, SessionId, TaskKind
+from flexcache.ids import RootId, SessionId, TaskIds, TaskKind, make_session
 from flexcache.protocol.fence import Fence
 from flexcache.protocol.messages import (
     HelloEngine,
@@ -33,7 +33,6 @@ from flexcache.protocol.messages import (
     ToServer,
     WelcomeEngine,
 )
-from flexcache.tasks.ids import TaskIds, make_session
 from flexcache.transfer.messages import Stop
 from flexcache.transfer.workers.permit import CopyPermit
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from flexcache.cache import tiered_cache
 from flexcache.cache.block_keys import EngineBlockKeys, make_root
-from flexcache.cache.quotas import Quotas
+from flexcache.cache.block_pool import Quotas
 from flexcache.cache.restore import Records, Restoration, restore_tier
 from flexcache.cache.tier import Tier
 from flexcache.ids import BlockKey, RootId, TierName

@@ -14,7 +14,7 @@ from test_restore import record
 from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.restore import restore_tier
 from flexcache.cache.tier import Tier
-from flexcache.config.groups import KVGroup
+from flexcache.config.model import KVGroup
 from flexcache.ids import OpKind, RootId, TierName
 from flexcache.storage.write_times import ages_s, next_generation, older
 from flexcache.tasks.instructions import DISK

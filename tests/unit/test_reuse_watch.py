@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from task_builders import World
 
-from flexcache.cache.reuse_watch import MIN_MISSED_BLOCKS
+from flexcache.cache.admission import MIN_MISSED_BLOCKS
 from flexcache.ids import TaskKind, TierName
 
 LENGTH = 100

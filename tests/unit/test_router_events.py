@@ -25,8 +25,7 @@ from flexcache.events.wire import (
     decode_batch,
     describe,
 )
-from flexcache.ids import BlockKey
-from flexcache.request_info import RequestInfo
+from flexcache.ids import BlockKey, RequestInfo
 from flexcache.router.events import TIER_OF, EventApplier, SnapshotPart
 from flexcache.router.fleet import Tier
 from flexcache.router.holdings import find

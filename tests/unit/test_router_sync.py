@@ -7,7 +7,7 @@ import random
 
 from ports import free_port
 
-from flexcache.events.batch_publisher import Address, BatchPublisher
+from flexcache.events.publisher import Address, BatchPublisher
 from flexcache.router.load import Work
 from flexcache.router.messages import (
     TOPIC,

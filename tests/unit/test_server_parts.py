@@ -18,17 +18,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexcache.cache.block_keys import EngineBlockKeys, TokenBlockKeys, make_root
-from flexcache.cache.packed_keys import unpack_keys
+from flexcache.cache.block_keys import EngineBlockKeys, TokenBlockKeys, make_root, unpack_keys
 from flexcache.client.tasks import ClientTasks
 from flexcache.config import CacheConfig, ModelConfig, ServerConfig
 from flexcache.errors import ClosedError, ConfigError, RegistrationError
-from flexcache.ids import KVStatus, OpId, RootId, SessionId, TaskId, TaskKind
+from flexcache.ids import (
+    KVStatus,
+    OpId,
+    RootId,
+    SessionId,
+    TaskId,
+    TaskIds,
+    TaskKind,
+    epoch_of,
+    id_before,
+    make_session,
+    session_of,
+)
 from flexcache.protocol.curve import make_keys
 from flexcache.protocol.fence import Fence
 from flexcache.protocol.messages import ModelSpec
 from flexcache.protocol.scratch import Scratch
-from flexcache.tasks.ids import TaskIds, epoch_of, id_before, make_session, session_of
 from flexcache.tasks.instructions import MatchedTask, TaskResult
 from flexcache.transfer.fair_queue import FairQueue, Urgency
 

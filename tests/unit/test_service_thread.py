@@ -8,7 +8,7 @@ from types import FrameType
 
 import pytest
 
-from flexcache.service_thread import ServiceThread
+from flexcache.processes import ServiceThread
 
 
 class _Interrupted(Exception):

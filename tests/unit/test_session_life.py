@@ -9,11 +9,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from flexcache.client.life import SessionLife, SessionState, Settled, answer_due_s
+from flexcache.client.remote import SessionLife, SessionState, Settled, answer_due_s
 from flexcache.client.tasks import ClientTask
 from flexcache.errors import InternalError
-from flexcache.ids import SessionId, TaskKind
-from flexcache.tasks.ids import is_of_same_server, make_session
+from flexcache.ids import SessionId, TaskKind, is_of_same_server, make_session
 
 LONGEST_S = 5.0
 """From the last sign of life of a lost server to the answers, where the loss is seen in time."""

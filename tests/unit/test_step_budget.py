@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexcache.integration.vllm.step_budget import SHARE, LoadTimes, StepBudget, StepTimes
+from flexcache.integration.vllm.step_loads import SHARE, LoadTimes, StepBudget, StepTimes
 
 
 class Counters:

@@ -16,9 +16,18 @@ from task_builders import ENGINE, GATE_PATIENCE_S, OTHER, SESSION, World, keys_o
 
 from flexcache.cache.early_loads import EarlyLoads
 from flexcache.errors import InternalError
-from flexcache.ids import KVStatus, OpId, OpKind, TaskId, TaskKind, TaskState, TierName
+from flexcache.ids import (
+    KVStatus,
+    OpId,
+    OpKind,
+    TaskId,
+    TaskIds,
+    TaskKind,
+    TaskState,
+    TierName,
+    make_session,
+)
 from flexcache.tasks.engine import KVTaskEngine
-from flexcache.tasks.ids import TaskIds, make_session
 from flexcache.tasks.instructions import (
     DISK,
     REMOTE,

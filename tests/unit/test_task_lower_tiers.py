@@ -6,9 +6,8 @@ import pytest
 from builders import ABSENT_TTL_S
 from task_builders import ENGINE, ROOT, World, keys_of
 
-from flexcache.ids import KVStatus, OpKind, TaskId, TaskKind, TierName
+from flexcache.ids import KVStatus, OpKind, TaskId, TaskIds, TaskKind, TierName, make_session
 from flexcache.tasks.engine import KVTaskEngine
-from flexcache.tasks.ids import TaskIds, make_session
 from flexcache.tasks.instructions import DISK, REMOTE, device
 
 CPU, SSD = TierName.CPU, TierName.SSD

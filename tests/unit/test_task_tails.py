@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 from tail_world import TailWorld, keys_of
 
 from flexcache.cache.tail_index import tail_keys
-from flexcache.config.groups import KVGroup
+from flexcache.config.model import KVGroup
 from flexcache.ids import KVStatus, OpKind, TierName
 
 CPU, SSD, REMOTE = TierName.CPU, TierName.SSD, TierName.REMOTE

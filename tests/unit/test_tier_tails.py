@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from flexcache.cache.eviction import Forecaster
+from flexcache.cache.density import Forecaster
 from flexcache.cache.tail_index import Tail
 from flexcache.cache.tier import Lease, RestoredRun, Tier
 from flexcache.ids import RootId, TierName

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexcache.cache.token_masks import TokenMasks
+from flexcache.cache.prompt import TokenMasks
 
 _POSITIONS = st.integers(0, 20_000)
 _SPANS = st.tuples(st.just(0) | _POSITIONS, _POSITIONS, _POSITIONS).map(sorted)

@@ -16,8 +16,8 @@ from msgspec import structs
 from flexcache.cache.block_keys import TokenBlockKeys
 from flexcache.ids import RootId, TaskKind
 from flexcache.replay.keys import KeyReader
-from flexcache.tracing.keys import KeyWriter, PackedPrompt
 from flexcache.tracing.records import KEY_BYTES, Matched
+from flexcache.tracing.tracer import KeyWriter, PackedPrompt
 
 ROOTS = (RootId(b"one model's root"), RootId(b"another's root.."))
 

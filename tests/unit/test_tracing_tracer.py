@@ -14,16 +14,18 @@ import pytest
 from task_builders import ENGINE, ROOT, World, keys_of
 
 from flexcache import CacheConfig
-from flexcache.cache.block_keys import BlockKeys, EngineBlockKeys, TokenBlockKeys
-from flexcache.cache.packed_keys import PackedBlockKeys
-from flexcache.cache.prompt_content import PromptContent
+from flexcache.cache.block_keys import (
+    BlockKeys,
+    EngineBlockKeys,
+    PackedBlockKeys,
+    PromptContent,
+    TokenBlockKeys,
+)
 from flexcache.errors import TraceError
-from flexcache.ids import KVStatus, OpKind, SessionId, TaskKind, TierName
+from flexcache.ids import KVStatus, OpKind, RequestInfo, SessionId, TaskKind, TierName
 from flexcache.replay.history import TaskHistory, histories
 from flexcache.replay.reader import RecordedTrace
-from flexcache.request_info import RequestInfo
 from flexcache.tracing import tracer as tracer_module
-from flexcache.tracing.files import RotatingFiles
 from flexcache.tracing.records import (
     KEY_BYTES,
     ClearedTier,
@@ -33,7 +35,7 @@ from flexcache.tracing.records import (
     SessionEnded,
     TraceHeader,
 )
-from flexcache.tracing.tracer import Tracer
+from flexcache.tracing.tracer import RotatingFiles, Tracer
 
 HEADER = TraceHeader(
     version="1", block_bytes=4096, tokens_per_block=16, capacities={"CPU": 6}, pid=1

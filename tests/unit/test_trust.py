@@ -22,7 +22,7 @@ import zmq
 from ports import free_port
 
 from flexcache import CacheConfig, KVManager, KVTPClient, ModelConfig
-from flexcache.client.status import read_status
+from flexcache.client.link import read_status
 from flexcache.errors import RegistrationError, UntrustedError
 from flexcache.protocol import trust
 from flexcache.protocol.doorkeeper import Doorkeeper, stranger_of

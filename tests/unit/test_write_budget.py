@@ -11,8 +11,8 @@ from task_builders import World
 
 from flexcache.cache.plan import Plan
 from flexcache.cache.tiered_cache import TieredCache
-from flexcache.cache.write_budget import BURST_S, WriteBudget
-from flexcache.config.groups import KVGroup
+from flexcache.cache.write_back import BURST_S, WriteBudget
+from flexcache.config.model import KVGroup
 from flexcache.ids import OpKind, TierName
 
 CPU, SSD, REMOTE = TierName.CPU, TierName.SSD, TierName.REMOTE

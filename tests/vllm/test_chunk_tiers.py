@@ -11,10 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from flexcache.cache.tier import Tier
 from flexcache.ids import BlockKey, OpKind, RootId, TierName
-from flexcache.integration.vllm.secondary_tier.chunk_tiers import ChunkTiers
-from flexcache.integration.vllm.secondary_tier.lanes import Lanes
-from flexcache.integration.vllm.secondary_tier.presence import StorePresence
-from flexcache.tasks.checksums import SlotChecksums
+from flexcache.integration.vllm.chunk_tiers import ChunkTiers, Lanes, StorePresence
+from flexcache.tasks.executors import SlotChecksums
 from flexcache.tasks.instructions import DISK, REMOTE, ReplaceExecutor, RunLookUp, RunOp
 
 ROOT = RootId(b"r" * 16)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from vllm import SamplingParams
 
-from flexcache.integration.vllm.early_lookups import _MAX_UNDER_WAY, EarlyLookUps
+from flexcache.integration.vllm.early_loads import _MAX_UNDER_WAY, EarlyLookUps
 
 TIMEOUT_S = 1.0
 

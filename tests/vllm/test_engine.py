@@ -14,7 +14,7 @@ from paths import MODELS
 from probe_connector import compare_probes
 from vllm import SamplingParams
 
-from flexcache.integration.layerwise_rule import LayerwiseRule
+from flexcache.integration.adapter import LayerwiseRule
 from flexcache.storage.disk_pool import locate_slot
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.pool_directory import DATA_FILE

@@ -20,18 +20,17 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from flexcache.config.groups import KVGroup
+from flexcache.config.model import KVGroup
 from flexcache.errors import ConfigError
 from flexcache.integration.vllm import groups
 from flexcache.integration.vllm.calls import CacheCalls
-from flexcache.integration.vllm.engine import read_model_config
+from flexcache.integration.vllm.engine import describe_layout, read_model_config
 from flexcache.integration.vllm.groups import (
     read_groups,
     read_keys_per_position,
     read_layers,
     read_position,
 )
-from flexcache.integration.vllm.kv_layout import describe_layout
 
 pytestmark = [
     pytest.mark.skipif(

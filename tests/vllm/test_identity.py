@@ -17,10 +17,9 @@ from safetensors.torch import load_file, save_file
 from vllm.config import VllmConfig
 
 from flexcache.errors import ConfigError
-from flexcache.integration.identity.files import ANY_TIME, FileDigests
-from flexcache.integration.identity.settings import digest
+from flexcache.integration.file_digests import ANY_TIME, FileDigests, digest
 from flexcache.integration.vllm.engine import read_model_config
-from flexcache.integration.vllm.identity import read_model_id as read_id
+from flexcache.integration.vllm.weights import read_model_id as read_id
 
 pytestmark = pytest.mark.newest
 

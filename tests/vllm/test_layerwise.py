@@ -20,10 +20,8 @@ from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from flexcache.errors import ConfigError, LoadLostError
-from flexcache.integration.layerwise_rule import LayerwiseRule
-from flexcache.integration.vllm.layerwise import find_obstacle
-from flexcache.integration.vllm.step_budget import StepBudget
-from flexcache.integration.vllm.step_loads import StepLoads
+from flexcache.integration.adapter import LayerwiseRule
+from flexcache.integration.vllm.step_loads import StepBudget, StepLoads, find_obstacle
 from flexcache.transfer.workers import device
 from flexcache.transfer.workers.layer_load import LayerLoad
 

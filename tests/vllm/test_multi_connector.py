@@ -18,8 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 
 from flexcache.errors import ConfigError
 from flexcache.integration.vllm.calls import NoMatch
+from flexcache.integration.vllm.engine import is_served_by_sibling, read_transfer_config
 from flexcache.integration.vllm.groups import TELLS_GROUPS
-from flexcache.integration.vllm.siblings import is_served_by_sibling, read_transfer_config
 
 pytestmark = [pytest.mark.whole, pytest.mark.runners]
 

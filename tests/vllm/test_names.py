@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 
-from flexcache.integration.identity.checkpoint import identify_adapter
-from flexcache.integration.identity.files import ANY_TIME, FileDigests
-from flexcache.integration.vllm.names import Names
-from flexcache.integration.vllm.rank_weights import RankWeights
+from flexcache.integration.checkpoint import identify_adapter
+from flexcache.integration.file_digests import ANY_TIME, FileDigests
+from flexcache.integration.vllm.weights import Names
+from flexcache.integration.vllm.worker import RankWeights
 
 # -- adapters of requests ------------------------------------------------------------------------
 

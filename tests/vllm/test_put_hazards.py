@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from test_puts_life import BLOCK, FULL, WINDOW, FakeCache, FakePool, FakeRequest
 
-from flexcache.config.groups import KVGroup
-from flexcache.integration.vllm.block_tables import BlockTables
-from flexcache.integration.vllm.put_points import PutPoints
-from flexcache.integration.vllm.puts import Puts
+from flexcache.config.model import KVGroup
+from flexcache.integration.vllm.groups import BlockTables
+from flexcache.integration.vllm.puts import PutPoints, Puts
 
 NUM_BLOCKS = 10
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexcache.config.groups import KVGroup
-from flexcache.integration.vllm.block_tables import BlockTables
-from flexcache.integration.vllm.put_points import PutPoints, tail_interval
+from flexcache.config.model import KVGroup
+from flexcache.integration.vllm.groups import BlockTables
+from flexcache.integration.vllm.puts import PutPoints, tail_interval
 
 FULL = KVGroup("full", 4)
 

@@ -19,10 +19,9 @@ from hypothesis.stateful import (
     rule,
 )
 
-from flexcache.config.groups import KVGroup
-from flexcache.integration.vllm.block_tables import BlockTables
-from flexcache.integration.vllm.put_points import PutPoints
-from flexcache.integration.vllm.puts import Puts
+from flexcache.config.model import KVGroup
+from flexcache.integration.vllm.groups import BlockTables
+from flexcache.integration.vllm.puts import PutPoints, Puts
 
 BLOCK = 4
 MOST_BLOCKS = 30

@@ -11,10 +11,9 @@ from test_identity import stand_in
 
 from flexcache.config import ModelConfig
 from flexcache.errors import ConfigError
-from flexcache.integration.vllm.engine import read_model_config
+from flexcache.integration.vllm.engine import describe_layout, read_model_config
 from flexcache.integration.vllm.groups import read_keys_per_position, read_position
-from flexcache.integration.vllm.kv_layout import describe_layout
-from flexcache.integration.vllm.layerwise import find_obstacle
+from flexcache.integration.vllm.step_loads import find_obstacle
 
 pytestmark = pytest.mark.newest
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from flexcache.integration.vllm import request_hints
-from flexcache.integration.vllm.request_hints import (
+from flexcache.integration.vllm import calls as request_hints
+from flexcache.integration.vllm.calls import (
     SessionEnd,
     read_namespace,
     read_retention,

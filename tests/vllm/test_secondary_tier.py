@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from flexcache.config import CacheConfig
 from flexcache.errors import ConfigError
-from flexcache.integration.vllm.secondary_tier.host import TierHost
+from flexcache.integration.vllm.secondary_tier import TierHost
 from flexcache.storage.disk_pool import DiskPool, locate_slot
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.kv_identity import KVIdentity

@@ -21,10 +21,10 @@ from cluster import until
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from flexcache import CacheConfig, KVManager, KVStatus, ModelConfig
-from flexcache.client import attachment, rank
+from flexcache.client import lent_tensors as attachment
+from flexcache.client import rank
 from flexcache.ids import OpKind
-from flexcache.integration.vllm.metadata import FlexCacheMetadata, Load
-from flexcache.integration.vllm.worker import FlexCacheWorker
+from flexcache.integration.vllm.worker import FlexCacheMetadata, FlexCacheWorker, Load
 from flexcache.storage.host_pool import HostSegment
 from flexcache.transfer.workers.copier import Addresses
 

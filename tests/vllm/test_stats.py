@@ -7,7 +7,7 @@ import math
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flexcache.integration.vllm.stats import _COUNTERS, FlexCacheStats
+from flexcache.integration.vllm.scheduler import _COUNTERS, FlexCacheStats
 
 
 @given(st.dictionaries(st.sampled_from(sorted(_COUNTERS)), st.integers(1, 1 << 50)))

@@ -15,7 +15,7 @@ from flexcache.config import CacheConfig
 from flexcache.integration.vllm.calls import NoMatch
 from flexcache.integration.vllm.early_loads import WINDOW, EarlyLoads
 from flexcache.integration.vllm.gets import Gets
-from flexcache.integration.vllm.names import Names
+from flexcache.integration.vllm.weights import Names
 
 NUM_TOKENS = 640
 NUM_BLOCKS = NUM_TOKENS // 32

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 
-from flexcache.config.groups import KVGroup
+from flexcache.config.model import KVGroup
 from flexcache.integration.sglang.pool_groups import resolve_pool_group
 
 _GROUPS = ((PoolName.KV, "full"), (PoolName.SWA, "window"), (PoolName.MAMBA, "state"))

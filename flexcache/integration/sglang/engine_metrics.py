@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from flexcache.integration.counters import COUNTERS, increases, read_counters
-from flexcache.integration.safe_calls import safely
+from flexcache.integration.adapter import COUNTERS, increases, read_counters, safely
 from flexcache.manager import KVManager
 
 _INTERVAL_S = 1.0

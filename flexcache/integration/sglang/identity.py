@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from flexcache.integration.identity.checkpoint import identify_checkpoint
-from flexcache.integration.identity.files import FileDigests
-from flexcache.integration.identity.settings import digest
+from flexcache.integration.checkpoint import identify_checkpoint
+from flexcache.integration.file_digests import FileDigests, digest
 
 _SETTINGS = (
     "dtype", "quantization", "modelopt_quant", "kv_cache_dtype",

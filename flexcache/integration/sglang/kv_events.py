@@ -12,12 +12,12 @@ from typing import Any
 
 from sglang.srt.disaggregation.kv_events import KVEventsConfig, is_kv_publisher_rank
 
+from flexcache.cache.block_keys import PromptContent
 from flexcache.cache.journal import Change, Cleared
-from flexcache.cache.prompt_content import PromptContent
 from flexcache.events.wire import Event, describe
-from flexcache.integration.safe_calls import safely
+from flexcache.ids import RequestInfo
+from flexcache.integration.adapter import safely
 from flexcache.manager import KVManager
-from flexcache.request_info import RequestInfo
 
 
 def publishes_events(server_args: Any) -> bool:

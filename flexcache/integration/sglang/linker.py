@@ -28,8 +28,8 @@ from sglang.srt.runtime_context import get_parallel
 
 from flexcache.config import ModelConfig
 from flexcache.config.values import reject
-from flexcache.integration.identity.late import identify_now
-from flexcache.integration.prefill_rate import PrefillRate
+from flexcache.integration.adapter import PrefillRate
+from flexcache.integration.checkpoint import identify_now
 from flexcache.integration.sglang.device_pages import DevicePages
 from flexcache.integration.sglang.identity import read_model_id
 from flexcache.integration.sglang.kv_events import TreeEvents, publishes_events

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from flexcache.ids import KVStatus
-from flexcache.integration.safe_calls import safely
+from flexcache.integration.adapter import safely
 from flexcache.integration.sglang.rank_cache import RankCache
 
 _FLUSH_PATIENCE_S = 5.0

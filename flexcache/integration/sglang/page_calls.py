@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from flexcache.cache.prompt_content import PromptContent
+from flexcache.cache.block_keys import PromptContent
 from flexcache.ids import TierName
-from flexcache.integration.safe_calls import safely
+from flexcache.integration.adapter import TaskCalls, safely
 from flexcache.integration.sglang.page_tables import NO_BLOCKS, Blocks
 from flexcache.integration.sglang.rank_cache import RankCache
-from flexcache.integration.task_calls import TaskCalls
 
 
 class Pages(NamedTuple):

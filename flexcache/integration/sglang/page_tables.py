@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
-from flexcache.config.groups import KVGroup
+from flexcache.config.model import KVGroup
 
 Blocks = npt.NDArray[np.int64]
 _POOLS = {"full": PoolName.KV, "window": PoolName.SWA, "state": PoolName.MAMBA}

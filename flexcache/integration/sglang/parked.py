@@ -14,11 +14,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flexcache.cache.prompt_content import PromptContent
+from flexcache.cache.block_keys import PromptContent
 from flexcache.ids import TierName
-from flexcache.integration.safe_calls import safely
+from flexcache.integration.adapter import safely
 from flexcache.integration.sglang.rank_cache import RankCache
-from flexcache.tasks.deadlines import load_patience_s
+from flexcache.tasks.model import load_patience_s
 
 
 @dataclass(slots=True)

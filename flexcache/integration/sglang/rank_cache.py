@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flexcache.cache.prompt_content import PromptContent
+from flexcache.cache.block_keys import PromptContent
 from flexcache.client.rank import KVTPClient
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import FlexCacheError

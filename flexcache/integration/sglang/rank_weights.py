@@ -24,8 +24,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from flexcache.integration.identity.checkpoint import LoadedAdapter
-from flexcache.integration.identity.files import ANY_TIME, FileDigests
+from flexcache.integration.checkpoint import LoadedAdapter
+from flexcache.integration.file_digests import ANY_TIME, FileDigests
 from flexcache.integration.sglang.rank_cache import RankCache
 from flexcache.logs import log_event
 

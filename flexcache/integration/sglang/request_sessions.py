@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flexcache.cache.prompt import check_session_id
-from flexcache.integration.safe_calls import safely
+from flexcache.integration.adapter import safely
 from flexcache.manager import KVManager
 
 

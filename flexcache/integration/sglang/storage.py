@@ -28,8 +28,8 @@ from sglang.srt.runtime_context import get_parallel, get_server_args
 
 from flexcache.config import ModelConfig
 from flexcache.errors import ConfigError
-from flexcache.integration.identity.late import identify_now
-from flexcache.integration.safe_calls import safely
+from flexcache.integration.adapter import safely
+from flexcache.integration.checkpoint import identify_now
 from flexcache.integration.sglang.host_pages import describe_pool, page_tensors
 from flexcache.integration.sglang.identity import read_model_id
 from flexcache.integration.sglang.parking import check_allowed

@@ -18,9 +18,8 @@ from flexcache.config import CacheConfig, ModelConfig
 from flexcache.config.model import read_dtype
 from flexcache.config.sources import read_environment, require_block_size
 from flexcache.errors import ConfigError
-from flexcache.integration.identity.checkpoint import identify_checkpoint
-from flexcache.integration.identity.files import FileDigests
-from flexcache.integration.identity.settings import digest, dtype_name
+from flexcache.integration.checkpoint import identify_checkpoint
+from flexcache.integration.file_digests import FileDigests, digest, dtype_name
 
 _KV_DTYPES = {"fp8": torch.float8_e4m3fn}
 _STATE_LAYERS = ("mamba", "linear_attention", "recurrent")

@@ -6,9 +6,9 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from flexcache.integration.identity.checkpoint import LoadedAdapter
-from flexcache.integration.identity.files import FileDigests
-from flexcache.request_info import RequestInfo
+from flexcache.ids import RequestInfo
+from flexcache.integration.checkpoint import LoadedAdapter
+from flexcache.integration.file_digests import FileDigests
 
 _MEDIA = ("multimodal_positions", "multimodal_lengths", "multimodal_embedding")
 _UNNAMED = ("prompt_embedding_table", "mrope_rotary_cos_sin", "encoder_tokens", "input_embeds")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flexcache.integration.task_calls import TaskCalls
+from flexcache.integration.adapter import TaskCalls
 
 _OF_SCHEDULERS: dict[str, Saves] = {}
 """Those of the schedulers in this process, by the endpoint of their cache."""

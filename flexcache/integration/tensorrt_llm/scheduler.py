@@ -12,9 +12,8 @@ from functools import partial
 from typing import Any
 
 from flexcache.errors import InternalError
-from flexcache.integration.identity.late import identify_now
-from flexcache.integration.layerwise_rule import LayerwiseRule
-from flexcache.integration.safe_calls import safely
+from flexcache.integration.adapter import LayerwiseRule, safely
+from flexcache.integration.checkpoint import identify_now
 from flexcache.integration.tensorrt_llm.addresses import announce, withdraw
 from flexcache.integration.tensorrt_llm.calls import RequestCalls
 from flexcache.integration.tensorrt_llm.engine import (

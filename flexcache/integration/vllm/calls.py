@@ -1,32 +1,224 @@
-"""CacheCalls: an engine's calls to its cache, in terms of vLLM's requests and blocks."""
+"""Calls of one vLLM engine to its cache, and what of a request goes into them.
+
+A request's hints are in its ``kv_transfer_params``. They come from its sender: invalid ones are
+ignored, and logged.
+
+flexcache_namespace                                   whose quota it counts against
+flexcache_priority, flexcache_ttl_s                   how long to keep what it stores
+flexcache_session_id                                  whose prompt it is
+flexcache_session_over, flexcache_returns_in_s        how the session goes on after its end
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-
-from flexcache.errors import FlexCacheError
-from flexcache.ids import OpKind, TierName
-from flexcache.integration.counters import read_counters
-from flexcache.integration.safe_calls import safely
-from flexcache.integration.task_calls import TaskCalls
-from flexcache.integration.vllm.kv_events import EventHashes, read_request_info
-from flexcache.integration.vllm.names import Names
-from flexcache.integration.vllm.request_hints import (
-    read_namespace,
-    read_retention,
-    read_session_end,
-    read_session_id,
+from vllm.distributed.kv_events import (
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
 )
+from vllm.v1.core import kv_cache_utils
+
+from flexcache.cache.journal import Change, Removed, Stored
+from flexcache.cache.prompt import check_hint, check_name, check_session_id
+from flexcache.errors import FlexCacheError
+from flexcache.ids import OpKind, RequestInfo, TierName, check_request_info
+from flexcache.integration.adapter import TaskCalls, read_counters, safely
+from flexcache.integration.vllm.weights import Names
 from flexcache.logs import log_event
 from flexcache.manager import KVManager
-from flexcache.request_info import RequestInfo, check_request_info
 
 logger = logging.getLogger(__name__)
+
+_HIGHEST_PRIORITY = 100  # highest priority that a request may set
+_LONGEST_TTL_S = 7 * 86400.0
+_LONGEST_NAMESPACE = 256
+
+_warned: set[str] = set()
+
+T = TypeVar("T")
+
+
+class SessionEnd(NamedTuple):
+    """How a session goes on, or not, after a request; see `KVManager.session_hint`."""
+
+    session_id: str
+    over: bool
+    returns_in_s: float | None
+
+
+def read_retention(request: Any) -> dict[str, Any]:
+    """Return the hints as arguments of `KVManager.put_match`."""
+    if not getattr(request, "kv_transfer_params", None):
+        return {}
+    hints = {
+        "priority": _read(
+            request, "priority", _between(int, -_HIGHEST_PRIORITY, _HIGHEST_PRIORITY)
+        ),
+        "ttl_s": _read(request, "ttl_s", _between(float, 0.0, _LONGEST_TTL_S)),
+    }
+    return {name: hint for name, hint in hints.items() if hint is not None}
+
+
+def read_namespace(request: Any) -> str | None:
+    """Return the namespace in which the request's blocks are kept, if it names one."""
+    return _read(request, "namespace", _namespace)
+
+
+def read_session_id(request: Any) -> str | None:
+    """Return the session that the request belongs to, if it says so."""
+    return _read(request, "session_id", _session_id)
+
+
+def read_session_end(request: Any) -> SessionEnd | None:
+    """Return what is to be passed on when the request has ended, if anything."""
+    session_id = read_session_id(request)
+    if session_id is None:
+        return None
+    over = _read(request, "session_over", _bool) or False
+    returns_in_s = _read(request, "returns_in_s", _returns_in_s)
+    if over == (returns_in_s is not None):
+        if over:
+            _ignored(request, "session_over", "flexcache_returns_in_s says that it goes on")
+        return None
+    return SessionEnd(session_id, over, returns_in_s)
+
+
+def _read(request: Any, name: str, convert: Callable[[Any], T]) -> T | None:
+    params = getattr(request, "kv_transfer_params", None)
+    if not params or (hint := params.get(f"flexcache_{name}")) is None:
+        return None
+    try:
+        return convert(hint)
+    except (TypeError, ValueError, OverflowError) as error:
+        _ignored(request, name, error)
+        return None
+
+
+def _ignored(request: Any, name: str, reason: object) -> None:
+    """Log a hint that makes no sense; the first of each name as a warning."""
+    level = logging.DEBUG if name in _warned else logging.WARNING
+    _warned.add(name)
+    log_event(
+        logger, level, "hint_ignored", request=request.request_id, hint=f"flexcache_{name}",
+        reason=reason,
+    )  # fmt: skip
+
+
+def _between(kind: type[T], lowest: Any, highest: Any) -> Callable[[Any], T]:
+    def convert(hint: Any) -> T:
+        value: Any = kind(hint)  # type: ignore[call-arg]
+        if not lowest <= value <= highest:
+            raise ValueError(f"must be {lowest} to {highest}")
+        return value  # type: ignore[no-any-return]
+
+    return convert
+
+
+def _bool(hint: Any) -> bool:
+    if not isinstance(hint, bool):
+        raise TypeError("must be true or false")
+    return hint
+
+
+def _namespace(hint: Any) -> str:
+    check_name("namespace", hint, _LONGEST_NAMESPACE)
+    return str(hint)
+
+
+def _session_id(hint: Any) -> str:
+    check_session_id(hint)
+    return str(hint)
+
+
+def _returns_in_s(hint: Any) -> float:
+    seconds = float(hint)
+    check_hint("any", over=False, returns_in_s=seconds)
+    return seconds
+
+
+_hash = kv_cache_utils.maybe_convert_block_hash
+_MAX_HASHES = 1 << 20
+_untagged = getattr(kv_cache_utils, "to_event_extra_keys", lambda keys: keys)
+"""vLLM 0.32 hashes tagged extra keys and publishes them without their tags."""
+
+
+def read_request_info(request: Any, block_size: int) -> RequestInfo:
+    """Read the request metadata that vLLM would publish with its own blocks."""
+    lora = request.lora_request
+    return RequestInfo(
+        request_id=request.request_id,
+        lora_id=None if lora is None else lora.adapter_id,
+        lora_name=None if lora is None else lora.name,
+        extra_keys=_extra_keys(request, block_size),
+    )
+
+
+def _extra_keys(request: Any, block_size: int) -> list[Any] | None:
+    """Read the extra keys of each whole block; None if the request has only tokens."""
+    has_more = (
+        request.lora_request
+        or request.mm_features
+        or request.cache_salt
+        or getattr(request, "prompt_embeds", None) is not None
+    )
+    if not has_more or not request.block_hashes:
+        return None
+    extra_keys, image = [], 0
+    for index in range(min(len(request.block_hashes), request.num_tokens // block_size)):
+        start = index * block_size
+        keys, image = kv_cache_utils.generate_block_hash_extra_keys(
+            request, start, start + block_size, image
+        )
+        extra_keys.append(keys)
+    return list(_untagged(extra_keys))
+
+
+class EventHashes:
+    """vLLM's hashes of blocks that are cached under others: those of requests with adapters, as
+    vLLM hashes the adapter's name and path, and the cache its content.
+    """
+
+    def __init__(self) -> None:
+        self._hashes: OrderedDict[bytes, bytes] = OrderedDict()
+
+    def learn(self, keys: Sequence[bytes], hashes: Sequence[bytes], stop: int) -> None:
+        """Note the hashes of the first ``stop`` blocks."""
+        self._hashes.update(zip(keys[:stop], hashes[:stop], strict=False))
+        while len(self._hashes) > _MAX_HASHES:
+            self._hashes.popitem(last=False)
+
+    def of(self, key: bytes) -> Any:
+        """Return a block's hash as vLLM publishes it."""
+        return _hash(self._hashes.get(key, key))
+
+
+def to_vllm_events(changes: Iterable[Change], hashes: EventHashes) -> Iterator[KVCacheEvent]:
+    """Convert changes for vLLM's own publisher, whose stream also has its GPU's blocks."""
+    for change in changes:
+        if isinstance(change, Stored):
+            yield BlockStored(
+                block_hashes=[hashes.of(key) for key in change.keys],
+                parent_block_hash=None if change.parent is None else hashes.of(change.parent),
+                token_ids=list(change.token_ids),
+                block_size=change.block_size,
+                lora_id=change.info.lora_id,
+                medium=change.medium.value,
+                lora_name=change.info.lora_name,
+                extra_keys=change.extra_keys,
+            )
+        elif isinstance(change, Removed):
+            yield BlockRemoved(
+                block_hashes=[hashes.of(key) for key in change.keys], medium=change.medium.value
+            )
+        else:  # readers would apply "all cleared" to the GPU's blocks too
+            yield from to_vllm_events(change.removed, hashes)
 
 
 class Found(NamedTuple):

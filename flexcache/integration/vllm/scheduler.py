@@ -11,46 +11,111 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+from vllm.v1.metrics.utils import create_metric_per_engine
 
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import RegistrationError
 from flexcache.ids import TierName
-from flexcache.integration.identity.late import when_identified
-from flexcache.integration.layerwise_rule import LayerwiseRule
-from flexcache.integration.prefill_rate import PrefillRate
-from flexcache.integration.vllm.block_tables import BlockTables, Tables
-from flexcache.integration.vllm.callers import find_caller
-from flexcache.integration.vllm.calls import CacheCalls
+from flexcache.integration.adapter import COUNTERS, LayerwiseRule, PrefillRate, increases
+from flexcache.integration.checkpoint import when_identified
+from flexcache.integration.vllm.calls import CacheCalls, to_vllm_events
 from flexcache.integration.vllm.engine import (
     UNREAD,
     Place,
+    find_caller,
     read_cache_config,
     read_key_namespace,
     read_model_config,
     read_place,
+    read_transfer_config,
 )
 from flexcache.integration.vllm.gets import Gets
 from flexcache.integration.vllm.groups import (
+    BlockTables,
+    Tables,
     cached_group_ids,
     read_keys_per_position,
     read_position,
 )
-from flexcache.integration.vllm.identity import read_model_id
-from flexcache.integration.vllm.kv_events import to_vllm_events
-from flexcache.integration.vllm.layerwise import find_obstacle, recovers_in_steps
-from flexcache.integration.vllm.metadata import FlexCacheMetadata
-from flexcache.integration.vllm.put_points import PutPoints, tail_interval
-from flexcache.integration.vllm.puts import Puts
-from flexcache.integration.vllm.siblings import read_transfer_config
-from flexcache.integration.vllm.stats import FlexCacheStats
-from flexcache.integration.vllm.step_budget import StepBudget
+from flexcache.integration.vllm.puts import PutPoints, Puts, tail_interval
+from flexcache.integration.vllm.step_loads import StepBudget, find_obstacle, recovers_in_steps
+from flexcache.integration.vllm.weights import read_model_id
+from flexcache.integration.vllm.worker import FlexCacheMetadata
 from flexcache.logs import log_event
 from flexcache.manager import KVManager
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
+
+
+_COUNTERS = {
+    **COUNTERS,
+    "early_look_ups": "Look-ups at the remote store that began when a request arrived.",
+    "early_loads": "Loads to DRAM that began before vLLM asked about their request.",
+    "cancelled_look_ups": "Requests that went away before vLLM asked about them.",
+}
+
+
+@dataclass
+class FlexCacheStats(KVConnectorStats):  # type: ignore[misc]
+    """Increases since the last report, by counter name."""
+
+    @classmethod
+    def between(cls, before: Mapping[str, float], after: Mapping[str, float]) -> FlexCacheStats:
+        return cls(increases(before, after))
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        for name, value in other.data.items():
+            self.data[name] = self.data.get(name, 0) + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        data = self.data
+        hits = sum(data.get(f"{tier}_hit_tokens", 0) for tier in ("dram", "ssd", "remote"))
+        looked_up = hits + data.get("missed_tokens", 0)
+        shown = {k: round(v, 4) for k, v in data.items() if not k.endswith(("_bytes", "_seconds"))}
+        shown["external_hit_rate"] = round(hits / looked_up, 4) if looked_up else 0.0
+        for way, seconds in (("loaded", "load_seconds"), ("stored", "store_seconds")):
+            if data.get(seconds):  # failed ops take time but may move nothing
+                moved = data.get(f"{way}_bytes", 0)
+                shown[f"{way}_GB_per_s"] = round(moved / data[seconds] / 1e9, 2)
+        return shown
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class FlexCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """One Prometheus counter per statistic, labelled like vLLM's own."""
+
+    def __init__(
+        self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            name: create_metric_per_engine(
+                self._counter_cls(f"vllm:flexcache_{name}", text, labelnames=labelnames),
+                per_engine_labelvalues,
+            )
+            for name, text in _COUNTERS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, value in transfer_stats_data.items():
+            if value > 0:
+                self._counters[name][engine_idx].inc(value)
+
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from flexcache.errors import TaskRevokedError
 from flexcache.logs import log_event
-from flexcache.service_thread import ServiceThread
+from flexcache.processes import ServiceThread
 from flexcache.transfer.workers.permit import CopyPermit
 
 logger = logging.getLogger(__name__)
