@@ -21,7 +21,7 @@ from flexcache.client.client import LocalTransport
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ConfigError
 from flexcache.manager import KVManager
-from flexcache.protocol.names import engine_name
+from flexcache.protocol.messages import engine_name
 from flexcache.server.server import KVServer
 from flexcache.tasks.instructions import device
 

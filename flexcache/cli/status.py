@@ -59,7 +59,7 @@ def _server(endpoint: str | None) -> tuple[Callable[[], Any], View[Any, Any]]:
     """Return a reader of a server's plain statistics, and their view."""
     from flexcache.client.link import read_status
     from flexcache.config import CacheConfig
-    from flexcache.protocol.runtime import private_endpoint
+    from flexcache.protocol.endpoints import private_endpoint
 
     chosen = {"endpoint": endpoint} if endpoint else {}
     settings = CacheConfig.from_env(None, {"endpoint": private_endpoint("server")}, **chosen)

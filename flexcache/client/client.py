@@ -20,10 +20,9 @@ from flexcache.config.values import server_of
 from flexcache.errors import ClosedError
 from flexcache.ids import PromptDetail, TaskKind
 from flexcache.processes import tell_of_forks
-from flexcache.protocol.names import engine_name, new_engine_id
-from flexcache.protocol.runtime import check_endpoint, private_endpoint
-from flexcache.server.local_session import LocalSession
-from flexcache.server.operator import open_http
+from flexcache.protocol.endpoints import check_endpoint, private_endpoint
+from flexcache.protocol.messages import engine_name, new_engine_id
+from flexcache.server.operator import LocalSession, open_http
 from flexcache.server.server import KVServer
 from flexcache.tasks.instructions import MatchedTask, PromisedLoad, TaskResult
 from flexcache.tasks.stats import to_plain

@@ -55,8 +55,8 @@ from flexcache.protocol.messages import (
     Weights,
     WeightsChanged,
     WelcomeRank,
+    pid_namespace,
 )
-from flexcache.protocol.names import pid_namespace
 from flexcache.tasks.instructions import PromisedLoad
 from flexcache.transfer.messages import Drop, Execute, Stop, pack_ids, unpack_ids
 from flexcache.transfer.workers.device import DeviceWorker

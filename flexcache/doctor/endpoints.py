@@ -13,7 +13,7 @@ from flexcache.doctor.findings import Finding, error, ok, warning
 from flexcache.doctor.subject import Subject
 from flexcache.errors import ConfigError
 from flexcache.events.publisher import is_bound
-from flexcache.protocol.runtime import check_endpoint
+from flexcache.protocol.endpoints import check_endpoint
 from flexcache.protocol.trust import find_listener
 
 _CONNECT_TIMEOUT_S = 1.0

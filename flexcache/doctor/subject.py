@@ -13,7 +13,7 @@ from flexcache.client.link import read_status
 from flexcache.config import CacheConfig, ModelConfig, ServerConfig
 from flexcache.config.sources import CONFIG_FILE_ENV, read_environment
 from flexcache.errors import ConfigError, FlexCacheError
-from flexcache.protocol.runtime import is_served, private_endpoint
+from flexcache.protocol.endpoints import is_served, private_endpoint
 from flexcache.storage.shards import Shards
 from flexcache.tasks.stats import Stats, from_plain
 

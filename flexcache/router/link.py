@@ -20,7 +20,7 @@ import zmq.asyncio
 
 from flexcache.errors import UntrustedError
 from flexcache.logs import log_event
-from flexcache.protocol.runtime import listen_privately
+from flexcache.protocol.endpoints import listen_privately
 from flexcache.protocol.trust import find_listener
 from flexcache.router.chooser import UNKNOWN, Arrival, Choice, NotRouted, Outcome, Usage
 from flexcache.router.fleet import listed_name

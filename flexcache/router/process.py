@@ -28,7 +28,7 @@ from flexcache.config.values import reject
 from flexcache.errors import ConfigError
 from flexcache.logs import log_event, set_up_logging
 from flexcache.processes import raise_limit
-from flexcache.protocol.runtime import private_endpoint
+from flexcache.protocol.endpoints import private_endpoint
 from flexcache.router.chooser import Chooser
 from flexcache.router.control import ControlApi
 from flexcache.router.link import RemoteChooser
@@ -44,7 +44,7 @@ from flexcache.router.settings import (
     proxy_config,
     routing_of,
 )
-from flexcache.server.supervisor import WorkerSupervisor
+from flexcache.server.workers import WorkerSupervisor
 
 if TYPE_CHECKING:
     from flexcache.router.gateway.server import GatewayConfig

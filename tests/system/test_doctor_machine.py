@@ -21,7 +21,7 @@ from flexcache.doctor.endpoints import check_event_endpoints, check_http, check_
 from flexcache.doctor.findings import Finding, Level
 from flexcache.doctor.stores import check_remote_store
 from flexcache.doctor.subject import Subject
-from flexcache.protocol.runtime import EndpointLock, private_endpoint
+from flexcache.protocol.endpoints import EndpointLock, private_endpoint
 from flexcache.storage.block_io import io_uring_problem
 from flexcache.storage.pool_directory import supports_direct_io
 

@@ -18,8 +18,8 @@ from flexcache.client.link import ServerLink
 from flexcache.client.rank import ClientState, KVTPClient
 from flexcache.client.rank_tasks import RankTasks
 from flexcache.ids import OpId, OpKind, TaskId
-from flexcache.server.event_loop import EventLoop
-from flexcache.server.local_lines import LocalLine, LocalLines
+from flexcache.server.loop import EventLoop
+from flexcache.server.outbox import LocalLine, LocalLines
 from flexcache.tasks.instructions import RunOp
 from flexcache.transfer.graph import TransferOp
 from flexcache.transfer.messages import Done, Execute

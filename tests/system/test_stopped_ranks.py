@@ -20,7 +20,7 @@ from rank import KV_BYTES, MODEL, NUM_BLOCKS, TOKENS_PER_BLOCK, map_kv
 from test_faults import until
 
 from flexcache import CacheConfig, KVManager, KVStatus
-from flexcache.protocol.runtime import private_endpoint
+from flexcache.protocol.endpoints import private_endpoint
 from flexcache.transfer.workers.permit import PIECE_BYTES
 
 pytestmark = pytest.mark.whole

@@ -26,7 +26,7 @@ from flexcache.cli import app
 from flexcache.config import ModelConfig
 from flexcache.errors import ConfigError, TraceError
 from flexcache.ids import OpKind, RequestInfo, TaskKind, TierName
-from flexcache.protocol.runtime import is_served, private_endpoint
+from flexcache.protocol.endpoints import is_served, private_endpoint
 from flexcache.replay.chrome import chrome_trace
 from flexcache.replay.history import histories
 from flexcache.replay.mooncake import MooncakeTrace, read_requests

@@ -21,7 +21,7 @@ from paths import MODELS
 from trtllm_executor import BLOCK, NUM_BLOCKS, Executor, Request
 
 from flexcache.errors import ConfigError, LoadLostError, UnsupportedLayoutError
-from flexcache.protocol.runtime import private_endpoint
+from flexcache.protocol.endpoints import private_endpoint
 from flexcache.transfer.workers.layer_load import LayerLoad
 
 trtllm_interface.install()

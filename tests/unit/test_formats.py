@@ -28,7 +28,7 @@ from flexcache.ids import BlockKey, OpKind
 from flexcache.protocol.messages import PROTOCOL_VERSION, Refused
 from flexcache.replay.reader import RecordedTrace
 from flexcache.server.hub import Hub
-from flexcache.server.hub_config import HubConfig
+from flexcache.server.sessions import HubConfig
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.kv_identity import KVIdentity, digest
 from flexcache.storage.pool_directory import DATA_FILE, FORMAT_VERSION, INDEX_FILE, PoolHeader

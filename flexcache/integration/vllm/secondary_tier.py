@@ -55,7 +55,7 @@ from flexcache.integration.vllm.engine import (
 from flexcache.integration.vllm.groups import refuse_hisparse
 from flexcache.integration.vllm.weights import read_model_id
 from flexcache.logs import log_event
-from flexcache.protocol.runtime import EndpointLock, private_endpoint
+from flexcache.protocol.endpoints import EndpointLock, private_endpoint
 from flexcache.server.outbox import WorkerInstruction
 from flexcache.server.reactor import Reactor
 from flexcache.server.store import CacheStore, other_layout

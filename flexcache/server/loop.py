@@ -1,4 +1,4 @@
-"""The server's event loop: takes in messages, deaths and deadlines, and sends what follows.
+"""Event loop of the server: takes in messages, deaths and deadlines, and sends what follows.
 
 Each turn hands one batch of events to the hub under the server's lock, takes the outbox out, and
 carries it out after releasing the lock. The sockets are used by this thread only.
@@ -16,14 +16,11 @@ from collections.abc import Callable
 
 import msgspec
 
+from flexcache.ids import TierName
 from flexcache.logs import log_event
-from flexcache.server.availability_log import AvailabilityLog
-from flexcache.server.background import BackgroundThread
 from flexcache.server.hub import Hub
-from flexcache.server.idle_exit import IdleExit
-from flexcache.server.outbox import PeerMessage, make_execute
-from flexcache.server.reactor import EndReport, Reactor
-from flexcache.server.router_socket import FLUSH_INTERVAL_S, RouterSocket, Sent
+from flexcache.server.outbox import BackgroundThread, PeerMessage, make_execute
+from flexcache.server.reactor import FLUSH_INTERVAL_S, EndReport, Reactor, RouterSocket, Sent
 from flexcache.server.workers import WorkerPool
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.instructions import RunOp
@@ -230,3 +227,66 @@ class EventLoop:
                 break
             time.sleep(_HANG_UP_POLL_S)
             self._socket.flush()
+
+
+_FIRST_CLIENT_PATIENCE_S = 60.0
+_UNNEEDED_PATIENCE_S = 2.0  # other engines may be asking for the server already
+
+
+class IdleExit:
+    """Decides whether an idle server should end.
+
+    Args:
+        patience_s: How long a server outlives a last client that died.
+        is_needed: Whether a server that has had no client yet may still get one.
+    """
+
+    def __init__(self, patience_s: float, is_needed: Callable[[], bool], now: float) -> None:
+        self._patience_s = patience_s
+        self._is_needed = is_needed
+        self._started_s = now
+        self._idle_since: float | None = None
+        self._had_client = False
+
+    def is_due(self, has_clients: bool, last_left_orderly: bool, now: float) -> bool:
+        """Whether the server should end now; it does at once if the last client said Goodbye."""
+        if has_clients:
+            self._idle_since, self._had_client = None, True
+            return False
+        if not self._had_client:
+            patience_s = max(self._patience_s, _FIRST_CLIENT_PATIENCE_S)
+            if not self._is_needed():
+                patience_s = _UNNEEDED_PATIENCE_S
+            return now - self._started_s > patience_s
+        self._idle_since = self._idle_since or now
+        return now - self._idle_since >= (0.0 if last_left_orderly else self._patience_s)
+
+
+class AvailabilityLog:
+    """Logs each change once. A failed trial of the store is no change."""
+
+    def __init__(self) -> None:
+        self._breaker_was_closed = True
+        self._unavailable: set[TierName] | None = None
+
+    def update(self, tasks: KVTaskEngine) -> None:
+        """Log what has changed since the last call. No tier is available before the first one."""
+        outage = tasks.queries.store_outage
+        if (outage is None) is not self._breaker_was_closed:
+            self._breaker_was_closed = outage is None
+            if outage is None:
+                log_event(logger, logging.INFO, "breaker_closed")
+            else:
+                log_event(logger, logging.WARNING, "breaker_opened", reason=outage)
+        if self._unavailable is None:
+            self._unavailable = {tier.name for tier in tasks.cache.tiers.lower}
+        unavailable = tasks.cache.tiers.unavailable
+        if unavailable == self._unavailable:
+            return
+        for tier in TierName:
+            if (tier in unavailable) is not (tier in self._unavailable):
+                is_gone = tier in unavailable
+                level = logging.WARNING if is_gone else logging.INFO
+                event = "tier_unavailable" if is_gone else "tier_available"
+                log_event(logger, level, event, tier=tier.value)
+        self._unavailable = set(unavailable)

@@ -1,4 +1,4 @@
-"""What a scheduler in session asks for: decoded, validated, and put to the task engine.
+"""Calls of schedulers in session: decoded, validated, and put to the task engine.
 
 A match may have to wait until the remote store has said what it holds: it is parked meanwhile.
 """
@@ -43,12 +43,11 @@ from flexcache.protocol.messages import (
     SessionHint,
     TaskAnswer,
 )
-from flexcache.server.background import BackgroundJob
-from flexcache.server.cache_slot import CacheSlot
-from flexcache.server.guard import Buffer
-from flexcache.server.notices import Notices
-from flexcache.server.outbox import Outbox
-from flexcache.server.registry import Registry, Scheduler
+from flexcache.server.cache import CacheSlot
+from flexcache.server.outbox import BackgroundJob, Outbox
+from flexcache.server.places import Registry, Scheduler
+from flexcache.server.reactor import Buffer
+from flexcache.server.sessions import Notices
 from flexcache.server.weights import EngineWeights
 from flexcache.tasks.instructions import TaskResult
 from flexcache.transfer.messages import unpack_ids

@@ -1,4 +1,4 @@
-"""How clients become peers of a server, and how they cease to be.
+"""Client handshake, registration and loss.
 
     rank        unknown --HelloRank--> greeted --Register--> serving --+
     scheduler   unknown --HelloEngine--> in session -------------------+--> gone
@@ -13,10 +13,16 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
+import msgspec
+
+from flexcache.cache.prompt import MAX_VERSION_LENGTH
 from flexcache.errors import ConfigError, MissingDependencyError, RegistrationError
 from flexcache.logs import log_event
 from flexcache.protocol.messages import (
+    MAX_NAME_LENGTH,
+    PROTOCOL_VERSION,
     UNKNOWN_WEIGHTS,
+    Greeting,
     HelloEngine,
     HelloRank,
     Readiness,
@@ -26,19 +32,17 @@ from flexcache.protocol.messages import (
     WeightsChanged,
     WelcomeEngine,
     WelcomeRank,
+    is_anonymous,
 )
-from flexcache.server.cache_slot import CacheSlot
-from flexcache.server.claims import Claimant, Claims
-from flexcache.server.greetings import misplaced, name_problem, namespace_problem, refuse_version
-from flexcache.server.hub_config import HubConfig
-from flexcache.server.notices import Notices
+from flexcache.server.cache import CacheSlot
 from flexcache.server.outbox import Outbox
-from flexcache.server.readiness import EngineReadiness
-from flexcache.server.registry import Host, Peer, Rank, Registry, Scheduler
-from flexcache.server.sessions import ServerSessions
+from flexcache.server.places import Claimant, Claims, Host, Peer, Rank, Registry, Scheduler
+from flexcache.server.reactor import Buffer
+from flexcache.server.sessions import HubConfig, Notices, ServerSessions
 from flexcache.server.weights import EngineWeights
 from flexcache.storage.pool_directory import DirectoryInUseError
-from flexcache.tasks.instructions import device
+from flexcache.storage.shards import Shards
+from flexcache.tasks.instructions import DISK, device
 
 logger = logging.getLogger(__name__)
 
@@ -364,3 +368,160 @@ class Peers:
         """Forget every peer. Idempotent."""
         for peer in self._registry.peers:
             self._forget(peer)
+
+
+_MAX_GENERATION = 1 << 62  # each change adds one, and it has to fit into 64 bits
+_decoder = msgspec.msgpack.Decoder(Greeting)
+
+
+def malformed_greeting(hello: HelloRank | HelloEngine) -> str | None:
+    """What makes a greeting malformed."""
+    if len(hello.engine) > MAX_NAME_LENGTH or len(hello.client) > MAX_NAME_LENGTH:
+        return "a name is too long"
+    if isinstance(hello, HelloEngine):
+        weights = hello.weights
+        if not 0 <= hello.heard <= weights.generation <= _MAX_GENERATION:
+            return f"its weights are of generation {weights.generation}, it heard of {hello.heard}"
+        if len(weights.version) > MAX_VERSION_LENGTH:
+            return "the version of its weights is too long"
+    return None
+
+
+def misplaced(hello: HelloRank, shards: Shards) -> str | None:
+    """Why a rank has no place among those that share a cache."""
+    place = f"rank {hello.rank} of engine {hello.engine!r}"
+    if not 0 <= hello.rank < shards.num_ranks:
+        return f"{place} is not below the number of ranks, {shards.num_ranks}"
+    if hello.kv_replicas % shards.num_replicas:
+        return (
+            f"{place} says that {hello.kv_replicas} ranks hold the same KV, but the engine's "
+            f"scheduler that {shards.num_replicas} do"
+        )
+    return None
+
+
+def refuse_version(version: int, counters: Counter[str]) -> Refused | None:
+    """The answer to a client of another protocol version."""
+    if version == PROTOCOL_VERSION:
+        return None
+    counters["rejected_version"] += 1
+    return Refused(
+        f"the client speaks protocol {version}, the server {PROTOCOL_VERSION}: run the same "
+        "FlexCache version on both sides"
+    )
+
+
+def refuse_undecodable(frame: Buffer, counters: Counter[str]) -> Refused | None:
+    """The answer to a frame that cannot be decoded, if it is a greeting of another version."""
+    try:
+        greeting = _decoder.decode(frame)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    if not greeting.type.startswith("Hello"):
+        return None
+    return refuse_version(greeting.version, counters)
+
+
+def name_problem(hello: HelloRank | HelloEngine, owner: str | None) -> str | None:
+    """Why the engine's name is impossible here."""
+    if owner is None and is_anonymous(hello.engine):
+        return (
+            "the client names no engine, and several share this server: connect to the "
+            "KVManager.endpoint of its engine, or give KVManager and its KVTPClients the same "
+            "engine_id"
+        )
+    if owner is not None and isinstance(hello, HelloRank) and hello.engine != owner:
+        return (
+            f"this cache is engine {owner!r}'s alone, the client says {hello.engine!r}: "
+            "connect to the KVManager.endpoint of its engine, with the same dp_rank"
+        )
+    return None
+
+
+def namespace_problem(hello: HelloRank | HelloEngine, ours: int) -> str | None:
+    """Why the client could not open the server's memory, which it finds by the process's id."""
+    theirs = hello.pid_namespace
+    if not theirs or not ours or theirs == ours:
+        return None
+    return (
+        f"the client runs in pid namespace {theirs}, the server in {ours}: run both in one (docker "
+        "run --pid=host, or --pid=container:NAME; Kubernetes: shareProcessNamespace or hostPID)"
+    )
+
+
+_MAX_PROBLEMS = 256
+
+
+class EngineReadiness:
+    """Reports an engine's missing parts to its scheduler, and to callers in this process."""
+
+    def __init__(self, registry: Registry, slot: CacheSlot, claims: Claims, outbox: Outbox) -> None:
+        self._registry = registry
+        self._slot = slot
+        self._claims = claims
+        self._outbox = outbox
+        self._refused: dict[tuple[str, int], str] = {}  # by engine and rank
+        self.num_changes = 0
+
+    def missing(self, engine: str) -> list[str]:
+        """Ranks and workers that an engine still waits for."""
+        cache = self._slot.cache
+        if cache is None:
+            return self._slot.awaited
+        names = [
+            f"rank {rank}"
+            for rank in range(cache.model.num_ranks)
+            if not cache.tasks.queries.is_up(device(engine, rank))
+        ]
+        if cache.store.disk_pool is not None and not cache.tasks.queries.is_up(DISK):
+            names.append("disk worker")
+        return names + self._claims.places(engine)
+
+    def problems(self, engine: str) -> list[str]:
+        """Why ranks of an engine were refused, and which other clients claim its name."""
+        refused = [text for (name, _), text in self._refused.items() if name == engine]
+        return refused + self._claims.problems(engine)
+
+    def is_settled(self, engine: str) -> bool:
+        """Whether waiting for the engine's parts is over, for better or worse."""
+        is_refused = self._slot.failure is not None or bool(self.problems(engine))
+        return is_refused or not self.missing(engine)
+
+    def require(self, engine: str, timeout: float | None) -> None:
+        """Raise why the engine is not ready after ``timeout`` seconds, if so.
+
+        Raises:
+            TimeoutError: Names those that do not serve yet.
+            RegistrationError: A rank was refused; says why.
+            ConfigError: The cache could not be opened for the blocks of the engine's ranks.
+        """
+        if self._slot.failure is not None:
+            raise self._slot.failure
+        missing, problems = self.missing(engine), self.problems(engine)
+        if problems and missing:
+            raise RegistrationError("; ".join(problems))
+        if missing:
+            raise TimeoutError(f"not registered after {timeout} s: {', '.join(missing)}")
+
+    def changed(self) -> None:
+        """Report to every scheduler what its engine still waits for."""
+        self.num_changes += 1
+        for scheduler in self._registry.schedulers:
+            engine = scheduler.engine
+            readiness = Readiness(self.missing(engine), self.problems(engine))
+            self._outbox.send(scheduler.identity, readiness)
+
+    def refuse(self, rank: Rank, problem: str) -> None:
+        """Remember why a rank was refused; the oldest of too many problems are dropped."""
+        self._refused[rank.engine, rank.rank] = problem
+        while len(self._refused) > _MAX_PROBLEMS:
+            del self._refused[next(iter(self._refused))]
+
+    def retry(self, rank: Rank) -> None:
+        """The rank tries again: what was wrong with it may be over."""
+        self._refused.pop((rank.engine, rank.rank), None)
+
+    def forget(self, engine: str) -> None:
+        """The engine's scheduler is gone, and with it the interest in its problems."""
+        for place in [place for place in self._refused if place[0] == engine]:
+            del self._refused[place]
