@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from flexcache.bench.results import Case, Result, Unsupported, sample_beside
+from flexcache.bench.suite import Case, Result, Unsupported, sample_beside
 from flexcache.cache.prompt import Mask
 from flexcache.client.client import LocalTransport
 from flexcache.config import CacheConfig, ModelConfig

@@ -13,7 +13,7 @@ from graphlib import TopologicalSorter
 
 import numpy as np
 
-from flexcache.bench.results import Case, Result, sample_beside
+from flexcache.bench.suite import Case, Result, sample_beside
 from flexcache.cache.block_keys import ENGINE_KEYS, EngineBlockKeys, make_root
 from flexcache.cache.tiered_cache import CacheSizes, build_cache
 from flexcache.config import CacheConfig

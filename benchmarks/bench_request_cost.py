@@ -24,7 +24,7 @@ import typer
 from cluster import Cluster, running_cluster
 from reporting import Say, run_and_show
 
-from flexcache.bench.results import Case, Result
+from flexcache.bench.suite import Case, Result
 from flexcache.integration.vllm.calls import CacheCalls
 
 BLOCK = 16

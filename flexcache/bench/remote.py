@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from flexcache.bench.results import Case, Result
+from flexcache.bench.suite import Case, Result
 from flexcache.config.remote_url import check_remote_url
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment

@@ -21,7 +21,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from flexcache.cli.trace_files import write_json
+from flexcache.cli.trace import write_json
 from flexcache.errors import TraceError
 from flexcache.terminal import user_errors
 

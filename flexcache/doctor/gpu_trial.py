@@ -18,15 +18,15 @@ import msgspec
 import numpy as np
 import torch
 
-from flexcache.doctor.child import ChildReport
-from flexcache.doctor.gpu_records import (
+from flexcache.doctor.gpu_driver import (
     COPY_BYTES,
     DIRECTIONS,
+    ChildReport,
     GpuTried,
     TrialRequest,
     WayTried,
+    ask_driver,
 )
-from flexcache.doctor.nvidia import ask_driver
 from flexcache.errors import FlexCacheError, NoDirectPathError
 from flexcache.ids import OpKind
 from flexcache.storage.alignment import PAGE_BYTES

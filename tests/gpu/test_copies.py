@@ -18,8 +18,7 @@ import pytest
 import torch
 from gpu_machines import Machine
 
-from flexcache.doctor.child import run_child
-from flexcache.doctor.gpu_records import GpuTried, TrialRequest
+from flexcache.doctor.gpu_driver import GpuTried, TrialRequest, run_child
 from flexcache.errors import ConfigError
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gpu_machines import Machine, RealGpu
 
-from flexcache.doctor.nvidia import ask_driver
+from flexcache.doctor.gpu_driver import ask_driver
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import bytes_per_index, describe_kv_caches

@@ -14,7 +14,7 @@ from cluster import running_cluster
 from paths import ROOT
 from typer.testing import CliRunner
 
-from flexcache.cli.main import app
+from flexcache.cli import app
 from flexcache.config import RouterConfig
 from flexcache.router.listing import WorkerFile
 

@@ -12,9 +12,9 @@ from fake_gpu_process import CUDA_OF_TORCH, environment
 from typer.testing import CliRunner
 
 from flexcache.cli import app
-from flexcache.doctor import examination, gpu
-from flexcache.doctor.findings import Finding, Level
-from flexcache.doctor.subject import Subject
+from flexcache.doctor import checks as examination
+from flexcache.doctor import gpu
+from flexcache.doctor.subject import Finding, Level, Subject
 from flexcache.errors import ConfigError
 from flexcache.storage import host_pool
 from flexcache.storage.pool_directory import supports_direct_io

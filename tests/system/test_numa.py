@@ -17,9 +17,8 @@ from engine_memory import device_memory
 from mutants import Mutant, check_seen
 
 from flexcache.client.lent_tensors import Attachment
-from flexcache.doctor.findings import Level
-from flexcache.doctor.memory import check_numa, judge_numa
-from flexcache.doctor.subject import Subject
+from flexcache.doctor.machine import check_numa, judge_numa
+from flexcache.doctor.subject import Level, Subject
 from flexcache.storage import numa
 from flexcache.storage.host_pool import HostSegment
 from flexcache.transfer.workers.copy_cuda import CudaCopier

@@ -26,7 +26,7 @@ from flexcache.config import CacheConfig, KVGroup, ModelConfig
 from flexcache.events.wire import Page, cursor_of, pack_request
 from flexcache.ids import BlockKey, OpKind
 from flexcache.protocol.messages import PROTOCOL_VERSION, Refused
-from flexcache.replay.reader import RecordedTrace
+from flexcache.replay.traces import RecordedTrace
 from flexcache.server.hub import Hub
 from flexcache.server.sessions import HubConfig
 from flexcache.storage.disk_pool import DiskPool

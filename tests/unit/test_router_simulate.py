@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from flexcache.cli import app
 from flexcache.errors import TraceError
 from flexcache.ids import TaskKind
-from flexcache.replay.mooncake import read_requests
+from flexcache.replay.traces import read_requests
 from flexcache.router.dispatcher import Dispatcher
 from flexcache.router.load import Load
 from flexcache.router.policy import POLICIES, make_policy

@@ -22,7 +22,7 @@ from router_stats import (
 )
 from typer.testing import CliRunner
 
-from flexcache.cli.main import app
+from flexcache.cli import app
 from flexcache.router.stats import RouterStats, find_trouble
 from flexcache.status.router import RouterRates, rates_between, render
 

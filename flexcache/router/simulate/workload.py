@@ -11,8 +11,7 @@ from typing import Protocol
 
 from flexcache.errors import TraceError
 from flexcache.ids import TaskKind
-from flexcache.replay.mooncake import MooncakeRequest, read_requests
-from flexcache.replay.reader import RecordedTrace
+from flexcache.replay.traces import MooncakeRequest, RecordedTrace, read_requests
 from flexcache.tracing.records import KEY_BYTES, Matched
 
 

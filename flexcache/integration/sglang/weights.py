@@ -26,7 +26,7 @@ from typing import Any
 
 from flexcache.integration.checkpoint import LoadedAdapter
 from flexcache.integration.file_digests import ANY_TIME, FileDigests
-from flexcache.integration.sglang.rank_cache import RankCache
+from flexcache.integration.sglang.rank import RankCache
 from flexcache.logs import log_event
 
 logger = logging.getLogger(__name__)
