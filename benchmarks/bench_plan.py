@@ -20,8 +20,7 @@ from flexcache.config import CacheConfig
 from flexcache.ids import KVStatus, OpId, OpKind, TaskId, TaskIds, TaskKind, TierName, make_session
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.instructions import DISK, RunOp, TaskAnswered, device
-from flexcache.transfer.graph import TransferOpGraph
-from flexcache.transfer.scheduler import StartOp, TransferScheduler
+from flexcache.transfer.scheduler import StartOp, TransferOpGraph, TransferScheduler
 
 CHUNK_BLOCKS = 8
 """As many 2 MiB blocks as one op moves between DRAM and SSD with the default settings."""

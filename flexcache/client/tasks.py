@@ -21,7 +21,7 @@ from flexcache.ids import KVStatus, PromptDetail, SessionId, TaskKind, session_o
 from flexcache.protocol.fence import Fence
 from flexcache.tasks.instructions import MatchedTask, PromisedLoad, TaskResult
 from flexcache.tasks.model import check_launchable, check_slot_mappings
-from flexcache.transfer.graph import BlockIds
+from flexcache.transfer.scheduler import BlockIds
 
 _NUM_REMEMBERED = 16_384
 

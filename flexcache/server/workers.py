@@ -70,12 +70,12 @@ class WorkerPool:
         """
         if store.disk_pool is not None:
             self.add(
-                DISK, "flexcache.transfer.workers.disk",
+                DISK, "flexcache.transfer.disk_worker",
                 partial(store.disk_worker_config, endpoint), store.inherited_fds,
             )  # fmt: skip
         if store.has_remote:
             self.add(
-                REMOTE, "flexcache.transfer.workers.remote",
+                REMOTE, "flexcache.transfer.remote_worker",
                 partial(store.remote_worker_config, endpoint), store.segment_fds,
             )  # fmt: skip
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from flexcache.cache.block_keys import PromptKeys
 from flexcache.ids import BlockKey, KVStatus, OpId, SessionId, TaskId, TierName
-from flexcache.transfer.graph import TransferOp
+from flexcache.transfer.scheduler import TransferOp
 
 if TYPE_CHECKING:
     from flexcache.tasks.model import Task

@@ -39,7 +39,7 @@ from flexcache.protocol.fence import Fence, Scratch
 from flexcache.protocol.messages import ModelSpec
 from flexcache.protocol.trust import make_keys
 from flexcache.tasks.instructions import MatchedTask, TaskResult
-from flexcache.transfer.fair_queue import FairQueue, Urgency
+from flexcache.transfer.scheduler import FairQueue, Urgency
 
 # -- the queue for the disk ----------------------------------------------------------------------
 

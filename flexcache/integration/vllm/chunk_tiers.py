@@ -21,9 +21,8 @@ from flexcache.tasks.executors import Checksums, SlotChecksums
 from flexcache.tasks.instructions import DISK, REMOTE, ReplaceExecutor, RunLookUp, RunOp
 from flexcache.tasks.model import LOAD_TIER, WORKER_OF
 from flexcache.transfer.breaker import CircuitBreaker
-from flexcache.transfer.fair_queue import FairQueue, Urgency
-from flexcache.transfer.graph import BlockIds, TransferOp
 from flexcache.transfer.messages import BlockNames
+from flexcache.transfer.scheduler import BlockIds, FairQueue, TransferOp, Urgency
 
 _SLOWEST_BYTES_PER_S = 1e8
 _ONE_OWNER = 0

@@ -62,9 +62,8 @@ from flexcache.server.store import CacheStore, other_layout
 from flexcache.server.workers import WorkerPool
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.host_pool import HostSegment
-from flexcache.storage.kv_identity import KVIdentity
 from flexcache.storage.remote import check_packages
-from flexcache.storage.shards import Shards
+from flexcache.storage.shards import KVIdentity, Shards
 from flexcache.storage.slot_index import Records
 from flexcache.tasks.executors import SlotChecksums
 from flexcache.tasks.instructions import DISK, REMOTE
