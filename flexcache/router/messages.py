@@ -221,11 +221,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag=True, gc=False):
     requests: list[RunningRequest]
 
 
-class Quiet(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """Nothing happened."""
-
-
-Life = Began | AnswerBegan | Over | Snapshot | Quiet
+Life = Began | AnswerBegan | Over | Snapshot | Alive
 
 _encode_batch = msgspec.msgpack.Encoder().encode
 _decode_batch = msgspec.msgpack.Decoder(tuple[float, list[Life]]).decode

@@ -16,11 +16,11 @@ from flexcache.logs import log_event
 from flexcache.router.load import Work
 from flexcache.router.messages import (
     TOPIC,
+    Alive,
     AnswerBegan,
     Began,
     Life,
     Over,
-    Quiet,
     RunningRequest,
     Snapshot,
     decode_life,
@@ -318,4 +318,4 @@ class LifePublisher:
             self._publisher.publish([Snapshot(self._running())])
         elif now >= self._beat_due:
             self._beat_due = now + BEAT_S
-            self._publisher.publish([Quiet()])
+            self._publisher.publish([Alive()])

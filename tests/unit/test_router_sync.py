@@ -11,11 +11,11 @@ from flexcache.events.publisher import Address, BatchPublisher
 from flexcache.router.load import Work
 from flexcache.router.messages import (
     TOPIC,
+    Alive,
     AnswerBegan,
     Began,
     Life,
     Over,
-    Quiet,
     RunningRequest,
     Snapshot,
     decode_life,
@@ -53,10 +53,10 @@ def request(name: str, worker: str = "w", has_first_token: bool = False) -> Runn
 
 def test_batches_survive_the_wire() -> None:
     events: list[Life] = [
-        Began(request("a")), AnswerBegan("a"), Over("a"), Snapshot([request("b")]), Quiet(),
+        Began(request("a")), AnswerBegan("a"), Over("a"), Snapshot([request("b")]), Alive(),
     ]  # fmt: skip
     assert decode_life(encode_life(1.0, events)) == events
-    assert encode_life(1.0, [Quiet()]) != encode_life(2.0, [Quiet()])
+    assert encode_life(1.0, [Alive()]) != encode_life(2.0, [Alive()])
 
 
 def test_requests_at_a_worker_count_once_it_is_known() -> None:
@@ -113,7 +113,7 @@ def test_with_losses_the_load_is_right_after_each_snapshot() -> None:
     peer = Peer("p", book)
     truth: dict[str, RunningRequest] = {}
     for step in range(5000):
-        event: Life = Quiet()
+        event: Life = Alive()
         name = str(rng.randrange(30))
         kind = rng.randrange(5)
         if kind == 0 and name not in truth:
