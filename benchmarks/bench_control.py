@@ -15,14 +15,14 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from flexcache.bench.results import Case, Result, Unsupported, sample_beside
+from flexcache.bench.suite import Case, Result, Unsupported, sample_beside
 from flexcache.cache.prompt import Mask
 from flexcache.client.transport import LocalTransport
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ConfigError
 from flexcache.ids import TaskKind
 from flexcache.manager import KVManager
-from flexcache.protocol.names import engine_name
+from flexcache.protocol.messages import engine_name
 from flexcache.server.server import KVServer
 from flexcache.tasks.instructions import device
 

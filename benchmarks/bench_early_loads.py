@@ -32,7 +32,7 @@ from flexcache.cache.tiered_cache import CacheSizes, build_cache
 from flexcache.config import CacheConfig
 from flexcache.config.cache import EvictionName
 from flexcache.ids import OpKind, TaskId, TaskIds, TaskKind, make_session
-from flexcache.replay.mooncake import TOKENS_PER_ID
+from flexcache.replay.traces import TOKENS_PER_ID
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.instructions import DISK, RunOp, TaskAnswered, device
 

@@ -13,7 +13,7 @@ from graphlib import TopologicalSorter
 
 import numpy as np
 
-from flexcache.bench.results import Case, Result, sample_beside
+from flexcache.bench.suite import Case, Result, sample_beside
 from flexcache.cache.block_keys import ENGINE_KEYS, EngineBlockKeys, make_root
 from flexcache.cache.prompt import Prompt
 from flexcache.cache.tiered_cache import CacheSizes, build_cache
@@ -21,8 +21,7 @@ from flexcache.config import CacheConfig
 from flexcache.ids import KVStatus, OpId, OpKind, TaskId, TaskIds, TaskKind, TierName, make_session
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.instructions import DISK, RunOp, TaskAnswered, device
-from flexcache.transfer.graph import TransferOpGraph
-from flexcache.transfer.scheduler import StartOp, TransferScheduler
+from flexcache.transfer.scheduler import StartOp, TransferOpGraph, TransferScheduler
 
 CHUNK_BLOCKS = 8
 """As many 2 MiB blocks as one op moves between DRAM and SSD with the default settings."""

@@ -35,7 +35,7 @@ from flexcache.cache.tiered_cache import TieredCache
 from flexcache.cache.tiers import Tiers
 from flexcache.config import CacheConfig
 from flexcache.ids import TaskIds, TaskKind, TierName, make_session
-from flexcache.replay.reader import RecordedTrace
+from flexcache.replay.traces import RecordedTrace
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tracing.records import TraceHeader
 from flexcache.tracing.tracer import Tracer

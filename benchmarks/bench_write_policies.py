@@ -8,7 +8,8 @@ put, with the real tiers and admissions, once with a tier on its own and once th
 with a DRAM tier of a tenth of its size in front. LRU and optimum are those of the tier on its own,
 computed apart from it.
 
-Exits with how often `density` hits less than `write_through`. What an admission costs, in time and
+The columns are policies of eviction and of writing. Exits with how often `density` with
+`write_through` hits less than `lru` with it. What an admission costs, in time and
 memory, comes last.
 """
 
@@ -37,11 +38,11 @@ from flexcache.cache.tier import Tier
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.cache.tiers import Tiers
 from flexcache.ids import TierName
-from flexcache.replay.mooncake import TOKENS_PER_ID, hash_key, read_requests
+from flexcache.replay.traces import TOKENS_PER_ID, hash_key, read_requests
 
 TRACE = Path(__file__).parents[2] / "shared" / "traces" / "conversation_trace.jsonl"
 SIZES = (1_000, 5_000, 10_000, 20_000, 30_000, 50_000, 100_000)
-POLICIES = ("write_through", "selective", "density")
+POLICIES = ("lru, write_through", "density, write_through", "density, selective")
 DRAM_SHARE = 10
 LONG_PROMPT = 8_192
 ROOT = make_root("trace", (), "engine")
@@ -86,8 +87,10 @@ def request_of(time_s: float, hash_ids: Sequence[int], output_tokens: int = 0) -
     return Request(time_s, hash_ids, EngineBlockKeys(ROOT, keys, len(keys)), output_tokens)
 
 
-def forecaster_of(policy: str) -> Forecaster | None:
-    return Forecaster(TOKENS_PER_ID) if policy == "density" else None
+def policies_of(policy: str, capacity: int) -> tuple[Forecaster | None, Admission]:
+    eviction, writes = policy.split(", ")
+    forecaster = Forecaster(TOKENS_PER_ID) if eviction == "density" else None
+    return forecaster, make_admission(writes, capacity)
 
 
 def ranking_of(forecaster: Forecaster | None, capacity: int) -> Ranking | None:
@@ -103,9 +106,9 @@ def study(forecaster: Forecaster | None) -> None:
 
 def replay_alone(trace: list[Request], capacity: int, policy: str) -> Outcome:
     """A tier that is written to and read from directly."""
-    forecaster = forecaster_of(policy)
-    tier = Tier(TierName.SSD, capacity, ranking_of(forecaster, capacity), bypasses=True)
-    admission, hits, outlook = make_admission(policy, capacity), 0, None
+    forecaster, admission = policies_of(policy, capacity)
+    tier = Tier(TierName.SSD, capacity, ranking_of(forecaster, capacity))
+    hits, outlook = 0, None
     for request in trace:
         keys = request.keys
         tier.advance(request.time_s)
@@ -128,12 +131,12 @@ def replay_alone(trace: list[Request], capacity: int, policy: str) -> Outcome:
 
 def replay_behind_dram(trace: list[Request], capacity: int, policy: str) -> Outcome:
     """A tier behind DRAM: every request is a get and a put that end at once."""
-    forecaster, num_host_blocks = forecaster_of(policy), capacity // DRAM_SHARE
+    forecaster, admission = policies_of(policy, capacity)
+    num_host_blocks = capacity // DRAM_SHARE
     dram = Tier(TierName.CPU, num_host_blocks, ranking_of(forecaster, num_host_blocks))
-    tier = Tier(TierName.SSD, capacity, ranking_of(forecaster, capacity), bypasses=True)
-    admissions = {TierName.SSD: make_admission(policy, capacity)}
+    tier = Tier(TierName.SSD, capacity, ranking_of(forecaster, capacity))
     tiers = Tiers([dram, tier], forecaster)
-    cache, hits = TieredCache(tiers, LONG_PROMPT, capacity, admissions), 0
+    cache, hits = TieredCache(tiers, LONG_PROMPT, capacity, {TierName.SSD: admission}), 0
     for request in trace:
         keys, stop = request.keys, request.keys.num_blocks
         cache.tiers.advance(request.time_s)
@@ -207,7 +210,7 @@ def contiguous(hash_ids: Sequence[int], cached: OrderedDict[int, None] | dict[in
 def compare(title: str, trace: list[Request], sizes: Sequence[int], replay: Replay) -> int:
     """Print a table, one row per tier size; at how many of them density lost."""
     table = Table(
-        "tier, blocks", "LRU", *POLICIES, "optimum", "density / write_through",
+        "tier, blocks", "LRU", *POLICIES, "optimum", "density / lru",
         "way from LRU to optimum", *(f"written, {policy}" for policy in POLICIES), title=title,
     )  # fmt: skip
     seen, lost = sum(len(request.hash_ids) for request in trace), 0
@@ -222,7 +225,7 @@ def compare(title: str, trace: list[Request], sizes: Sequence[int], replay: Repl
             for policy in POLICIES:
                 outcomes[policy] = replay(trace, size, policy)
                 progress.advance(bar)
-            through, density = outcomes["write_through"].hits, outcomes["density"].hits
+            through, density = outcomes[POLICIES[0]].hits, outcomes[POLICIES[1]].hits
             lost += density < through
             table.add_row(
                 f"{size:,}", f"{lru / seen:.2%}",

@@ -23,15 +23,15 @@ from typing import Any
 
 import numpy as np
 
-from flexcache.bench.results import Case, Result
+from flexcache.bench.suite import Case, Result
 from flexcache.config.remote_url import check_remote_url
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.remote import check_packages, open_remote_store
 from flexcache.storage.remote.base import RemoteStore, Status, address_of
-from flexcache.storage.remote.object_format import object_name
+from flexcache.storage.remote.objects import object_name
 from flexcache.transfer.messages import BlockNames, Done, Execute, pack_ids
-from flexcache.transfer.workers.remote import RemoteService, RemoteWorkerConfig
+from flexcache.transfer.remote_worker import RemoteService, RemoteWorkerConfig
 
 ROUND_BYTES = 128 << 20
 CHUNK_BYTES = 16_000_000  # the default of `transfer_chunk_mb`

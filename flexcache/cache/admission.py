@@ -5,9 +5,6 @@
 
 `ReuseWatch` has a third: every block, except while nothing that is written comes back.
 
-Under the policy `density` nothing is decided here: the tier itself refuses blocks that are worth
-less than those it would have to evict (`Tier`).
-
 A key stands for a whole prefix, and seeing a prompt means seeing all its prefixes: the number of
 sightings never grows along a prompt. The blocks seen often enough are therefore a prefix too, and
 past prompts are remembered like a tier's contents: in a prefix index in LRU order, searched by
@@ -214,11 +211,11 @@ def make_admission(policy: str, capacity: int | None, min_sightings: int = 2) ->
     if min_sightings < 1:
         raise ValueError(f"min_sightings must be at least 1, not {min_sightings}")
     match policy:
-        case "write_through" | "density":
+        case "write_through":
             return WriteThrough()
         case "selective":
             return Selective(capacity or UNBOUNDED_CAPACITY, min_sightings)
-    raise ValueError(f"no admission policy {policy!r}: write_through, selective or density")
+    raise ValueError(f"no admission policy {policy!r}: write_through or selective")
 
 
 MIN_MISSED_BLOCKS = 8192

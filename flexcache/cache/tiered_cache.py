@@ -355,17 +355,13 @@ def build_cache(
     ]  # fmt: skip
     policies: dict[TierName, str] = {}
     if sizes.num_slots:
-        refuses = config.ssd_write_policy == "density"
         quotas = _quotas(sizes.num_slots, sizes.ssd_quotas)
         num_slots = sizes.num_slots
-        tiers.append(Tier(TierName.SSD, num_slots, ranking(num_slots), refuses, quotas, keep_s))
+        tiers.append(Tier(TierName.SSD, num_slots, ranking(num_slots), False, quotas, keep_s))
         policies[TierName.SSD] = config.ssd_write_policy
     if config.remote_url is not None:
-        known = config.remote_index_blocks
-        refuses = config.remote_write_policy == "density"
-        remote_ranking = ranking(known) if refuses else None
-        absent_s = config.remote_absent_ttl_s
-        tiers.append(RemoteTier(absent_s, known, remote_ranking, refuses, keep_s))
+        known, absent_s = config.remote_index_blocks, config.remote_absent_ttl_s
+        tiers.append(RemoteTier(absent_s, known, keep_s))
         policies[TierName.REMOTE] = config.remote_write_policy
     capacities = {TierName.SSD: sizes.num_slots}
     limits = {TierName.SSD: config.ssd_write_mb_s, TierName.REMOTE: config.remote_write_mb_s}

@@ -22,7 +22,7 @@ from flexcache.cache.block_keys import (
 )
 from flexcache.cache.block_pool import NO_ROOT
 from flexcache.cache.density import Forecaster
-from flexcache.cache.eviction_queue import Outlook, Ranking
+from flexcache.cache.eviction_queue import Outlook
 from flexcache.cache.journal import MEDIUM_OF, Journal, Removed, TierJournal
 from flexcache.cache.tier import BlockIds, Lease, Tier
 from flexcache.errors import InternalError
@@ -45,16 +45,13 @@ class RemoteTier(Tier):
     Args:
         absent_ttl_s: How long a missing block is assumed to stay missing.
         capacity: Blocks to remember at most; the least recently used are forgotten first.
-        ranking, refuses: As ``ranking`` and ``bypasses`` of a `Tier`, as if the store had this
-            capacity.
         retention_s: As of a `Tier`.
     """
 
     def __init__(
-        self, absent_ttl_s: float, capacity: int, ranking: Ranking | None = None,
-        refuses: bool = False, retention_s: float | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(TierName.REMOTE, capacity, ranking, refuses, retention_s=retention_s)
+        self, absent_ttl_s: float, capacity: int, retention_s: float | None = None
+    ) -> None:
+        super().__init__(TierName.REMOTE, capacity, retention_s=retention_s)
         self._absent_ttl_s = absent_ttl_s
         self._absent: OrderedDict[tuple[RootId, BlockKey], float] = OrderedDict()
         self._salt = b""

@@ -18,6 +18,7 @@ import zmq
 from flexcache.cache.prompt import Prompt
 from flexcache.errors import InternalError, ServerLostError
 from flexcache.ids import PromptDetail, SessionId, TaskIds, TierName
+from flexcache.protocol.fence import Scratch
 from flexcache.protocol.messages import (
     MAX_FRAME_BYTES,
     Answer,
@@ -36,7 +37,6 @@ from flexcache.protocol.messages import (
     Request,
     SessionHint,
 )
-from flexcache.protocol.scratch import Scratch
 from flexcache.tasks.instructions import Offer
 
 _COPY_BELOW_BYTES = 64 << 10

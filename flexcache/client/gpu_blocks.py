@@ -19,7 +19,7 @@ from flexcache.config import ModelConfig
 from flexcache.config.model import UnitShape
 from flexcache.ids import TaskKind
 from flexcache.tasks.instructions import Offer
-from flexcache.transfer.group_ids import name_blocks
+from flexcache.transfer.messages import name_blocks
 
 Slots = Sequence[int] | npt.NDArray[np.integer[Any]]
 BlockIds = npt.NDArray[np.int64]

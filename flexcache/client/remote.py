@@ -42,6 +42,7 @@ from flexcache.errors import (
 from flexcache.ids import PromptDetail, SessionId, is_of_same_server, last_id
 from flexcache.logs import log_event
 from flexcache.processes import tell_of_forks
+from flexcache.protocol.endpoints import is_served
 from flexcache.protocol.fence import Fence
 from flexcache.protocol.messages import (
     Cancel,
@@ -62,9 +63,8 @@ from flexcache.protocol.messages import (
     ToScheduler,
     Weights,
     WelcomeEngine,
+    pid_namespace,
 )
-from flexcache.protocol.names import pid_namespace
-from flexcache.protocol.runtime import is_served
 from flexcache.tasks.instructions import Offer, PromisedLoad, TaskResult
 from flexcache.transfer.messages import Stop, pack_ids
 

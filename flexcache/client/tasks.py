@@ -18,7 +18,7 @@ from flexcache.ids import KVStatus, SessionId, TaskKind, session_of
 from flexcache.protocol.fence import Fence
 from flexcache.tasks.instructions import Offer, TaskResult
 from flexcache.tasks.model import check_launchable, check_slot_mappings
-from flexcache.transfer.graph import BlockIds
+from flexcache.transfer.scheduler import BlockIds
 
 _NUM_REMEMBERED = 16_384
 

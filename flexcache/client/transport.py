@@ -16,10 +16,9 @@ from flexcache.client.tasks import ClientTasks
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.config.values import server_of
 from flexcache.ids import PromptDetail
-from flexcache.protocol.names import engine_name, new_engine_id
-from flexcache.protocol.runtime import check_endpoint, private_endpoint
-from flexcache.server.local_session import LocalSession
-from flexcache.server.operator import open_http
+from flexcache.protocol.endpoints import check_endpoint, private_endpoint
+from flexcache.protocol.messages import engine_name, new_engine_id
+from flexcache.server.operator import LocalSession, open_http
 from flexcache.server.server import KVServer
 from flexcache.tasks.instructions import Offer, PromisedLoad
 from flexcache.tasks.stats import to_plain

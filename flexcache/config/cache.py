@@ -38,7 +38,7 @@ from flexcache.ids import PromptDetail
 
 EvictionName = Literal["density", "lru"]
 EVICTION_POLICIES: tuple[str, ...] = get_args(EvictionName)
-WritePolicy = Literal["write_through", "write_back", "selective", "density"]
+WritePolicy = Literal["write_through", "write_back", "selective"]
 SsdSync = Literal["group", "none"]
 SSD_SYNCS: tuple[str, ...] = get_args(SsdSync)
 
@@ -102,8 +102,7 @@ class CacheConfig:
     ssd_write_policy: WritePolicy = setting(
         "write_through",
         "write_through: every block at once. write_back: when DRAM holds too many that the SSD "
-        "lacks. selective: blocks seen repeatedly. density: what is likelier to be used again than "
-        "what would be evicted for it (needs eviction_policy density).",
+        "lacks. selective: blocks seen repeatedly.",
     )
     ssd_write_mb_s: Megabytes | None = setting(
         None,
@@ -297,6 +296,7 @@ class CacheConfig:
     trace_files: Count = setting(4, "Files of a trace to keep.", "files")
 
     def __post_init__(self) -> None:
+        _check_gone(self)
         read_fields(self, _hints())
         if self.model_version is not None:
             _check_version(self.model_version)
@@ -417,6 +417,14 @@ def _hints() -> dict[str, Any]:
     return get_type_hints(CacheConfig, include_extras=True)
 
 
+def _check_gone(config: CacheConfig) -> None:
+    """Raise `ConfigError` for a value that earlier versions had, with what takes its place."""
+    for name in ("ssd_write_policy", "remote_write_policy"):
+        if getattr(config, name) == "density":
+            hint = "is gone: write_through finds as much, selective writes least"
+            raise reject(name, "density", hint)
+
+
 def _check_sizes(config: CacheConfig) -> None:
     for blocks, gigabytes in (
         ("num_cpu_blocks", "cpu_cache_gb"),
@@ -428,10 +436,6 @@ def _check_sizes(config: CacheConfig) -> None:
 
 
 def _check_policies(config: CacheConfig) -> None:
-    for name in ("ssd_write_policy", "remote_write_policy"):
-        if getattr(config, name) == "density" and config.eviction_policy != "density":
-            hint = f"needs eviction_policy density, not {config.eviction_policy}"
-            raise reject(name, "density", hint)
     if config.ssd_compression != "none" and config.ssd_past_dram == "always":
         hint = "what ssd_compression has packed is unpacked in DRAM: set it to auto or never"
         raise reject("ssd_past_dram", "always", hint)

@@ -67,8 +67,8 @@ from flexcache.tasks.runner import TaskRunner
 from flexcache.tasks.sessions import TaskSessions
 from flexcache.tasks.stats import CacheIdentity, CacheStats, TotalsStats
 from flexcache.transfer.breaker import CircuitBreaker
-from flexcache.transfer.graph import BlockIds
 from flexcache.transfer.messages import pack_ids
+from flexcache.transfer.scheduler import BlockIds
 
 
 class TaskQueries:

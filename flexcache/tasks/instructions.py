@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from flexcache.cache.prompt import Prompt
 from flexcache.ids import BlockKey, KVStatus, OpId, SessionId, TaskId, TaskKind, TierName
-from flexcache.transfer.graph import TransferOp
+from flexcache.transfer.scheduler import TransferOp
 
 if TYPE_CHECKING:
     from flexcache.tasks.model import Task

@@ -22,7 +22,7 @@ from flexcache.cache.tiers import Tiers
 from flexcache.config import CacheConfig
 from flexcache.ids import OpId, RootId, SessionId, TierName, __version__
 from flexcache.logs import log_event
-from flexcache.storage.private import make_directory
+from flexcache.storage.machine import make_directory
 from flexcache.tasks.instructions import TaskResult
 from flexcache.tasks.model import Task
 from flexcache.tracing.records import (
@@ -40,7 +40,7 @@ from flexcache.tracing.records import (
     SessionEnded,
     TraceHeader,
 )
-from flexcache.transfer.graph import TransferOp
+from flexcache.transfer.scheduler import TransferOp
 
 
 class RotatingFiles:

@@ -391,8 +391,7 @@ class Commands(Engine):
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         from flexcache.ids import OpKind
-        from flexcache.transfer.group_ids import groups_of
-        from flexcache.transfer.messages import Execute, unpack_ids
+        from flexcache.transfer.messages import Execute, groups_of, unpack_ids
 
         worker = get_kv_transfer_group()._worker.client._worker
         execute, places = worker.execute, worker._addresses

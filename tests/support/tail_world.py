@@ -41,7 +41,7 @@ from flexcache.tasks.instructions import (
     TaskResult,
     device,
 )
-from flexcache.transfer.graph import BlockIds
+from flexcache.transfer.scheduler import BlockIds
 
 ROOT = make_root("a model with tails", [], ENGINE_KEYS)
 ENGINE = "an engine"

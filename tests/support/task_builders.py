@@ -50,8 +50,8 @@ from flexcache.tasks.instructions import (
     device,
 )
 from flexcache.tasks.stats import BreakerStats, CacheIdentity, CacheStats
-from flexcache.transfer.graph import TransferOp
 from flexcache.transfer.messages import unpack_ids
+from flexcache.transfer.scheduler import TransferOp
 
 IDENTITY = CacheIdentity(fingerprint="a model", layout="", block_bytes=1, tokens_per_block=16)
 ROOT = make_root("a model", [], ENGINE_KEYS)

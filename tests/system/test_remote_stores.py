@@ -23,12 +23,13 @@ from stores import (
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.remote import RemoteStore, open_remote_store
 from flexcache.storage.remote.base import Status
-from flexcache.storage.remote.block_mover import BlockMover, Moved
 from flexcache.storage.remote.memory import MemoryStore
-from flexcache.storage.remote.object_format import (
+from flexcache.storage.remote.objects import (
     FORMAT_VERSION,
     HEADER_BYTES,
     BlockCodec,
+    BlockMover,
+    Moved,
     object_name,
 )
 

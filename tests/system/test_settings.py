@@ -25,9 +25,9 @@ from flexcache import CacheConfig
 from flexcache.errors import ConfigError
 from flexcache.events.subscriber import KVEventSubscriber
 from flexcache.ids import OpKind
-from flexcache.protocol.curve import make_keys
-from flexcache.protocol.runtime import private_endpoint
-from flexcache.replay.reader import RecordedTrace
+from flexcache.protocol.endpoints import private_endpoint
+from flexcache.protocol.trust import make_keys
+from flexcache.replay.traces import RecordedTrace
 from flexcache.storage.block_io import io_uring_problem
 
 NUM_BLOCKS = 4
@@ -275,11 +275,6 @@ SCENARIOS = [
         writes_what_is_seen_three_times("SSD"),
     ),
     Scenario(
-        "density to SSD",
-        lambda d: {**ssd(d), "ssd_write_policy": "density"},
-        comes_back_from("SSD"),
-    ),
-    Scenario(
         "write-back to a store",
         lambda d: {**remote(d), "remote_write_policy": "write_back", "write_back_max_dirty": 0.2},
         writes_back_when_dram_is_dirty("REMOTE"),
@@ -288,11 +283,6 @@ SCENARIOS = [
         "selective to a store",
         lambda d: {**remote(d), "remote_write_policy": "selective", "write_min_sightings": 3},
         writes_what_is_seen_three_times("REMOTE"),
-    ),
-    Scenario(
-        "density to a store",
-        lambda d: {**remote(d), "remote_write_policy": "density"},
-        comes_back_from("REMOTE"),
     ),
     *(
         Scenario(

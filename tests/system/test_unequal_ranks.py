@@ -15,7 +15,7 @@ from cluster import NUM_GPU_BLOCKS, WAIT_S, Cluster, random_like, running_cluste
 
 from flexcache import CacheConfig, KVManager, KVTPClient, ModelConfig
 from flexcache.errors import ConfigError, RegistrationError
-from flexcache.protocol.runtime import private_endpoint
+from flexcache.protocol.endpoints import private_endpoint
 from flexcache.storage.pool_directory import DATA_FILE
 
 SIZE = 16

@@ -17,9 +17,9 @@ from weighted_engine import TOKENS_PER_BLOCK, WeightedEngine, slots, tokens_of
 
 from flexcache import CacheConfig, KVStatus
 from flexcache.client.transport import LocalTransport
-from flexcache.protocol.runtime import private_endpoint
-from flexcache.server.local_lines import withdraw_lines
+from flexcache.protocol.endpoints import private_endpoint
 from flexcache.server.operator import open_http
+from flexcache.server.outbox import withdraw_lines
 from flexcache.server.server import KVServer
 
 SIZES = {"num_cpu_blocks": 64, "tokens_per_block": TOKENS_PER_BLOCK}
@@ -227,7 +227,7 @@ def test_an_op_that_arrives_before_the_news_is_refused(is_gated: bool) -> None:
     engine = WeightedEngine(CacheConfig(**SIZES), "own")  # type: ignore[arg-type]
     engine.wait_ready()
     engine.put("abcd")
-    transport = engine.manager._transport
+    transport = engine.manager._client.transport
     assert isinstance(transport, LocalTransport)
     updates = [threading.Thread(target=client.weights_changed) for client in engine.clients]
     with transport.server.lock:

@@ -14,8 +14,8 @@ from cluster import until
 
 from flexcache import CacheConfig, KVManager, ModelConfig
 from flexcache.protocol.messages import Clear, Failed, Reply
-from flexcache.server import background
-from flexcache.server.background import MAX_WAITING, BackgroundJob, BackgroundThread
+from flexcache.server import outbox as background
+from flexcache.server.outbox import MAX_WAITING, BackgroundJob, BackgroundThread
 from flexcache.server.server import KVServer
 from flexcache.storage.disk_pool import DiskPool
 

@@ -93,6 +93,14 @@ def test_a_bad_model_is_refused_by_name(change: dict[str, Any], named: str) -> N
         ({**BASE, "num_ssd_blocks": 4, "ssd_cache_dirs": 5}, "list of directories"),
         ({**BASE, "num_ssd_blocks": 4, "ssd_cache_dirs": None}, "list of directories"),
         ({**BASE, "eviction_policy": "mru"}, "eviction_policy = 'mru'.*lru"),
+        (
+            {**BASE, "ssd_write_policy": "density"},
+            "ssd_write_policy = 'density': is gone: write_through",
+        ),
+        (
+            {**BASE, "remote_write_policy": "density"},
+            "'density': is gone.*selective writes least",
+        ),
         ({**BASE, "io_engine": "spdk"}, "io_engine = 'spdk'.*io_uring"),
         ({**BASE, "remote_url": "ftp://host/kv"}, "must begin with one of"),
         ({**BASE, "op_timeout_s": 0}, r"op_timeout_s = 0\.0: must be a number greater than 0"),

@@ -29,8 +29,8 @@ from flexcache.protocol.messages import (
     ToServer,
     WelcomeEngine,
 )
+from flexcache.transfer.copier import CopyPermit
 from flexcache.transfer.messages import Stop
-from flexcache.transfer.workers.permit import CopyPermit
 
 Message = TypeVar("Message")
 WAIT_S = 30.0

@@ -27,8 +27,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from flexcache.errors import ConfigError, MissingDependencyError
 from flexcache.ids import OpKind
-from flexcache.storage.checksum import checksum
 from flexcache.storage.host_pool import HostSegment
+from flexcache.storage.pieces import checksum
 from flexcache.storage.remote import check_remote_url, open_remote_store
 from flexcache.storage.remote.base import (
     Outcome,
@@ -39,13 +39,13 @@ from flexcache.storage.remote.base import (
     StoreUnavailableError,
     failed,
 )
-from flexcache.storage.remote.block_mover import Moved
 from flexcache.storage.remote.directory import STEP_BYTES
 from flexcache.storage.remote.memory import MemoryStore
-from flexcache.storage.remote.object_format import (
+from flexcache.storage.remote.objects import (
     HEADER_BYTES,
     BlockCodec,
     DamagedObjectError,
+    Moved,
     object_name,
 )
 from flexcache.transfer.messages import (
@@ -59,7 +59,7 @@ from flexcache.transfer.messages import (
     Stop,
     pack_ids,
 )
-from flexcache.transfer.workers.remote import (
+from flexcache.transfer.remote_worker import (
     RemoteOp,
     RemoteService,
     RemoteWorker,
@@ -888,7 +888,7 @@ class Process:
         self._socket.linger = 0
         self._socket.bind(f"ipc://{path}/s")
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "flexcache.transfer.workers.remote"],
+            [sys.executable, "-m", "flexcache.transfer.remote_worker"],
             stdin=subprocess.PIPE,
             pass_fds=[segment.fd for segment in segments],
         )

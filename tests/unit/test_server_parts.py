@@ -35,12 +35,11 @@ from flexcache.ids import (
     make_session,
     session_of,
 )
-from flexcache.protocol.curve import make_keys
-from flexcache.protocol.fence import Fence
+from flexcache.protocol.fence import Fence, Scratch
 from flexcache.protocol.messages import ModelSpec
-from flexcache.protocol.scratch import Scratch
+from flexcache.protocol.trust import make_keys
 from flexcache.tasks.instructions import Offer, TaskResult
-from flexcache.transfer.fair_queue import FairQueue, Urgency
+from flexcache.transfer.scheduler import FairQueue, Urgency
 
 # -- the queue for the disk ----------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from flexcache.cache.prompt import Prompt
 from flexcache.errors import TraceError
 from flexcache.ids import KVStatus, OpKind, RequestInfo, SessionId, TaskKind, TierName
 from flexcache.replay.history import TaskHistory, histories
-from flexcache.replay.reader import RecordedTrace
+from flexcache.replay.traces import RecordedTrace
 from flexcache.tracing import tracer as tracer_module
 from flexcache.tracing.records import (
     KEY_BYTES,

@@ -31,7 +31,7 @@ from flexcache.config import CacheConfig, ModelConfig
 from flexcache.config.sources import Layer, read_environment, require_block_size
 from flexcache.errors import ConfigError
 from flexcache.integration.vllm.groups import layer_specs, read_groups
-from flexcache.protocol.runtime import private_endpoint
+from flexcache.protocol.endpoints import private_endpoint
 
 
 def locals_of_callers() -> Iterator[Mapping[str, Any]]:

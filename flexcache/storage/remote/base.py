@@ -1,6 +1,6 @@
 """The contract of a remote store: named objects that other hosts see too.
 
-A store moves bytes without knowing their content, which `object_format` defines. An object is
+A store moves bytes without knowing their content, which `objects` defines. An object is
 passed as *parts*, memoryviews that are contiguous in the object but not in memory, so that a store
 that can gather and scatter copies nothing.
 
@@ -15,20 +15,25 @@ process must be replaced.
 
 from __future__ import annotations
 
+import logging
 import mmap
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from queue import Empty, LifoQueue
 
 import numpy as np
 import xxhash
 
-from flexcache.errors import FlexCacheError
+from flexcache.errors import ConfigError, FlexCacheError, MissingDependencyError
+from flexcache.logs import log_event
+
+logger = logging.getLogger(__name__)
 
 Parts = Sequence[memoryview]
 """One object's bytes, each part contiguous and of type uint8."""
@@ -244,3 +249,94 @@ def gather(parts: Parts, room: memoryview) -> memoryview:
 def _copy(target: memoryview, source: memoryview) -> None:
     """Copy, but for memoryviews' own assignment without the interpreter lock."""
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+_FIRST_LOOK = 8
+"""Number of names in the first step; each further one doubles it, until a name is missing."""
+
+
+class StepwiseStore(RemoteStore):
+    """Looks names up in growing steps: most prompts are missing, or present over a long prefix."""
+
+    def count_present(self, names: Sequence[str], deadline: float) -> Presence:
+        for start, found in self._steps(names, deadline):
+            gapless = sum(1 for _ in takewhile(lambda o: o.status is Status.OK, found))
+            if gapless < len(found):
+                end = found[gapless]
+                error = end.reason if end.status is Status.FAILED else None
+                return Presence(start + gapless, error)
+        return Presence(len(names))
+
+    def first_present(self, names: Sequence[str], deadline: float) -> int:
+        for start, found in self._steps(names, deadline):
+            for number, outcome in enumerate(found, start):
+                if outcome.status is Status.OK:
+                    return number
+        return len(names)
+
+    @abstractmethod
+    def _look(self, names: Sequence[str], deadline: float) -> list[Outcome]:
+        """Return for each name whether it exists."""
+
+    def _steps(self, names: Sequence[str], deadline: float) -> Iterator[tuple[int, list[Outcome]]]:
+        start, step = 0, _FIRST_LOOK
+        while start < len(names):
+            found = self._look(names[start : start + step], deadline)
+            yield start, found
+            start += step
+            step *= 2
+
+
+_FIRST_BACKOFF_S = 0.2
+_LONGEST_BACKOFF_S = 5.0
+
+
+class Connection:
+    """A store, once it could be opened. From then on the store handles its own failures."""
+
+    def __init__(self, open_store: Callable[[], RemoteStore]) -> None:
+        self._open_store = open_store
+        self._store: RemoteStore | None = None
+        self._problem = "not connected yet"
+        self._closing = threading.Event()
+        self._thread = threading.Thread(
+            target=self._connect, name="flexcache-remote-connect", daemon=True
+        )
+        self._thread.start()
+
+    def store(self) -> RemoteStore:
+        """Return the open store.
+
+        Raises:
+            StoreUnavailableError: It has not been opened yet; the message says why.
+        """
+        if self._store is None:
+            raise StoreUnavailableError(self._problem)
+        return self._store
+
+    def close(self) -> None:
+        """Close the store and stop trying to open it. No call of the store may be running."""
+        self._closing.set()
+        self._thread.join()
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+    def _connect(self) -> None:
+        backoff_s = _FIRST_BACKOFF_S
+        while not self._closing.is_set():
+            try:
+                self._store = self._open_store()
+            except (ConfigError, MissingDependencyError) as error:  # waiting does not help
+                self._problem = str(error)
+                log_event(logger, logging.ERROR, "remote_store_unusable", error=error)
+                return
+            except Exception as error:
+                if str(error) != self._problem:
+                    log_event(logger, logging.WARNING, "remote_store_unreachable", error=error)
+                self._problem = str(error)
+                self._closing.wait(backoff_s)
+                backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
+            else:
+                log_event(logger, logging.INFO, "remote_store_connected", store=self._store.name)
+                return

@@ -21,13 +21,14 @@ from typing import Any
 
 import xxhash
 
-from flexcache.storage.private import make_directory
+from flexcache.storage.machine import make_directory
 from flexcache.storage.remote.base import (
     MISSING,
     STEP_BYTES,
     Outcome,
     Parts,
     Status,
+    StepwiseStore,
     StoreUnavailableError,
     failed,
     first_bytes,
@@ -35,7 +36,6 @@ from flexcache.storage.remote.base import (
     seconds_until,
     too_large,
 )
-from flexcache.storage.remote.stepwise import StepwiseStore
 
 _LATE = failed("the deadline has passed")
 

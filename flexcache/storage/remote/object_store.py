@@ -24,6 +24,7 @@ from flexcache.storage.remote.base import (
     Parts,
     RemoteStore,
     Status,
+    StepwiseStore,
     StoreUnavailableError,
     failed,
     num_bytes_of,
@@ -31,7 +32,6 @@ from flexcache.storage.remote.base import (
     seconds_until,
     too_large,
 )
-from flexcache.storage.remote.stepwise import StepwiseStore
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
