@@ -258,7 +258,7 @@ class WorkerSupervisor:
         # Known to the worker alone, so that no other process can send in its name.
         self.identity = f"{self.name}-{secrets.token_hex(16)}"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", self._module],
+            [sys.executable, "-m", self._module, self.name],  # the name is for `ps`
             stdin=subprocess.PIPE,
             pass_fds=self._keep_fds,
         )
