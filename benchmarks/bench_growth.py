@@ -26,7 +26,7 @@ import typer
 from reporting import Say, run_and_show
 
 from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient, ModelConfig
-from flexcache.bench.results import Case, Result
+from flexcache.bench.suite import Case, Result
 
 BLOCK = 16
 MODEL = ModelConfig("growth", 1, 1, 8, torch.uint8)

@@ -32,7 +32,7 @@ from engine_systems import Settings, llm_arguments
 from engines import ENGINE_ENV, Engine
 from reporting import Say, computing_threads, run_and_show
 
-from flexcache.bench.results import Case, Result
+from flexcache.bench.suite import Case, Result
 
 GPU, DRAM, WAITING, SSD = "vLLM's own", "DRAM", "DRAM, between steps", "SSD"
 TIERS = {GPU: set(), DRAM: {"CPU"}, WAITING: {"CPU"}, SSD: {"SSD"}}

@@ -16,7 +16,7 @@ from random import Random
 
 import numpy as np
 
-from flexcache.bench.results import Case, Result, sample, sample_beside
+from flexcache.bench.suite import Case, Result, sample, sample_beside
 from flexcache.cache.block_keys import EngineBlockKeys, make_root
 from flexcache.cache.density import DensityQueue
 from flexcache.cache.density_hazards import NUM_BINS

@@ -38,7 +38,7 @@ from driven_engine import DrivenEngine, running
 from engine_systems import Settings
 from reporting import Say, computing_threads, run_and_show
 
-from flexcache.bench.results import Case, Result
+from flexcache.bench.suite import Case, Result
 
 ALONE = "vLLM alone"
 IDLE = "vLLM with a connector that does nothing"

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from flexcache.bench.cpu_engine import TOKENS_PER_BLOCK, CpuEngine, Order, copy_at_once
-from flexcache.bench.results import Case, Result
+from flexcache.bench.dram import TOKENS_PER_BLOCK, CpuEngine, Order, copy_at_once
+from flexcache.bench.suite import Case, Result
 
 NUM_LAYERS, RUN_BYTES, NUM_BLOCKS = 32, 64 << 10, 256
 CHUNKS_MB = (2, 4, 8, 16, 32, 64)

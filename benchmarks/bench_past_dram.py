@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from flexcache.bench.cpu_engine import CpuEngine
-from flexcache.bench.raw_disk import QUEUE_DEPTH, BareLoop
-from flexcache.bench.results import Case, Result
+from flexcache.bench.dram import CpuEngine
+from flexcache.bench.ssd import QUEUE_DEPTH, BareLoop
+from flexcache.bench.suite import Case, Result
 from flexcache.storage.block_io import Direction, open_block_io
 
 NUM_LAYERS, RUN_BYTES = 32, 64 << 10  # blocks of 2 MiB, as of a model of 8B parameters

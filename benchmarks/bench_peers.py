@@ -33,9 +33,8 @@ from venvs import peer_python
 
 from flexcache import CacheConfig, KVManager, KVTPClient, ModelConfig
 from flexcache.bench.remote import measure_store
-from flexcache.bench.results import Case, Result, Unsupported
 from flexcache.bench.suite import SECTIONS as USER_SECTIONS
-from flexcache.bench.suite import Settings, load_section
+from flexcache.bench.suite import Case, Result, Settings, Unsupported, load_section
 
 PEERS = Path(__file__).parent / "peers"
 LOOKUP = "match from tokens, all cached"

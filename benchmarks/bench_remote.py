@@ -23,7 +23,7 @@ from slow_link import behind_link
 from stores import mooncake_master, mooncake_segment, s3_server
 
 from flexcache.bench.remote import measure_store
-from flexcache.bench.results import Case, Result
+from flexcache.bench.suite import Case, Result
 
 BLOCK_SIZES = (2 << 20, 400 << 10)
 

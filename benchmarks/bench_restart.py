@@ -30,7 +30,7 @@ import typer
 from reporting import Say, run_and_show
 
 from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient, ModelConfig
-from flexcache.bench.results import Case, Result
+from flexcache.bench.suite import Case, Result
 from flexcache.storage.pool_directory import INDEX_FILE
 from flexcache.storage.slot_index import (
     HEADER_BYTES,
@@ -40,7 +40,7 @@ from flexcache.storage.slot_index import (
     SlotIndex,
     make_records,
 )
-from flexcache.transfer.workers.copy_cpu import load_copy_runs
+from flexcache.transfer.cpu_copier import load_copy_runs
 
 BLOCK, KEY_BYTES = 16, 32
 HEADS = 2

@@ -32,7 +32,7 @@ import torch
 from bench_control import BLOCK, KEY_BYTES, MODEL, Prompt
 from echo import echo
 
-from flexcache.bench.results import Case, Result
+from flexcache.bench.suite import Case, Result
 from flexcache.cache.prompt import Mask
 from flexcache.client.rank import KVTPClient
 from flexcache.config import CacheConfig

@@ -32,7 +32,7 @@ from reporting import Say, run_and_show
 from sglang_engine import ENVIRONMENT, STAND_INS, TinyEngine
 from sglang_linker import forget_gpu, linker_options, settle
 
-from flexcache.bench.results import Case, Result
+from flexcache.bench.suite import Case, Result
 
 OURS, PEER = "FlexCache", "HiCache, files"
 RUNS = ("cold", "tree", "DRAM", "SSD")

@@ -15,8 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from flexcache.bench.raw_disk import QUEUE_DEPTH, Fio, raw_disks
-from flexcache.bench.ssd import BLOCK_BYTES, beside_raw, driven_workers
+from flexcache.bench.ssd import BLOCK_BYTES, QUEUE_DEPTH, Fio, beside_raw, driven_workers, raw_disks
 from flexcache.config.cache import SSD_SYNCS
 from flexcache.storage.block_io import open_block_io
 

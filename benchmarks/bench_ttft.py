@@ -36,7 +36,7 @@ from lmcache_server import running_server
 from reporting import Say, run_and_show
 from venvs import peer_python
 
-from flexcache.bench.results import Case, Result, Unsupported
+from flexcache.bench.suite import Case, Result, Unsupported
 
 ALONE, OURS, SSD_ALONE = "vLLM alone", "FlexCache", "FlexCache without DRAM"
 PEER, LMCACHE = "vLLM's own offloading", "LMCache"

@@ -33,7 +33,7 @@ from engine_systems import Settings
 from ports import free_port
 from reporting import Say, run_and_show
 
-from flexcache.bench.results import Case, Result
+from flexcache.bench.suite import Case, Result
 
 TO_REACH = 0.98
 DRAM_GB = 0.1

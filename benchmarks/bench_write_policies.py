@@ -37,7 +37,7 @@ from flexcache.cache.tier import Tier
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.cache.tiers import Tiers
 from flexcache.ids import TierName
-from flexcache.replay.mooncake import TOKENS_PER_ID, hash_key, read_requests
+from flexcache.replay.traces import TOKENS_PER_ID, hash_key, read_requests
 
 TRACE = Path(__file__).parents[2] / "shared" / "traces" / "conversation_trace.jsonl"
 SIZES = (1_000, 5_000, 10_000, 20_000, 30_000, 50_000, 100_000)

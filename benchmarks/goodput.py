@@ -38,7 +38,7 @@ from rich.console import Console
 from rich.table import Table
 from users import Answer, Turn
 
-from flexcache.bench.results import Unsupported
+from flexcache.bench.suite import Unsupported
 
 NONE = "no cache below the GPU's"
 SYSTEMS = (NONE, bench_ttft.OURS, bench_ttft.PEER, bench_ttft.LMCACHE)

@@ -12,10 +12,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from flexcache.bench.machine import describe_machine
 from flexcache.bench.report import show_report, write_json
-from flexcache.bench.results import Case
-from flexcache.bench.suite import Report, Settings, run_case
+from flexcache.bench.suite import Case, Report, Settings, describe_machine, run_case
 
 Say = Callable[[str], None]
 """Told what a long case is at."""

@@ -7,7 +7,7 @@ import sysconfig
 import venv
 from pathlib import Path
 
-from flexcache.bench.results import Unsupported
+from flexcache.bench.suite import Unsupported
 
 HERE = Path(__file__).parent
 ON_TOP_OF_OURS = {"lmcache-vllm"}  # sees the packages of the environment that runs this

@@ -33,7 +33,7 @@ from proxy_client import Load, Measured, leave
 from proxy_systems import System, direct, dynamo, ours, vllm_router
 from reporting import Say, run_and_show
 
-from flexcache.bench.results import Case, Result, Unsupported
+from flexcache.bench.suite import Case, Result, Unsupported
 
 NUM_STREAMS = 64
 TOKEN_INTERVAL_S = 0.02

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from venvs import peer_python
 
-from flexcache.bench.results import Unsupported
+from flexcache.bench.suite import Unsupported
 
 HERE = Path(__file__).resolve().parent
 OURS, RADIX, SELECTION = "FlexCache", "RadixTree", "SelectionService"

@@ -23,7 +23,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from venvs import peer_python
 
-from flexcache.bench.results import Unsupported
+from flexcache.bench.suite import Unsupported
 
 PEERS = Path(__file__).resolve().parents[1] / "peers"
 START_S = 120.0

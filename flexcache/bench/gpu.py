@@ -6,24 +6,202 @@ a request waits for.
 
 from __future__ import annotations
 
+import os
 import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from flexcache.bench.gpu_loads import arrangements, behind_large_load
-from flexcache.bench.gpu_pool import KINDS, Pool, open_pool, pinning_copier
-from flexcache.bench.gpu_ssd import past_dram
-from flexcache.bench.gpu_ways import kernel_programs, without_batches
-from flexcache.bench.results import Case, Result, Unsupported, sample, sample_beside
+from flexcache.bench.gpu_pool import (
+    KINDS,
+    NUM_LAYERS,
+    Pool,
+    Runs,
+    arrangements,
+    behind_large_load,
+    open_pool,
+    pinning_copier,
+)
+from flexcache.bench.ssd import beside_raw, raw_disks
+from flexcache.bench.suite import Case, Result, Unsupported, sample, sample_beside
+from flexcache.errors import NoDirectPathError
 from flexcache.ids import OpKind
+from flexcache.storage.block_io import Direction, open_block_io
 from flexcache.storage.host_pool import HostSegment
-from flexcache.transfer.workers.copy_choice import CopyWay
+from flexcache.transfer.copier import CopyPermit, Lane
+from flexcache.transfer.copy_ways import CopyWay
+from flexcache.transfer.cuda_copier import KernelTables, split_by_table
+from flexcache.transfer.direct.cuda import CudaDirectIO
+from flexcache.transfer.direct.ops import Transfer
+from flexcache.transfer.hip_driver import load_driver
+
+RUN_BYTES = (8 << 10, 16 << 10, 32 << 10, 64 << 10)
+_SINGLE_COPIES_BYTES = 64 << 10
+
+
+def kernel_programs(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
+    """Measure the kernel with each number of programs against one contiguous copy.
+
+    Raises:
+        Unsupported: The kernel cannot be used here.
+    """
+    for run_bytes in RUN_BYTES:
+        with ExitStack() as stack:
+            pool = stack.enter_context(open_pool(run_bytes * NUM_LAYERS, op_bytes, seed))
+            if CopyWay.KERNEL not in pool.copier.ways:
+                raise Unsupported("; ".join(map(str, pool.copier.verdicts)))
+            from flexcache.transfer import copy_kernel
+
+            tables = stack.enter_context(closing(KernelTables(load_driver(), pool.device)))
+            for kind in KINDS:
+                runs = pool.runs(kind)
+                for programs in copy_kernel.PROGRAMS:
+                    copy = partial(_copy_by_kernel, tables, runs, programs)
+                    seconds, bound = sample_beside(
+                        copy, pool.contiguous(kind), rounds=rounds, scale=1
+                    )
+                    yield Result(
+                        f"{kind.name} by the kernel, {programs} programs", "GB/s",
+                        [op_bytes / s / 1e9 for s in seconds], op_bytes / bound / 1e9,
+                        "one contiguous pinned copy", parameter="KiB per copy",
+                        at=run_bytes >> 10,
+                    )  # fmt: skip
+
+
+def _copy_by_kernel(tables: KernelTables, runs: Runs, programs: int) -> None:
+    from flexcache.transfer import copy_kernel
+
+    for part in split_by_table(runs):
+        table = tables.fill(Lane.LOADS, part)
+        assert table is not None
+        copy_kernel.launch(table, tables.scratch[Lane.LOADS], programs)
+    torch.cuda.current_stream().synchronize()
+    tables.clear(Lane.LOADS)
+
+
+def without_batches(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
+    """Measure single copies, as a driver before 12.8 takes them: alone, and beside a thread that
+    keeps the interpreter busy."""
+    with open_pool(_SINGLE_COPIES_BYTES * NUM_LAYERS, op_bytes, seed) as pool:
+        for kind in KINDS:
+            copy = partial(pool.copy, pool.runs(kind), kind, CopyWay.SINGLE)
+            alone, bound = sample_beside(copy, pool.contiguous(kind), rounds=rounds, scale=1)
+            with _busy_interpreter():
+                beside = sample(copy, rounds=rounds, scale=1)
+            for how, seconds in (("alone", alone), ("beside a busy thread", beside)):
+                yield Result(
+                    f"{kind.name} by single copies of 64 KiB, {how}", "GB/s",
+                    [op_bytes / s / 1e9 for s in seconds], op_bytes / bound / 1e9,
+                    "one contiguous pinned copy",
+                )  # fmt: skip
+
+
+@contextmanager
+def _busy_interpreter() -> Iterator[None]:
+    ending = threading.Event()
+
+    def work() -> None:
+        while not ending.is_set():
+            sum(range(1000))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        ending.set()
+        thread.join()
+
+
+SSD_BLOCK_BYTES = 2 << 20
+_DEPTH = 32
+
+
+class DirectDisk:
+    """All blocks of a pool's tensors, and the same blocks in a file."""
+
+    def __init__(self, pool: Pool, io: CudaDirectIO, fd: int) -> None:
+        self._pool = pool
+        self._io = io
+        self._fd = fd
+        self._checksums = [0] * pool.num_blocks
+
+    def run(self, direction: Direction) -> float:
+        """Write or read all blocks; return GB/s.
+
+        Raises:
+            AssertionError: A block failed.
+        """
+        left = deque(range(self._pool.num_blocks))
+        num_running = 0
+        began = time.perf_counter()
+        while left or num_running:
+            count = min(len(left), self._io.depth - num_running)
+            self._io.submit([self._transfer(left.popleft(), direction) for _ in range(count)])
+            num_running += count
+            for ended in self._io.reap():
+                if ended.error is not None:
+                    raise AssertionError(ended.error)
+                num_running -= 1
+                if direction is Direction.WRITE:
+                    self._checksums[ended.token] = ended.checksum
+        return self._pool.num_blocks * SSD_BLOCK_BYTES / (time.perf_counter() - began) / 1e9
+
+    def check(self) -> None:
+        """Raise `AssertionError` unless blocks come back byte for byte."""
+        before = [layer.cpu() for layer in self._pool.layers]
+        self.run(Direction.WRITE)
+        for layer in self._pool.layers:
+            layer.fill_(0)
+        torch.cuda.synchronize()
+        self.run(Direction.READ)
+        for layer, expected in zip(self._pool.layers, before, strict=True):
+            assert torch.equal(layer.cpu(), expected), "wrong bytes past DRAM"
+
+    def _transfer(self, block: int, direction: Direction) -> Transfer:
+        [addresses] = self._pool.layout.gpu_addresses(np.array([block]))
+        expected = self._checksums[block] if direction is Direction.READ else 0
+        return Transfer(
+            block, 2, direction, self._fd, block * SSD_BLOCK_BYTES, SSD_BLOCK_BYTES, addresses,
+            self._pool.layout.sizes, expected,
+        )  # fmt: skip
+
+
+def past_dram(path: Path, op_bytes: int, rounds: int, seed: int) -> Iterator[Result]:
+    """Measure writes and reads of blocks past DRAM.
+
+    Raises:
+        Unsupported: There is no such path here.
+    """
+    with ExitStack() as stack:
+        try:
+            fd = os.open(path / "direct", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        except OSError as refusal:
+            raise Unsupported(f"O_DIRECT in {path}: {refusal.strerror}") from None
+        stack.callback(os.close, fd)
+        os.posix_fallocate(fd, 0, op_bytes)
+        pool = stack.enter_context(open_pool(SSD_BLOCK_BYTES, op_bytes, seed))
+        try:
+            io = CudaDirectIO(pool.device, pool.copier, [fd], SSD_BLOCK_BYTES, _DEPTH, CopyPermit())
+        except NoDirectPathError as reason:
+            raise Unsupported(str(reason)) from None
+        stack.callback(io.close)
+        if io.through_host:
+            raise Unsupported(io.through_host)
+        disk = DirectDisk(pool, io, fd)
+        disk.check()
+        host_io = open_block_io("auto", _DEPTH)
+        stack.callback(host_io.close)
+        raw = raw_disks(path, op_bytes, SSD_BLOCK_BYTES, host_io)
+        yield from beside_raw({"SSD and GPU past DRAM": disk.run}, raw, rounds)
+
 
 BLOCK_BYTES = (64 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 20)
 OP_BYTES = 256 << 20

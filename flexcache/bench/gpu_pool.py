@@ -7,20 +7,27 @@ The tensors are like vLLM's: one per layer, so that a block of 2 MiB over 32 lay
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from enum import Enum
+from functools import partial
+from queue import Empty, SimpleQueue
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from flexcache.bench.results import Unsupported
+from flexcache.bench.suite import Result, Unsupported, sample, sample_beside
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import describe_kv_caches
-from flexcache.transfer.workers.copy_choice import CopyWay
-from flexcache.transfer.workers.copy_cuda import CudaCopier
+from flexcache.transfer.copy_ways import CopyWay
+from flexcache.transfer.cuda_copier import CudaCopier
+from flexcache.transfer.device_worker import DeviceWorker
+from flexcache.transfer.gates import LayerLoad
+from flexcache.transfer.messages import Execute, pack_ids
 
 Runs = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]
 
@@ -155,3 +162,145 @@ def open_pool(
             yield pool
         finally:
             pool.copier.close()
+
+
+PAGE_BYTES = (16 << 10, 64 << 10)
+"""KV of 16 tokens in a layer: a rank of four of an 8B model, and all of it."""
+_FEW_BLOCKS = 4
+_PATIENCE_S = 60.0
+_PAUSE_S = 0.0001
+
+
+class Rank:
+    """A rank's worker. Its thread is the only one that drives it."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.worker = DeviceWorker([pool.layout], pool.segment, pool.copier)
+        self._orders: SimpleQueue[Execute] = SimpleQueue()
+        self._ended: SimpleQueue[str | None] = SimpleQueue()
+        self._numbers = itertools.count(1)
+        self._is_ending = threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def order(self, kind: OpKind, blocks: range) -> None:
+        """Order an op on blocks that have the same numbers on both sides; see `wait`."""
+        number = next(self._numbers)
+        self._orders.put(Execute(number, kind, _packed(blocks), _packed(blocks), number))
+
+    def load_by_layer(self, blocks: range) -> LayerLoad:
+        number = next(self._numbers)
+        load = self.worker.gates.load_by_layer(number, len(blocks))
+        packed = _packed(blocks)
+        self._orders.put(Execute(number, OpKind.H2D, packed, packed, number, gated=True))
+        return load
+
+    def wait(self) -> None:
+        """Wait for the end of an op.
+
+        Raises:
+            RuntimeError: It failed.
+        """
+        error = self._ended.get(timeout=_PATIENCE_S)
+        if error is not None:
+            raise RuntimeError(error)
+
+    def close(self) -> None:
+        self._is_ending.set()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while not self._is_ending.is_set():
+            is_busy = self.worker.has_work and not self.worker.only_waits
+            with suppress(Empty):
+                self.worker.execute(self._orders.get(timeout=0 if is_busy else _PAUSE_S))
+            for done in self.worker.advance():
+                self._ended.put(done.error)
+
+
+def _packed(blocks: range) -> bytes:
+    return pack_ids(np.array(blocks, np.int64))
+
+
+@contextmanager
+def serving(pool: Pool) -> Iterator[Rank]:
+    rank = Rank(pool)
+    try:
+        yield rank
+    finally:
+        rank.close()
+
+
+def arrangements(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
+    """Measure ops between steps and loads by layer with each arrangement of the memory."""
+    for page_bytes in PAGE_BYTES:
+        for arrangement in Arrangement:
+            with (
+                open_pool(page_bytes * NUM_LAYERS, op_bytes, seed, arrangement) as pool,
+                serving(pool) as rank,
+            ):
+                yield from _arranged(pool, rank, arrangement.value, page_bytes, rounds)
+
+
+def _arranged(pool: Pool, rank: Rank, name: str, page_bytes: int, rounds: int) -> Iterator[Result]:
+    blocks = range(pool.num_blocks)
+    num_bytes = pool.num_blocks * pool.block_bytes
+    for kind in KINDS:
+
+        def copy(kind: OpKind = kind) -> None:
+            rank.order(kind, blocks)
+            rank.wait()
+
+        seconds, bound = sample_beside(copy, pool.contiguous(kind), rounds=rounds, scale=1)
+        yield Result(
+            f"{kind.name}, {name}", "GB/s", [num_bytes / s / 1e9 for s in seconds],
+            num_bytes / bound / 1e9, "one contiguous pinned copy", parameter="KiB per page",
+            at=page_bytes >> 10,
+        )  # fmt: skip
+    for name_of, layer in (("first", "layer 0"), ("last", f"layer {NUM_LAYERS - 1}")):
+        times = sample(
+            partial(_load_until, rank, blocks, layer), partial(_let_end, rank),
+            rounds=rounds, scale=1e3,
+        )  # fmt: skip
+        yield Result(
+            f"load by layer of {num_bytes >> 20} MiB until its {name_of} layer, {name}", "ms",
+            times, parameter="KiB per page", at=page_bytes >> 10,
+        )  # fmt: skip
+
+
+def behind_large_load(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
+    """Measure a load by layer of a few blocks: alone, and right after a load of many."""
+    with open_pool(2 << 20, op_bytes, seed) as pool, serving(pool) as rank:
+        few, many = range(_FEW_BLOCKS), range(_FEW_BLOCKS, pool.num_blocks)
+        last = f"layer {NUM_LAYERS - 1}"
+
+        def alone() -> None:
+            _let_end(rank, _load_until(rank, few, last))
+
+        def behind() -> LayerLoad:
+            rank.order(OpKind.H2D, many)
+            return _load_until(rank, few, last)
+
+        def let_both_end(load: LayerLoad) -> None:
+            _let_end(rank, load)
+            rank.wait()
+
+        times, bound = sample_beside(behind, alone, let_both_end, rounds=rounds, scale=1e3)
+        yield Result(
+            f"load by layer of {_FEW_BLOCKS} blocks behind one of {len(many)}", "ms", times, bound,
+            "the same alone",
+        )  # fmt: skip
+
+
+def _load_until(rank: Rank, blocks: range, layer: str) -> LayerLoad:
+    """Begin a load by layer, and wait until a layer is on the device."""
+    load = rank.load_by_layer(blocks)
+    assert load.wait_layer(layer, _PATIENCE_S)
+    torch.cuda.current_stream().synchronize()
+    return load
+
+
+def _let_end(rank: Rank, load: LayerLoad) -> None:
+    assert load.wait_all(_PATIENCE_S)
+    torch.cuda.current_stream().synchronize()
+    rank.wait()

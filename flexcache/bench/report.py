@@ -1,22 +1,72 @@
-"""Reports the results of a run, as tables and as JSON."""
+"""Reports of a run: progress, tables, JSON and a plot."""
 
 from __future__ import annotations
 
 import math
+import signal
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import msgspec
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from flexcache.bench.results import Result
-from flexcache.bench.suite import CaseReport, Outcome, Report
+from flexcache.bench.suite import CaseReport, Outcome, Report, Result
+from flexcache.errors import ConfigError, MissingDependencyError
+
+
+class CaseProgress:
+    """A progress bar over the cases; without a terminal, a line per case.
+
+    It is drawn only between cases: a thread that draws ten times a second would compete for the
+    interpreter with what is being timed.
+
+    Meanwhile SIGTERM ends the run like Ctrl-C. If the signal arrives during a finalizer, where
+    Python drops exceptions, the run ends before the next case.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
+            TimeElapsedColumn(), console=console, auto_refresh=False, transient=True,
+        )  # fmt: skip
+        self._task = self._progress.add_task("preparing", total=None)
+        self._was_interrupted = False
+        self._previous: dict[int, Any] = {}
+
+    def announce(self, num_ended: int, total: int, title: str) -> None:
+        if self._was_interrupted:
+            raise KeyboardInterrupt
+        self._progress.update(self._task, completed=num_ended, total=total, description=title)
+        self._progress.refresh()
+        if not self._console.is_terminal and num_ended < total:
+            self._console.print(f"[{num_ended + 1}/{total}] {title}", markup=False, soft_wrap=True)
+
+    def __enter__(self) -> CaseProgress:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # background jobs ignore it
+                self._previous[number] = signal.signal(number, self._interrupt)
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._was_interrupted = True
+        raise KeyboardInterrupt
+
 
 _PERCENTS = {"p90": 90, "p99": 99, "worst": 100}
 
@@ -214,3 +264,111 @@ def _plain_result(result: Result) -> dict[str, Any]:
         "ratio": result.ratio,
         "is_reached": result.is_reached,
     }
+
+
+_COLOURS = {True: "#2a9d5c", False: "#d1495b"}
+_FORMATS = (".png", ".svg", ".pdf")
+_NARROWEST = 0.25  # the axis shows at least this to its inverse
+
+
+class Bar(NamedTuple):
+    """A figure as a speed, whatever its unit: 1 is the bound's speed, and more is better."""
+
+    label: str
+    speed: float
+    target: float
+    is_reached: bool
+
+
+def bars_of(report: Report) -> list[tuple[str, list[Bar]]]:
+    """Return the figures that have a target, by section."""
+    by_section = groupby(report.cases, key=lambda case: case.section)
+    bars = {
+        section: [bar for bar in map(_bar, results_of(list(cases))) if bar is not None]
+        for section, cases in by_section
+    }
+    return [(section, some) for section, some in bars.items() if some]
+
+
+def _bar(result: Result) -> Bar | None:
+    bound, name = result.bound, result.bound_name
+    if not bound:
+        bound, name = result.limit, "the target"
+    is_reached = result.is_reached
+    if not bound or not result.median or is_reached is None:
+        return None
+    goals = [] if result.reach is None else [result.reach * bound]
+    goals += [] if result.limit is None else [result.limit]
+    strictest = (min if result.less_is_better else max)(goals)
+
+    def speed(value: float) -> float:
+        return bound / value if result.less_is_better else value / bound
+
+    return Bar(
+        f"{result.title}  |  {name}",
+        speed(result.median),
+        speed(strictest),
+        is_reached,
+    )
+
+
+def check_plot_file(path: Path) -> None:
+    """Check that a plot can be drawn to this file.
+
+    Raises:
+        ConfigError: The name does not end in a format that can be drawn.
+        MissingDependencyError: matplotlib is not installed.
+    """
+    if path.suffix not in _FORMATS:
+        raise ConfigError(f"{path}: a plot's name must end in {', '.join(_FORMATS)}")
+    if find_spec("matplotlib") is None:
+        raise MissingDependencyError("a plot needs matplotlib: pip install '.[bench]'")
+
+
+def draw(report: Report, path: Path) -> None:
+    """Write the picture, in the format that the file name's suffix selects."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    sections = bars_of(report)
+    rows = [len(bars) for _, bars in sections] or [1]
+    height = 0.24 * sum(rows) + 0.75 * len(rows) + 1.2
+    picture = Figure(figsize=(10, height), layout="constrained")
+    all_axes = picture.subplots(len(rows), squeeze=False, sharex=True, height_ratios=rows)[:, 0]
+    speeds = [v for _, bars in sections for bar in bars for v in (bar.speed, bar.target)]
+    low, high = min([*speeds, _NARROWEST]) / 1.3, max([*speeds, 1 / _NARROWEST]) * 1.6
+    for axes in all_axes:
+        axes.set_xscale("log")
+        axes.set_xlim(low, high)
+    for axes, (section, bars) in zip(all_axes, sections):  # noqa: B905 - one empty axis without bars
+        places = range(len(bars))
+        axes.barh(
+            places, [bar.speed - low for bar in bars], left=low, height=0.72,
+            color=[_COLOURS[bar.is_reached] for bar in bars],
+        )  # fmt: skip
+        for place, bar in zip(places, bars, strict=True):
+            end = max(bar.speed, bar.target)
+            axes.text(end * 1.04, place, figure(bar.speed), va="center", fontsize=7)
+            axes.plot([bar.target] * 2, [place - 0.45, place + 0.45], color="black", lw=2)
+        axes.axvline(1, color="black", lw=0.8, ls=":")
+        axes.set_yticks(places, [bar.label for bar in bars], fontsize=8)
+        axes.set_ylim(len(bars) - 0.4, -0.6)
+        axes.set_title(section, loc="left", fontsize=10, fontweight="bold")
+        axes.grid(axis="x", which="major", alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    all_axes[-1].xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    all_axes[-1].xaxis.set_major_formatter("{x:g}")
+    all_axes[-1].xaxis.set_minor_locator(NullLocator())
+    all_axes[-1].set_xlabel("speed, as a multiple of the bound's (1 = the bound; more is better)")
+    picture.legend(
+        handles=[
+            Patch(color=_COLOURS[True], label="target reached"),
+            Patch(color=_COLOURS[False], label="target missed"),
+            Line2D([], [], color="black", lw=2, label="target"),
+            Line2D([], [], color="black", lw=0.8, ls=":", label="bound"),
+        ],
+        loc="outside upper center", ncols=5, fontsize=8, frameon=False,
+    )  # fmt: skip
+    picture.savefig(path, dpi=130)

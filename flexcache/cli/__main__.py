@@ -1,5 +1,5 @@
 """`python -m flexcache.cli`."""
 
-from flexcache.cli.main import app
+from flexcache.cli import app
 
 app(prog_name="flexcache")

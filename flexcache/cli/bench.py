@@ -67,9 +67,7 @@ def run_and_report(
     settings: Settings, *, strict: bool, json_file: Path | None, plot_file: Path | None
 ) -> None:
     """Run cases, show the results, write the requested files, and set the exit status."""
-    from flexcache.bench.plot import check_plot_file, draw
-    from flexcache.bench.progress import CaseProgress
-    from flexcache.bench.report import show_report, write_json
+    from flexcache.bench.report import CaseProgress, check_plot_file, draw, show_report, write_json
     from flexcache.bench.suite import run_suite
 
     console = Console()

@@ -77,7 +77,7 @@ def _print_profile(name: str) -> None:
 def _endpoint_error(found: EffectiveSettings) -> str | None:
     """Why the endpoint could not be used; layers above the settings know its rules."""
     from flexcache.errors import ConfigError
-    from flexcache.protocol.runtime import check_endpoint
+    from flexcache.protocol.endpoints import check_endpoint
 
     values = {setting.name: setting.value for setting in found.settings}
     if values["endpoint"] is None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 if TYPE_CHECKING:
-    from flexcache.doctor.findings import Finding
+    from flexcache.doctor.subject import Finding
 
 _COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 
@@ -55,10 +55,9 @@ def doctor(
     arguments are examined, by default the configured ones. Exits with status 1 if an error was
     found and not repaired.
     """
-    from flexcache.doctor.examination import examine
-    from flexcache.doctor.findings import Level, error
-    from flexcache.doctor.pools import PoolDoctor
-    from flexcache.doctor.subject import Subject, VllmOptions
+    from flexcache.doctor.checks import examine
+    from flexcache.doctor.directories import PoolDoctor
+    from flexcache.doctor.subject import Level, Subject, VllmOptions, error
 
     console = Console(stderr=as_json)
     vllm = VllmOptions(block_size, _transfer_table(kv_transfer_config), prefix_caching_hash_algo)

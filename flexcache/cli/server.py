@@ -30,8 +30,8 @@ def server(
     """
     from flexcache.config import ServerConfig
     from flexcache.logs import set_up_logging
-    from flexcache.protocol.curve import make_keys
-    from flexcache.protocol.runtime import private_endpoint
+    from flexcache.protocol.endpoints import private_endpoint
+    from flexcache.protocol.trust import make_keys
     from flexcache.server.process import run_server
 
     console = Console()

@@ -1,22 +1,128 @@
-"""`flexcache status`."""
+"""`flexcache status`: reads a server's or a router's statistics, over and over if need be."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
+from urllib.error import HTTPError, URLError
+from urllib.request import ProxyHandler, Request, build_opener
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.text import Text
 
 from flexcache.errors import FlexCacheError, ServerLostError
 from flexcache.terminal import user_errors
 
 if TYPE_CHECKING:
-    from flexcache.status.watch import View
+    pass
+
+
+_MAX_BYTES = 64 << 20
+_OPENER = build_opener(ProxyHandler({}))  # the token is for the server only
+
+
+class TokenRequiredError(FlexCacheError):
+    """A page needs a bearer token, or another one."""
+
+
+def read_page(url: str, path: str, token: str | None, timeout_s: float) -> bytes | None:
+    """Return the body of a page; None if the server has no such page.
+
+    Args:
+        url: ``http://HOST:PORT``.
+        token: The server's bearer token, if it needs one.
+
+    Raises:
+        ServerLostError: There is no answer.
+        TokenRequiredError: The token is missing or wrong.
+        FlexCacheError: The answer is another refusal.
+    """
+    request = Request(f"{url.rstrip('/')}{path}")
+    if token is not None:
+        request.add_header("Authorization", f"Bearer {token}")
+    try:
+        with _OPENER.open(request, timeout=timeout_s) as answer:
+            body: bytes = answer.read(_MAX_BYTES + 1)
+            if len(body) > _MAX_BYTES:
+                raise FlexCacheError(f"{url} answers more than {_MAX_BYTES >> 20} MiB")
+            return body
+    except HTTPError as error:
+        error.close()
+        if error.code == 404:
+            return None
+        if error.code == 401:
+            reason = (
+                "set FLEXCACHE_HTTP_TOKEN to a cache's http_token, "
+                "FLEXCACHE_ROUTER_CONTROL_TOKEN to a router's control_token"
+            )
+            raise TokenRequiredError(f"{url} requires a token: {reason}") from None
+        raise FlexCacheError(f"{url} answers {error.code}") from None
+    except (URLError, OSError, ValueError) as error:
+        raise ServerLostError(f"{url} does not answer: {error}") from None
+
+
+Tree = TypeVar("Tree")
+Rates = TypeVar("Rates")
+
+
+class View(Generic[Tree, Rates]):
+    """Reads statistics and renders them, with their rates since the last reading.
+
+    Args:
+        read: Returns statistics. May raise `ServerLostError`.
+        rates_between: Returns the rates between two readings, this many seconds apart.
+        render: Renders a reading for a width in characters.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], Tree],
+        rates_between: Callable[[Tree, Tree, float], Rates | None],
+        render: Callable[[Tree, Rates | None, int], RenderableType],
+    ) -> None:
+        self._read = read
+        self._rates_between = rates_between
+        self._render = render
+        self._before: tuple[float, Tree] | None = None
+
+    def look(self, width: int) -> RenderableType:
+        """Return what there is to see now.
+
+        Raises:
+            ServerLostError: There is no answer. The next look has no rates.
+        """
+        before, self._before = self._before, None
+        stats, now = self._read(), time.monotonic()
+        self._before = now, stats
+        rates = before and self._rates_between(before[1], stats, now - before[0])
+        return self._render(stats, rates, width)
+
+
+def watch(
+    view: View[Tree, Rates], console: Console, interval_s: float, *, rounds: int | None = None
+) -> None:
+    """Show a view until interrupted.
+
+    Args:
+        rounds: Stop after this many readings.
+    """
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while rounds is None or rounds > 0:
+            try:
+                live.update(view.look(console.width), refresh=True)
+            except ServerLostError as lost:
+                live.update(Text(f"waiting for a server: {lost}", "yellow"), refresh=True)
+            if rounds is not None:
+                rounds -= 1
+            time.sleep(interval_s)
+
 
 _UNBOUNDED_WIDTH = 160
 """Width of output to a file or a pipe, in characters."""
@@ -39,7 +145,6 @@ def status(
 
     In a terminal the view refreshes every second until Ctrl-C.
     """
-    from flexcache.status.watch import watch
 
     console = Console(stderr=as_json)
     with user_errors(console):
@@ -59,7 +164,7 @@ def _server(endpoint: str | None) -> tuple[Callable[[], Any], View[Any, Any]]:
     """Return a reader of a server's plain statistics, and their view."""
     from flexcache.client.link import read_status
     from flexcache.config import CacheConfig
-    from flexcache.protocol.runtime import private_endpoint
+    from flexcache.protocol.endpoints import private_endpoint
 
     chosen = {"endpoint": endpoint} if endpoint else {}
     settings = CacheConfig.from_env(None, {"endpoint": private_endpoint("server")}, **chosen)
@@ -72,9 +177,7 @@ def _server(endpoint: str | None) -> tuple[Callable[[], Any], View[Any, Any]]:
 
 
 def _view_of_cache(read: Callable[[], dict[str, Any]]) -> View[Any, Any]:
-    from flexcache.status.rates import rates_between
-    from flexcache.status.view import render
-    from flexcache.status.watch import View
+    from flexcache.status.view import rates_between, render
     from flexcache.tasks.stats import from_plain
 
     return View(lambda: from_plain(read()), rates_between, render)
@@ -82,7 +185,6 @@ def _view_of_cache(read: Callable[[], dict[str, Any]]) -> View[Any, Any]:
 
 def _over_http(url: str) -> tuple[Callable[[], Any], View[Any, Any]]:
     """Return a reader of the plain statistics of whatever serves HTTP there, and their view."""
-    from flexcache.status.pages import TokenRequiredError, read_page
 
     refusal = FlexCacheError(
         f"{url} is neither the http_endpoint of a cache nor the control port of a router"
@@ -104,10 +206,8 @@ def _over_http(url: str) -> tuple[Callable[[], Any], View[Any, Any]]:
 def _router(url: str, page: Callable[[], bytes | None]) -> tuple[Callable[[], Any], View[Any, Any]]:
     import msgspec
 
-    from flexcache.router.report import from_json
-    from flexcache.router.stats import RouterStats
+    from flexcache.router.stats import RouterStats, from_json
     from flexcache.status.router import rates_between, render
-    from flexcache.status.watch import View
 
     def read() -> RouterStats:
         return from_json(_present(url, page()))

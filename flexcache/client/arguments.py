@@ -15,7 +15,7 @@ from flexcache.config import CacheConfig, ModelConfig
 from flexcache.config.values import split_address
 from flexcache.errors import ConfigError
 from flexcache.ids import TierName
-from flexcache.protocol.names import MAX_NAME_LENGTH, engine_name
+from flexcache.protocol.messages import MAX_NAME_LENGTH, engine_name
 
 _FOREVER_S = 1e9  # locks and sockets of the system overflow a little above
 _MAX_RANKS = 65_536

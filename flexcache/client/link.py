@@ -22,10 +22,15 @@ import zmq
 from flexcache.config.values import server_of
 from flexcache.errors import ServerLostError, UntrustedError
 from flexcache.logs import log_event
-from flexcache.protocol.curve import check_client_keys, secure_client
+from flexcache.protocol.endpoints import check_endpoint
 from flexcache.protocol.messages import Answer, GetStats, HelloEngine, HelloRank, Ping, ToServer
-from flexcache.protocol.runtime import check_endpoint
-from flexcache.protocol.trust import Listener, check_server_process, find_listener
+from flexcache.protocol.trust import (
+    Listener,
+    check_client_keys,
+    check_server_process,
+    find_listener,
+    secure_client,
+)
 
 logger = logging.getLogger(__name__)
 

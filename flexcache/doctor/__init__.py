@@ -1,11 +1,8 @@
-"""Checks of `flexcache doctor`, one module per subject.
+"""Checks of `flexcache doctor`, each `Subject -> findings`; none changes anything.
 
-findings     one line of the report: ok, warning or error, with a remedy
-subject      what is examined: settings, directories, vLLM's options
-machine memory gpu packages agreement endpoints stores directories
-             checks, each `Subject -> findings`; none changes anything
-gpu          runs child processes (child): nvidia lists GPUs, gpu_trial copies on one; their
-             answers are gpu_records, and gpu_table shows them
-pools        contents of SSD tier directories; can verify, repair and clear
-examination  the table of checks
+subject      settings, directories and vLLM's options to examine; findings: one line of the report
+checks       the table of checks; those of settings, packages and what engines must agree on
+machine endpoints directories
+             checks; the contents of directories can also be verified, repaired and cleared
+gpu          checks GPUs by child processes: gpu_driver lists them, gpu_trial copies on one
 """

@@ -1,16 +1,48 @@
-"""Checks the SSD tier's directories: their file systems and free space."""
+"""Directories of the SSD tier: file systems, free space, and the pools in them.
+
+Directories are examined as pools, since a prompt's slots are striped over all directories of a
+pool. A pool is read only while it is not in use; nothing is changed unless requested.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from flexcache.doctor.findings import Finding, error, in_gb, ok, warning
-from flexcache.doctor.subject import Subject
-from flexcache.storage.mounts import mount_of
-from flexcache.storage.pool_directory import DATA_FILE
+from flexcache.cache.restore import are_tails, link, reaches_start, whole_tails
+from flexcache.doctor.subject import Finding, Level, Subject, error, in_gb, ok, warning
+from flexcache.errors import MissingDependencyError
+from flexcache.storage.compression import Codec
+from flexcache.storage.machine import mount_of
+from flexcache.storage.pieces import checksum
+from flexcache.storage.pool_directory import (
+    DATA_FILE,
+    INDEX_FILE,
+    OLD_DATA_FILE,
+    DirectoryInUseError,
+    PoolDirectory,
+    PoolHeader,
+    PoolMismatchError,
+    files_in,
+    missing_data_file,
+    supports_direct_io,
+)
+from flexcache.storage.slot_index import (
+    HEADER_BYTES,
+    RECORD_BYTES,
+    IndexContents,
+    Records,
+    SlotIds,
+    SlotIndex,
+    locate_slot,
+)
+from flexcache.storage.slot_io import FULL, SlotPacker, filled_bytes
 
 _IN_MEMORY = ("tmpfs", "ramfs")
 _CONTAINER_LAYERS = ("overlay", "aufs", "fuse-overlayfs", "fuse.fuse-overlayfs")
@@ -91,3 +123,229 @@ def _allocated_bytes(directory: Path) -> int:
         return (directory / DATA_FILE).stat().st_blocks * 512
     except OSError:
         return 0
+
+
+Progress = Callable[[Sequence[int]], Iterable[int]]
+"""Iterates over a sequence and shows progress."""
+
+
+@dataclass
+class PoolDoctor:
+    """Examines directories, and repairs or empties them.
+
+    Args:
+        verify: Read every recorded slot and compare its checksum.
+        repair: Erase records that are torn or whose slot is wrong.
+        clear: Empty the files instead of examining them.
+    """
+
+    verify: bool = False
+    repair: bool = False
+    clear: bool = False
+    progress: Progress = iter
+    findings: list[Finding] = field(default_factory=list)
+
+    def examine(self, paths: Sequence[Path]) -> list[Finding]:
+        with contextlib.ExitStack() as opened:
+            pools: dict[bytes, list[tuple[PoolHeader, PoolDirectory]]] = {}
+            for path in {path.resolve(): path for path in paths}.values():
+                directory = self._open(path)
+                if directory is None:
+                    continue
+                opened.callback(directory.close)
+                with self._errors_told(str(path)):
+                    header = self._read_header(directory)
+                    if header is not None:
+                        pools.setdefault(header.pool_id, []).append((header, directory))
+            for parts in pools.values():
+                name = ", ".join(str(directory.path) for _, directory in parts)
+                with self._errors_told(name):
+                    self._examine_pool(name, parts)
+        return self.findings
+
+    @contextlib.contextmanager
+    def _errors_told(self, where: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._say(Level.ERROR, f"{where}: {error.strerror or error}")
+        except MissingDependencyError as error:
+            self._say(Level.ERROR, f"{where}: {error}")
+
+    def _say(self, level: Level, text: str, remedy: str = "") -> None:
+        self.findings.append(Finding(level, text, remedy))
+
+    def _open(self, path: Path) -> PoolDirectory | None:
+        try:
+            direct = supports_direct_io(path)
+        except OSError as error:
+            self._say(Level.ERROR, f"{path}: {error.strerror}", "name a writable directory")
+            return None
+        if direct:
+            self._say(Level.OK, f"{path}: O_DIRECT works")
+        else:
+            self._say(
+                Level.WARNING,
+                f"{path}: no O_DIRECT, I/O goes through the page cache",
+                "put the directory on a local disk with a file system that supports it (ext4, XFS)",
+            )
+        if (path / OLD_DATA_FILE).exists():
+            self._say(Level.OK, f"{path}: the next start removes {OLD_DATA_FILE} of FlexCache 0.1")
+        files = files_in(path)
+        if INDEX_FILE not in files and not (files and self.clear):
+            self._say(Level.OK, f"{path}: no cache in it")
+            return None
+        if DATA_FILE not in files and not self.clear:
+            self._say(Level.ERROR, str(missing_data_file(path)))
+            return None
+        try:
+            return PoolDirectory(path)
+        except DirectoryInUseError:
+            wants_more = self.verify or self.repair or self.clear
+            self._say(
+                Level.ERROR if wants_more else Level.OK,
+                f"{path}: in use by a FlexCache process",
+                "stop that process to examine the contents",
+            )
+        except OSError as error:
+            self._say(Level.ERROR, f"{path}: {error.strerror}")
+        return None
+
+    def _read_header(self, directory: PoolDirectory) -> PoolHeader | None:
+        """Return the header of the directory's pool; None if there is nothing left to examine."""
+        try:
+            header = directory.header()
+        except PoolMismatchError as mismatch:
+            if not self.clear or not mismatch.is_ours:
+                self._say(Level.ERROR, str(mismatch))
+                return None
+            header = None
+        if self.clear:
+            directory.clear()
+            self._say(Level.OK, f"{directory.path}: emptied")
+            return None
+        if header is None:
+            self._say(Level.OK, f"{directory.path}: no cache in it yet")
+        return header
+
+    def _examine_pool(self, name: str, parts: Sequence[tuple[PoolHeader, PoolDirectory]]) -> None:
+        header = parts[0][0]
+        at_hand = {part.position: directory for part, directory in parts}
+        index_fds = [
+            at_hand[i].index_fd if i in at_hand else -1 for i in range(header.num_directories)
+        ]
+        num_slots = header.num_directories * max(_num_rows(d.index_fd) for _, d in parts)
+        era = max(part.era for part, _ in parts)
+        index = SlotIndex(index_fds, replace(header, era=era).record_id)
+        contents = index.load(num_slots)
+        self._say(
+            Level.OK,
+            f"{name}: format {header.format}, {len(parts)} of {header.num_directories} "
+            f"directories, {num_slots:,} slots of {header.slot_bytes:,} bytes, "
+            f"{len(contents.records):,} recorded{_packed(contents.records)}",
+        )
+        if header.identity is not None:
+            self._say(Level.OK, f"{name}: KV of {header.identity.text}")
+        self._look_at_chains(name, header, parts, contents.records)
+        bad = {"records are torn": contents.torn}
+        if self.verify:
+            wrong = self._verify(header, at_hand, contents)
+            bad["slots do not match their records"] = wrong
+            if not len(wrong):
+                self._say(Level.OK, f"{name}: all recorded slots match their checksums")
+        for what, slots in bad.items():
+            if len(slots):
+                self._erase_or_tell(f"{name}: {len(slots):,} {what}", index, index_fds, slots)
+
+    def _erase_or_tell(
+        self, text: str, index: SlotIndex, index_fds: Sequence[int], slots: SlotIds
+    ) -> None:
+        if not self.repair:
+            options = "--verify --repair" if self.verify else "--repair"
+            self._say(Level.ERROR, text, f"{options} erases their records")
+            return
+        with self._errors_told(f"{text} and could not be erased"):
+            index.erase(slots)
+            for fd in index_fds:
+                if fd >= 0:
+                    os.fsync(fd)
+            self._say(Level.OK, f"{text}: erased")
+
+    def _look_at_chains(
+        self, name: str, header: PoolHeader, parts: Sequence[object], records: Records
+    ) -> None:
+        if len(parts) < header.num_directories:
+            text = "cannot tell which blocks can be found without the pool's other directories"
+            self._say(Level.WARNING, f"{name}: {text}", "name all directories of the pool")
+            return
+        is_tail = are_tails(records)
+        blocks, tails = records[~is_tail], whole_tails(records[is_tail])
+        in_tails = sum(len(tail.units) for tail in tails)
+        found = int(reaches_start(link(blocks)).sum()) + in_tails
+        share = f", {in_tails:,} of them in tails" if in_tails else ""
+        self._say(
+            Level.OK, f"{name}: {found:,} blocks can be found{share}, {len(records) - found:,} "
+            "cannot (an earlier block of the prompt is lost, or they are duplicates)",
+        )  # fmt: skip
+
+    def _verify(
+        self, header: PoolHeader, at_hand: dict[int, PoolDirectory], contents: IndexContents
+    ) -> SlotIds:
+        """Return the recorded slots whose checksum differs, or that cannot be read."""
+        data_fds = [
+            at_hand[i].data_fd if i in at_hand else -1 for i in range(header.num_directories)
+        ]
+        for directory in at_hand.values():
+            directory.set_direct()  # read the device, not the kernel's page cache
+        records = contents.records
+        reader = _SlotReader(data_fds, header.slot_bytes)
+        positions = self.progress(range(len(records)))
+        wrong = [i for i in positions if not reader.is_right(records[i])]
+        slots: SlotIds = records["slot"][wrong]
+        return slots
+
+
+def _num_rows(index_fd: int) -> int:
+    return max(0, os.fstat(index_fd).st_size - HEADER_BYTES) // RECORD_BYTES
+
+
+class _SlotReader:
+    """Reads slots and compares them with their records."""
+
+    def __init__(self, fds: Sequence[int], slot_bytes: int) -> None:
+        self._fds, self._slot_bytes = fds, slot_bytes
+        self._room = memoryview(mmap.mmap(-1, slot_bytes))  # on a page's boundary
+        self._block = memoryview(bytearray(slot_bytes))
+        self._packers: dict[Codec, SlotPacker] = {}
+
+    def is_right(self, record: Any) -> bool:
+        """Whether the slot can be read, and its block has the recorded checksum.
+
+        Raises:
+            MissingDependencyError: It is packed, and the codec's library is not installed.
+        """
+        fd, offset = locate_slot(int(record["slot"]), self._fds, self._slot_bytes)
+        filled = int(record["filled"])
+        block = self._room[: filled_bytes(filled, self._slot_bytes) if filled else None]
+        try:
+            if os.preadv(fd, [block], offset) != len(block):
+                return False
+            if filled:
+                self._packer(Codec(record["codec"])).unpack(block, [self._block])
+                block = self._block
+        except (OSError, ValueError):
+            return False
+        return checksum([block]) == int(record["checksum"])
+
+    def _packer(self, codec: Codec) -> SlotPacker:
+        if codec not in self._packers:
+            self._packers[codec] = SlotPacker(codec, self._slot_bytes)
+        return self._packers[codec]
+
+
+def _packed(records: Records) -> str:
+    """Describe how many blocks are packed, and how small."""
+    filled = records["filled"][records["filled"] > 0]
+    if not len(filled):
+        return ""
+    return f", {len(filled):,} of them packed into {filled.mean() / FULL:.0%} of their size"

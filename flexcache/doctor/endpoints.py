@@ -1,20 +1,24 @@
-"""Checks the addresses to serve and publish at: free, or held by the right server."""
+"""Endpoints to serve and publish at, which must be free or held by a server; the remote store."""
 
 from __future__ import annotations
 
 import errno
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from flexcache.config.remote_url import check_remote_url, store_kind
 from flexcache.config.values import check_http_endpoint
-from flexcache.doctor.findings import Finding, error, ok, warning
-from flexcache.doctor.subject import Subject
-from flexcache.errors import ConfigError
+from flexcache.doctor.subject import Finding, Subject, error, ok, warning
+from flexcache.errors import ConfigError, MissingDependencyError
 from flexcache.events.publisher import is_bound
-from flexcache.protocol.runtime import check_endpoint
+from flexcache.protocol.endpoints import check_endpoint
 from flexcache.protocol.trust import find_listener
+from flexcache.storage.compression import Codec, open_compressor
+from flexcache.storage.remote import check_packages
 
 _CONNECT_TIMEOUT_S = 1.0
 
@@ -124,3 +128,65 @@ def _host_and_port(address: str) -> tuple[str, int]:
     host, _, port = address.partition("://")[2].rpartition(":")
     host = host.strip("[]").replace("*", "")
     return host, int(port) if port.isdecimal() else 0
+
+
+_STORE_TIMEOUT_S = 3.0
+_PROCESS_TIMEOUT_S = 20.0
+_LOOK_UP = """
+import sys, time
+from flexcache.storage.remote import open_remote_store
+limit = float(sys.argv[2])
+store = open_remote_store(sys.argv[1], timeout_s=limit)
+found = store.count_present(["flexcache-doctor"], time.monotonic() + limit)
+sys.exit(found.error)
+"""
+
+
+def check_ssd_compression(subject: Subject) -> Iterator[Finding]:
+    config = subject.config
+    if config is None or config.ssd_compression == "none":
+        return
+    try:
+        open_compressor(Codec.of(config.ssd_compression))
+    except MissingDependencyError as missing:
+        what, _, remedy = str(missing).partition("; ")
+        yield error(f"ssd_compression = {config.ssd_compression}: {what}", remedy)
+    else:
+        yield ok(f"blocks on SSD can be compressed with {config.ssd_compression}")
+
+
+def check_remote_store(subject: Subject) -> Iterator[Finding]:
+    config = subject.config
+    if config is None or config.remote_url is None:
+        return
+    url = check_remote_url(config.remote_url)
+    try:
+        check_packages(config.remote_url, config.remote_compression)
+    except MissingDependencyError as missing:
+        what, _, remedy = str(missing).partition(": ")
+        yield error(f"remote_url {url.name}: {what}", remedy)
+        return
+    kind = store_kind(url.scheme)
+    problem = _look_up_problem(config.remote_url) if kind.problem is None else kind.problem(url)
+    if problem is None:
+        yield ok(f"{url.name}: answers{kind.caution}")
+    else:
+        yield warning(
+            f"{url.name}: {problem}",
+            "check its address, the credentials in the environment and the network; until it "
+            "answers, every lookup in the tier is a miss",
+        )
+
+
+def _look_up_problem(url: str) -> str | None:
+    """Look up an object in a separate process, since a store's client may hang."""
+    command = [sys.executable, "-c", _LOOK_UP, url, str(_STORE_TIMEOUT_S)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_PROCESS_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {_PROCESS_TIMEOUT_S:g} s"
+    if done.returncode == 0:
+        return None
+    return done.stderr.strip().rsplit("\n", 1)[-1] or f"the client exited with {done.returncode}"

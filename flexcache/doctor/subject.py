@@ -1,10 +1,11 @@
-"""Subject of the checks: the settings an engine or a server would start with, and the machine."""
+"""Subject of the checks: settings, vLLM's options and the machine; findings about it."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,47 @@ from flexcache.client.link import read_status
 from flexcache.config import CacheConfig, ModelConfig, ServerConfig
 from flexcache.config.sources import CONFIG_FILE_ENV, read_environment
 from flexcache.errors import ConfigError, FlexCacheError
-from flexcache.protocol.runtime import is_served, private_endpoint
+from flexcache.protocol.endpoints import is_served, private_endpoint
 from flexcache.storage.shards import Shards
 from flexcache.tasks.stats import Stats, from_plain
+
+
+class Level(str, Enum):
+    OK = "ok"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Result of a check. An error is a fault that was not repaired.
+
+    Attributes:
+        remedy: What to do.
+        details: Lines of text to show as they are.
+    """
+
+    level: Level
+    text: str
+    remedy: str = ""
+    details: str = ""
+
+
+def ok(text: str, details: str = "") -> Finding:
+    return Finding(Level.OK, text, details=details)
+
+
+def warning(text: str, remedy: str) -> Finding:
+    return Finding(Level.WARNING, text, remedy)
+
+
+def error(text: str, remedy: str) -> Finding:
+    return Finding(Level.ERROR, text, remedy)
+
+
+def in_gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:,.1f} MB"
+
 
 CONNECTOR = "FlexCacheConnectorV1"
 SECONDARY_TIER = "FlexCacheSecondaryTier"

@@ -38,8 +38,8 @@ from flexcache.events.wire import (
     describe,
 )
 from flexcache.logs import log_event
-from flexcache.protocol.doorkeeper import Doorkeeper
-from flexcache.protocol.runtime import listen_privately
+from flexcache.protocol.endpoints import listen_privately
+from flexcache.protocol.trust import Doorkeeper
 
 logger = logging.getLogger(__name__)
 

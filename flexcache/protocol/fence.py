@@ -1,4 +1,4 @@
-"""The fence between answering a task and the ranks that may still copy for it.
+"""Fence between answering a task and the ranks that may still copy for it.
 
 An engine reuses GPU slots once its task is answered. The answer must come in time even if the
 server is gone or a rank hangs, but no rank may copy to the slots after it. The server makes an
@@ -6,7 +6,7 @@ in-memory file for each engine, which provides two mechanisms:
 
 * A lock: each rank holds it shared while it may touch slots on the server's behalf. The kernel
   releases it when a rank dies. If the server is lost, the scheduler waits until the lock is free.
-* Words (`transfer.workers.permit`): a task that must be answered while a rank may still be copying
+* Words (`transfer.copier`): a task that must be answered while a rank may still be copying
   is revoked first. Server and scheduler have a word each.
 
 A scheduler whose engine cannot do without a load counts on the ranks, by locks of their own:
@@ -30,7 +30,7 @@ from collections.abc import Iterable
 
 from flexcache.errors import RegistrationError
 from flexcache.processes import tell_of_forks
-from flexcache.transfer.workers.permit import NUM_WORDS, WORD_BYTES
+from flexcache.transfer.copier import NUM_WORDS, WORD_BYTES
 
 _SERVERS, _SCHEDULERS = range(NUM_WORDS)
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -159,3 +159,60 @@ class Fence:
             self._memory.close()  # it has its own descriptor, which also holds the lock
             os.close(self._fd)
             self._fd = -1
+
+
+class Scratch:
+    """One end of a session's scratch memory.
+
+    A prompt of 128k tokens is a megabyte: writing it into shared memory costs a fraction of sending
+    it through a socket. The scheduler makes the file and seals its size, so that it cannot be
+    truncated while the server reads it; the server maps it read-only. If that is impossible
+    (another pid namespace, TCP from another host), prompts go over the socket.
+    """
+
+    def __init__(self, fd: int, memory: mmap.mmap) -> None:
+        self.fd = fd
+        self._memory = memory
+        self._view = memoryview(memory)
+
+    @classmethod
+    def create(cls, size: int) -> Scratch:
+        """Make the memory; pages are allocated only when they are written to."""
+        fd = os.memfd_create("flexcache-scratch", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        return cls(fd, mmap.mmap(fd, size))
+
+    @classmethod
+    def open(cls, pid: int, fd: int, size: int) -> Scratch | None:
+        """Map another process's memory read-only; None if it is missing or not as expected."""
+        try:
+            mine = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            return None
+        try:
+            if fcntl.fcntl(mine, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+                raise ValueError("its size is not sealed")
+            return cls(mine, mmap.mmap(mine, size, prot=mmap.PROT_READ))
+        except (OSError, ValueError):  # no such file in memory, or a smaller one
+            os.close(mine)
+            return None
+
+    def write(self, data: bytes | memoryview, more: bytes = b"") -> None:
+        self._view[: len(data)] = data
+        self._view[len(data) : len(data) + len(more)] = more
+
+    def read(self, num_bytes: int) -> memoryview:
+        """Return what was written. Raises `ValueError` for more bytes than the memory has."""
+        if not 0 <= num_bytes <= len(self._view):
+            raise ValueError(f"{num_bytes} bytes in a scratch memory of {len(self._view)}")
+        return self._view[:num_bytes]
+
+    def close(self) -> None:
+        """Release the memory. Idempotent. A slice still in use keeps the mapping alive."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+            self._view.release()
+            with contextlib.suppress(BufferError):
+                self._memory.close()

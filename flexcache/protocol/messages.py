@@ -18,6 +18,9 @@ A Hello may be repeated while the server is still considering it.
 
 from __future__ import annotations
 
+import os
+import re
+import uuid
 from typing import Annotated, Any
 
 import msgspec
@@ -28,6 +31,34 @@ from flexcache.ids import KVStatus, PromptDetail, RequestInfo, TaskKind
 from flexcache.storage.direct_files import DirectFilesRef
 from flexcache.storage.host_pool import SegmentRef
 from flexcache.transfer.messages import Done, Drop, Execute, Stop
+
+MAX_NAME_LENGTH = 256
+"""A server refuses greetings with a longer name of an engine."""
+_ANONYMOUS = re.compile(r"dp\d+")
+
+
+def engine_name(engine_id: str, dp_rank: int) -> str:
+    """Name a data-parallel rank; ``engine_id`` distinguishes engines with the same ranks."""
+    return f"{engine_id}/dp{dp_rank}" if engine_id else f"dp{dp_rank}"
+
+
+def is_anonymous(name: str) -> bool:
+    """Whether the name lacks an engine id, so that several engines may share it."""
+    return _ANONYMOUS.fullmatch(name) is not None
+
+
+def new_engine_id() -> str:
+    """Make a unique engine id; it begins with our process id, for readability."""
+    return f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+def pid_namespace() -> int:
+    """Return the inode of the namespace in which this process's id counts; 0: not known."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
 
 PROTOCOL_VERSION = 6
 """Server and clients must have the same version; docs/formats.md describes what others receive."""
@@ -112,7 +143,7 @@ class HelloRank(msgspec.Struct, tag=True, frozen=True):
 class WelcomeRank(msgspec.Struct, tag=True, frozen=True):
     """The rank's share of the host pool, and the required size of one of its blocks: the size of
     ``blocks_per_unit`` blocks of the GPU. With ``may_skip``, -1 stands for one not to be copied.
-    ``num_groups``: groups of layers whose blocks ops may name (`transfer.group_ids`).
+    ``num_groups``: groups of layers whose blocks ops may name (`transfer.messages`).
 
     ``epoch`` is that of the task ids that this server gives out; ``fence``: see `protocol.fence`.
     ``direct``: the files that the rank may move blocks to and from past the host pool.
@@ -293,7 +324,7 @@ class Launch(msgspec.Struct, tag=True, frozen=True):
     """Start a matched task. A problem with it is answered as the task's failure.
 
     ``gpu_blocks``: for each block, then for each unit of the tail, `WelcomeRank.blocks_per_unit`
-    blocks, each with its group (`transfer.group_ids`); -1 where there is nothing to copy.
+    blocks, each with its group (`transfer.messages`); -1 where there is nothing to copy.
     """
 
     task_id: int

@@ -46,21 +46,13 @@ from flexcache.protocol.messages import (
     ToServer,
     WeightsChanged,
 )
-from flexcache.server import op_reports
-from flexcache.server.background import BackgroundJob
-from flexcache.server.cache_slot import CacheSlot, OpenCache
-from flexcache.server.claims import Claims
-from flexcache.server.greetings import malformed_greeting, refuse_undecodable
-from flexcache.server.guard import Buffer, SocketGuard
-from flexcache.server.hub_config import HubConfig
-from flexcache.server.notices import Notices
-from flexcache.server.outbox import Outbox
-from flexcache.server.peers import Peers
-from flexcache.server.readiness import EngineReadiness
-from flexcache.server.registry import Host, Rank, Registry, Scheduler
-from flexcache.server.requests import Requests
-from flexcache.server.served_cache import ServedCache
-from flexcache.server.sessions import ServerSessions
+from flexcache.server.cache import CacheSlot, OpenCache, ServedCache
+from flexcache.server.calls import Requests
+from flexcache.server.greeter import EngineReadiness, Peers, malformed_greeting, refuse_undecodable
+from flexcache.server.outbox import BackgroundJob, Outbox, pass_on, problem_of
+from flexcache.server.places import Claims, Host, Rank, Registry, Scheduler
+from flexcache.server.reactor import Buffer, SocketGuard
+from flexcache.server.sessions import HubConfig, Notices, ServerSessions
 from flexcache.server.weights import EngineWeights
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.instructions import (
@@ -77,7 +69,7 @@ from flexcache.tasks.instructions import (
     TaskAnswered,
 )
 from flexcache.tasks.stats import CacheIdentity, EngineStats, ServerStats, Stats, to_plain
-from flexcache.transfer.messages import Done, Drop
+from flexcache.transfer.messages import Done, Drop, LookedUp
 
 logger = logging.getLogger(__name__)
 
@@ -271,10 +263,10 @@ class Hub:
                 plain = to_plain(self.stats(now, session))
                 self.outbox.send(identity, Answer(message.request_id, plain))
             case Done() if isinstance(peer, Rank) and peer.serving:
-                if (problem := op_reports.problem_of(message)) is not None:
+                if (problem := problem_of(message)) is not None:
                     self._reject(identity, "malformed", problem)
                 else:
-                    op_reports.pass_on(self._slot.tasks, peer.executor, message, now)
+                    pass_on(self._slot.tasks, peer.executor, message, now)
             case WeightsChanged() if isinstance(peer, Rank) and peer.serving:
                 # What is planned already is for the weights that it had.
                 self._has_news = self.route(now)
@@ -420,3 +412,33 @@ def _end_study(
     tasks: KVTaskEngine, policy: EvictionPolicy, study: Study, error: Exception | None
 ) -> None:
     tasks.adopt_study(policy, study)  # one that could not be run has learned nothing
+
+
+class HubWorkers:
+    """Passes what happens to workers on to the hub's task engine. Implements `WorkerOwner`."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+
+    @property
+    def counters(self) -> Counter[str]:
+        return self._hub.counters
+
+    @property
+    def _tasks(self) -> KVTaskEngine:
+        assert self._hub.cache is not None  # there are no workers before
+        return self._hub.cache.tasks
+
+    def worker_up(self, worker: str) -> None:
+        self._tasks.executor_up(worker)
+        self._hub.readiness.changed()
+
+    def worker_down(self, worker: str, reason: str, now: float) -> None:
+        self._tasks.executor_down(worker, reason, now)
+        self._hub.readiness.changed()
+
+    def op_done(self, worker: str, done: Done, now: float) -> None:
+        pass_on(self._tasks, worker, done, now)
+
+    def looked_up(self, answer: LookedUp, now: float) -> None:
+        self._tasks.looked_up(answer.lookup_id, answer.num_present, answer.error, now, answer.tail)

@@ -1,12 +1,14 @@
-"""Admin operations behind the HTTP API: stats, clear, prefetch, hints about sessions."""
+"""Sessions in the server's own process: of its engine, and of the HTTP API."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from flexcache.cache.prompt import (
     Prompt,
@@ -16,16 +18,94 @@ from flexcache.cache.prompt import (
     random_version,
 )
 from flexcache.cache.tiers import IndexedKeys, find_prefix
-from flexcache.errors import AmbiguousEngineError, RegistrationError
+from flexcache.errors import AmbiguousEngineError, ClosedError, RegistrationError
 from flexcache.events.wire import low_64_bits
-from flexcache.ids import MAX_KEY_BYTES, PromptDetail, TaskKind, TierName
-from flexcache.server.local_session import LocalSession
-from flexcache.server.served_cache import ServedCache
+from flexcache.ids import MAX_KEY_BYTES, PromptDetail, TaskId, TaskIds, TaskKind, TierName
+from flexcache.server.cache import ServedCache
 from flexcache.server.server import KVServer
+from flexcache.tasks.instructions import Offer, PromisedLoad
 from flexcache.tasks.stats import Stats
 
 if TYPE_CHECKING:
     from flexcache.server.http import HttpService
+
+
+class LocalSession:
+    """Its calls go straight to the task engine, under the server's lock.
+
+    Attributes:
+        ids: Number the tasks; to be set before the first call, once the session is open.
+    """
+
+    ids: TaskIds
+
+    def __init__(self, server: KVServer) -> None:
+        self.server = server
+        self._has_store = server.config.remote_url is not None
+
+    def match(
+        self, prompt: Prompt, look_up: bool = True, may_wait: bool = True,
+        awaits_loads: bool = False,
+    ) -> Offer | None:  # fmt: skip
+        """None if the caller may not wait, and the remote store has yet to answer, or what a get
+        needs is being loaded early."""
+        if not self.server.is_open:
+            task_id = self.server.next_id(self.ids)
+            return Offer(task_id, prompt.kind, prompt.num_tokens, prompt.start)
+        if look_up and self._has_store and not self._look_up(prompt, may_wait):
+            return None
+        with self.server.lock, self.server.session() as tasks:
+            now = time.monotonic()
+            if awaits_loads and tasks.awaits_load(self.ids.session, prompt, now):
+                return None
+            return tasks.match(self.ids.next(), prompt, now)
+
+    def look_up(self, prompt: Prompt) -> None:
+        """Begin to ask the remote store about a prompt; no task is made."""
+        if self._has_store and self.server.is_open:
+            self._look_up(prompt, may_wait=False)
+
+    def _look_up(self, prompt: Prompt, may_wait: bool) -> bool:
+        """Ask the remote store; whether the match can be made now."""
+        with self.server.lock, self.server.session() as tasks:
+            lookup = tasks.look_up(prompt, time.monotonic(), self.ids.session)
+        if lookup is None or not may_wait:
+            return lookup is None
+        with self.server.lock, self.server.session() as tasks:
+            while tasks.queries.is_looking_up(lookup):
+                self.server.wait_for_change(None)  # it has a deadline
+                if self.server.stopping:
+                    raise ClosedError("the cache was shut down")
+        return True
+
+    def launch(
+        self, task_ids: Sequence[int], gpu_blocks: Sequence[npt.NDArray[np.int64]], gated: bool
+    ) -> None:
+        with self.server.lock, self.server.session() as tasks:
+            tasks.launch([TaskId(t) for t in task_ids], gpu_blocks, time.monotonic(), gated)
+
+    def promise(self, task_id: int) -> PromisedLoad | None:
+        """Start a get that the engine has its ranks carry out, if that can be promised."""
+        with self.server.lock, self.server.session() as tasks:
+            return tasks.promise(TaskId(task_id), time.monotonic())
+
+    def cancel(self, task_ids: Sequence[int]) -> None:
+        with self.server.lock, self.server.session() as tasks:
+            tasks.cancel([TaskId(t) for t in task_ids], time.monotonic())
+
+    def report_prefill(self, blocks_per_s: float) -> None:
+        if not self.server.is_open:
+            return
+        with self.server.lock, self.server.session() as tasks:
+            tasks.report_prefill(self.ids.session, blocks_per_s)
+
+    def session_hint(self, session_id: str, over: bool, returns_in_s: float | None) -> bool:
+        """Act on what a user says of its session; whether the session is known."""
+        if not self.server.is_open:
+            return False
+        with self.server.lock, self.server.session() as tasks:
+            return tasks.session_hint(session_id, over, returns_in_s, time.monotonic())
+
 
 _NAME = "operator"
 
@@ -89,10 +169,10 @@ class Operator:
             if keys is None:
                 return 0
             num_tokens = keys.num_blocks * cache.config.tokens_per_block
-            prompts = [Prompt(keys, 0, keys.num_blocks, num_tokens)]
+            prompts = [Prompt(TaskKind.PREFETCH, keys, 0, keys.num_blocks, num_tokens)]
         session, num_loading = self._open_session(), 0
         for prompt in prompts:
-            task = session.match(TaskKind.PREFETCH, prompt)
+            task = session.match(prompt)
             assert task is not None  # it may wait
             if task.num_blocks:
                 session.launch([task.task_id], [np.empty(0, np.int64)], gated=False)
@@ -164,14 +244,15 @@ def _prompt(
     """A prompt as it comes by HTTP: lists of anything."""
     size = cache.config.tokens_per_block
     detail = PromptDetail.NOTHING if token_ids is None else PromptDetail.TOKENS
+    kind = TaskKind.PREFETCH
     maker = PromptMaker(cache.fingerprint, size, lambda: detail, version)
     if block_keys is not None:
         if any(not 0 < len(key) <= MAX_KEY_BYTES for key in block_keys):
             raise ValueError(f"block_keys must have 1 to {MAX_KEY_BYTES} bytes each")
         tokens = range(len(block_keys) * size)  # only their number matters
-        return maker.make(tokens, None, namespace, block_keys)
+        return maker.make(kind, tokens, namespace=namespace, block_keys=block_keys)
     try:
-        return maker.make(np.array(token_ids, dtype=np.int64), None, namespace)
+        return maker.make(kind, np.array(token_ids, dtype=np.int64), namespace=namespace)
     except (OverflowError, TypeError) as error:
         raise ValueError(f"token_ids: {error}") from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import select
 import signal
 import sys
 from collections.abc import Callable
@@ -14,7 +15,6 @@ from flexcache.errors import ConfigError
 from flexcache.logs import log_event, set_up_logging
 from flexcache.server.operator import open_http
 from flexcache.server.server import KVServer
-from flexcache.server.starter import Starter
 
 logger = logging.getLogger(__name__)
 
@@ -56,3 +56,19 @@ def main() -> None:
     except ConfigError as error:
         log_event(logger, logging.ERROR, "server_not_started", error=error)
         sys.exit(1)
+
+
+class Starter:
+    """Notices when the engine no longer needs the server that it started.
+
+    Args:
+        held_fd: This end of the pipe that the engine's `ServerLauncher` made.
+    """
+
+    def __init__(self, held_fd: int) -> None:
+        self._poller = select.poll()
+        self._poller.register(held_fd, 0)
+
+    def has_left(self) -> bool:
+        """Whether the engine has ended, or found another server."""
+        return bool(self._poller.poll(0))

@@ -1,16 +1,27 @@
-"""The waiting part of an event loop: sockets, ended processes, wake-ups. It knows no cache."""
+"""Sockets and waiting: what an event loop waits for, and a guard for what arrives. No cache."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any, Generic, TypeVar
 
+import msgspec
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
-from flexcache.server.router_socket import RouterSocket
+from flexcache.errors import ConfigError
+from flexcache.logs import log_event
+from flexcache.protocol.endpoints import EndpointLock, listen_privately
+from flexcache.protocol.messages import MAX_FRAME_BYTES, Refused
+from flexcache.protocol.trust import Doorkeeper, describe_stranger, secure_server, stranger_of
 
 EndReport = Callable[[float], None]
 """Called with the time when a process has ended."""
@@ -147,3 +158,284 @@ class Reactor:
         if self._wake_fd >= 0:
             wake_fd, self._wake_fd = self._wake_fd, -1
             os.close(wake_fd)
+
+
+logger = logging.getLogger(__name__)
+
+_MOST_CONNECTIONS = 4096  # of 1,024 clients with two each, and of those that are on their way
+_RECEIVE_QUEUE = 64  # messages of one client that wait here; more wait at the client
+_SEND_QUEUE = 256  # messages for one client that libzmq keeps, whatever their sizes; more wait here
+_MOST_UNSENT_BYTES = 16 << 20  # for one client, beside those: more than all answers to its tasks
+_UNSENT_COST_BYTES = 128  # what keeping a message takes, beside its bytes
+FLUSH_INTERVAL_S = 0.005
+_LINGER_MS = 200  # for the last Stop
+_READABLE = int(zmq.POLLIN)  # plain numbers: an operation on zmq's enums costs more than a look
+_NOW, _NOW_AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+
+
+class Sent(Enum):
+    """What became of a message."""
+
+    QUEUED = auto()
+    UNREAD = auto()
+    """The peer has left too much unread: this message is dropped, and what waited for it."""
+    GONE = auto()
+    """The peer is not connected."""
+
+
+@dataclass(slots=True)
+class _Unsent:
+    """Messages that libzmq does not take for a peer yet."""
+
+    messages: deque[bytes] = field(default_factory=deque)
+    num_bytes: int = 0
+
+
+class RouterSocket:
+    """Messages from and to many peers, by identity.
+
+    libzmq bounds the number of messages that it keeps for a peer, not their bytes. So it keeps few,
+    and others wait here: `flush` must be called every `FLUSH_INTERVAL_S` while it `has_unsent`.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._unsent: dict[bytes, _Unsent] = {}
+        self._doorkeeper: Doorkeeper | None = None
+        self._only_own_user = False
+        self._refused_users: set[int] = set()
+        self.zmq_socket = socket = context.socket(zmq.ROUTER)
+        socket.linger = _LINGER_MS
+        socket.router_handover = True
+        socket.router_mandatory = True
+        socket.maxmsgsize = 2 * MAX_FRAME_BYTES  # beyond it the connection is cut
+        socket.rcvhwm = _RECEIVE_QUEUE
+        socket.sndhwm = _SEND_QUEUE
+
+    def bind(self, address: str, *, only_own_user: bool = False) -> None:
+        """Let peers connect.
+
+        Args:
+            only_own_user: Refuse the messages of other users; for TCP on loopback.
+        """
+        self._only_own_user = only_own_user
+        self._doorkeeper = Doorkeeper(
+            [self.zmq_socket], _MOST_CONNECTIONS, only_own_user=only_own_user
+        )
+        self.zmq_socket.ipv6 = "[" in address
+        self.zmq_socket.bind(address)
+
+    def has_message(self) -> bool:
+        """Whether a message can be received at once."""
+        return bool(int(self.zmq_socket.getsockopt(zmq.EVENTS)) & _READABLE)
+
+    def receive(self) -> list[bytes] | None:
+        """The next message's frames, the sender's identity first; none if it was refused here.
+        None if there is no message."""
+        try:
+            if not self._only_own_user:
+                return self.zmq_socket.recv_multipart(_NOW)
+            frames = self.zmq_socket.recv_multipart(_NOW, copy=False)
+        except zmq.Again:
+            return None
+        uid = stranger_of(frames[-1])
+        if uid is not None:
+            self._refuse(frames[0].bytes, uid)
+            return []
+        return [frame.bytes for frame in frames]
+
+    def _refuse(self, identity: bytes, uid: int) -> None:
+        reason = describe_stranger(uid)
+        if uid not in self._refused_users:
+            self._refused_users.add(uid)
+            log_event(logger, logging.ERROR, "client_refused", reason=reason)
+        self.send(identity, msgspec.msgpack.encode(Refused(reason, final=uid >= 0)))
+
+    def send(self, identity: bytes, data: bytes) -> Sent:
+        """Queue a message of one frame."""
+        unsent = self._unsent.get(identity)
+        if unsent is None:
+            sent = self._offer(identity, data)
+            if sent is not Sent.UNREAD:
+                return sent
+            unsent = self._unsent[identity] = _Unsent()
+        unsent.messages.append(data)
+        unsent.num_bytes += len(data) + _UNSENT_COST_BYTES
+        if unsent.num_bytes <= _MOST_UNSENT_BYTES:
+            return Sent.QUEUED
+        del self._unsent[identity]  # as it cannot have all of them
+        log_event(
+            logger, logging.ERROR, "client_does_not_read", identity=identity.hex(),
+            unread_bytes=unsent.num_bytes, effect="what waits for it is dropped, its session "
+            "ends; a rank registers again once it reads",
+        )  # fmt: skip
+        return Sent.UNREAD
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether messages wait for a `flush`."""
+        return bool(self._unsent)
+
+    def flush(self) -> None:
+        """Send what peers have room for by now."""
+        for identity, unsent in list(self._unsent.items()):
+            sent = Sent.UNREAD
+            while unsent.messages:
+                sent = self._offer(identity, unsent.messages[0])
+                if sent is not Sent.QUEUED:
+                    break
+                unsent.num_bytes -= len(unsent.messages.popleft()) + _UNSENT_COST_BYTES
+            if sent is not Sent.UNREAD:
+                del self._unsent[identity]
+
+    def _offer(self, identity: bytes, data: bytes) -> Sent:
+        """Have libzmq send a message, if it has room for it."""
+        try:
+            self.zmq_socket.send(identity, _NOW_AND_MORE)
+            self.zmq_socket.send(data, _NOW)
+        except zmq.Again:
+            return Sent.UNREAD
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return Sent.GONE
+        return Sent.QUEUED
+
+    def close(self) -> None:
+        """Close; messages in the queue have a moment to leave. Idempotent."""
+        if self._doorkeeper is not None:
+            self._doorkeeper.close()
+        self.zmq_socket.close()
+
+
+class Endpoint:
+    """Holds an address for one server.
+
+    Args:
+        address: A port of 0 takes a free one.
+        curve_keys: Directory of the keys, if clients need one.
+
+    Attributes:
+        address: Where clients connect.
+        socket: The clients' socket.
+        context: For further sockets.
+
+    Raises:
+        ConfigError: Another process has the address, or it cannot be bound.
+    """
+
+    def __init__(self, address: str, curve_keys: str | None) -> None:
+        self._lock = EndpointLock(address)
+        self._authenticator: ThreadAuthenticator | None = None
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = RouterSocket(self.context)
+        try:
+            self.address = self._bind(address, curve_keys)
+        except BaseException:
+            self.close()
+            self.unlock()
+            raise
+
+    def _bind(self, address: str, curve_keys: str | None) -> str:
+        socket, is_local = self.socket.zmq_socket, address.startswith("ipc://")
+        if curve_keys is not None:
+            self._authenticator = secure_server(socket, curve_keys)
+        try:
+            if is_local:
+                socket.setsockopt(zmq.USE_FD, listen_privately(address))
+            self.socket.bind(address, only_own_user=not is_local and curve_keys is None)
+        except (OSError, zmq.ZMQError) as error:
+            raise ConfigError(f"endpoint = {address!r}: {error.strerror or error}") from None
+        return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    @property
+    def worker_address(self) -> str:
+        """Where the server's own workers connect, apart from its clients."""
+        return self._lock.worker_endpoint
+
+    def close(self) -> None:
+        """Close the sockets; other sockets of the context must be closed already. Idempotent."""
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator = None
+        self.socket.close()
+        self.context.term()
+
+    def unlock(self) -> None:
+        """Let another server have the address. Idempotent."""
+        self._lock.release()
+
+
+_MAX_TEXT = 500
+
+Buffer = bytes | memoryview
+Message = TypeVar("Message")
+
+
+class SocketGuard(Generic[Message]):
+    """Decodes what peers send and hands it on.
+
+    A message is handled only if it is small enough, complete, and of a type that the socket takes.
+    A handler that fails costs this message and nothing else.
+
+    Args:
+        types: The union of messages that the socket takes.
+        counters: Counts the handler's failures, as ``failed_messages``.
+        handle: Handles a message of a sender, with its data frame (or its only one) and the time.
+        refuse: Answers or counts what is not a message; gets the sender, a reason in a word
+            (``oversized``, ``malformed``) and a text.
+        undecodable: Gets a sender and a frame that is none of ``types``; returns whether it has
+            answered. If not, ``refuse`` is called.
+        failed: Called with the sender, the message and the error if ``handle`` has raised.
+        has_data: Whether a frame of raw data follows a message.
+    """
+
+    def __init__(
+        self,
+        types: Any,
+        counters: Counter[str],
+        *,
+        handle: Callable[[bytes, Message, Buffer, float], None],
+        refuse: Callable[[bytes, str, str], None],
+        undecodable: Callable[[bytes, Buffer], bool] | None = None,
+        failed: Callable[[bytes, Message, Exception], None] | None = None,
+        has_data: Callable[[Message], bool] | None = None,
+    ) -> None:
+        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(types)
+        self._counters = counters
+        self._handle = handle
+        self._refuse = refuse
+        self._undecodable = undecodable
+        self._failed = failed
+        self._has_data = has_data
+
+    def take(self, sender: bytes, frames: Sequence[Buffer], now: float) -> None:
+        """Take in one message. Never raises for its contents."""
+        if sum(len(frame) for frame in frames) > MAX_FRAME_BYTES:
+            self._refuse(sender, "oversized", f"more than {MAX_FRAME_BYTES} bytes")
+            return
+        try:
+            message = self._decoder.decode(frames[0]) if frames else None
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # also of bad UTF-8
+            if self._undecodable is None or not self._undecodable(sender, frames[0]):
+                self._refuse(sender, "malformed", str(error)[:_MAX_TEXT])  # it may quote the frame
+            return
+        if message is None or len(frames) != 1 + self._is_followed(message):
+            self._refuse(sender, "malformed", f"{len(frames)} frames")
+            return
+        self.pass_on(sender, message, frames[-1], now)
+
+    def pass_on(self, sender: bytes, message: Message, data: Buffer, now: float) -> None:
+        """Have a decoded message handled. Never raises."""
+        try:
+            self._handle(sender, message, data, now)
+        except Exception as error:  # one peer's message must not cost the others their server
+            log_event(
+                logger, logging.ERROR, "message_failed", message=type(message).__name__,
+                identity=sender.hex(), exc_info=True,
+            )  # fmt: skip
+            self._counters["failed_messages"] += 1
+            if self._failed is not None:
+                self._failed(sender, message, error)
+
+    def _is_followed(self, message: Message) -> bool:
+        return self._has_data is not None and self._has_data(message)

@@ -32,25 +32,23 @@ from flexcache.errors import ClosedError
 from flexcache.ids import SessionId, TaskId, TaskIds, __version__, new_epoch
 from flexcache.logs import log_event
 from flexcache.processes import ServiceThread, tell_of_forks
-from flexcache.protocol.messages import Weights
-from flexcache.protocol.names import pid_namespace
-from flexcache.protocol.runtime import (
-    check_endpoint,
-    private_endpoint,
-)
-from flexcache.server.background import BackgroundJob, BackgroundThread, error_of
-from flexcache.server.endpoint import Endpoint
-from flexcache.server.event_loop import EventLoop
-from flexcache.server.hub import Hub
-from flexcache.server.hub_config import HubConfig
-from flexcache.server.hub_workers import HubWorkers
-from flexcache.server.idle_exit import IdleExit
-from flexcache.server.local_host import LocalHost
-from flexcache.server.local_lines import LocalLines, serve_lines, withdraw_lines
+from flexcache.protocol.endpoints import check_endpoint, private_endpoint
+from flexcache.protocol.fence import Fence, Scratch
+from flexcache.protocol.messages import MAX_FRAME_BYTES, Weights, pid_namespace
+from flexcache.server.cache import ServedCache
+from flexcache.server.hub import Hub, HubWorkers
+from flexcache.server.loop import EventLoop, IdleExit
 from flexcache.server.observers import Closing, Observers
-from flexcache.server.reactor import Reactor
-from flexcache.server.served_cache import ServedCache
-from flexcache.server.sessions import Answers
+from flexcache.server.outbox import (
+    BackgroundJob,
+    BackgroundThread,
+    LocalLines,
+    error_of,
+    serve_lines,
+    withdraw_lines,
+)
+from flexcache.server.reactor import Endpoint, Reactor
+from flexcache.server.sessions import Answers, HubConfig
 from flexcache.server.workers import WorkerPool
 from flexcache.storage.shards import Shards
 from flexcache.tasks.engine import KVTaskEngine
@@ -442,3 +440,28 @@ def _given_away(lock: threading.RLock) -> Iterator[None]:
     finally:
         for _ in range(num_held):
             lock.acquire()
+
+
+class LocalHost:
+    """A `Host` that watches processes with the event loop and makes real shared memory.
+
+    Args:
+        died: Called with a peer's identity and the time when its process has ended.
+    """
+
+    def __init__(self, reactor: Reactor, died: Callable[[bytes, float], None]) -> None:
+        self._reactor = reactor
+        self._died = died
+
+    def watch(self, identity: bytes, pid: int) -> None:
+        # A process of another pid namespace is not seen: heartbeats and deadlines have to do.
+        self._reactor.watch_process(identity, pid, partial(self._died, identity))
+
+    def unwatch(self, identity: bytes) -> None:
+        self._reactor.unwatch_process(identity)
+
+    def make_fence(self) -> Fence:
+        return Fence.create()
+
+    def map_scratch(self, pid: int, fd: int) -> Scratch | None:
+        return Scratch.open(pid, fd, MAX_FRAME_BYTES)

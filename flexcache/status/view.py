@@ -1,8 +1,10 @@
-"""View: a server's statistics as tables."""
+"""View of a server: its statistics, and their changes, as tables that fit a width."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 from rich.console import Group, RenderableType
@@ -10,16 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from flexcache.ids import TierName
-from flexcache.status.rates import Rates
-from flexcache.status.tables import (
-    Column,
-    duration,
-    entry_name,
-    listed,
-    number,
-    table_of,
-    titled,
-)
 from flexcache.tasks.stats import (
     CacheStats,
     EngineStats,
@@ -31,6 +23,131 @@ from flexcache.tasks.stats import (
     TierStats,
     TraceStats,
 )
+
+_GAP = 2
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True, slots=True)
+class Column(Generic[Row]):
+    """A column. In a narrow view the highest ``rank`` is dropped first; rank 0 always stays."""
+
+    title: str
+    value: Callable[[str, Row], str | Text]
+    rank: int = 0
+    is_number: bool = True
+
+
+def table_of(columns: Sequence[Column[Row]], rows: Mapping[str, Row], width: int) -> Table | None:
+    """Return a table with one row per entry; None without entries."""
+    if not rows:
+        return None
+    cells = {column: [column.value(name, row) for name, row in rows.items()] for column in columns}
+    widths = {
+        column: _GAP + max(map(len, (column.title, *texts))) for column, texts in cells.items()
+    }
+    shown = list(columns)
+    while sum(widths[column] for column in shown) - _GAP > width:
+        least = max(shown, key=lambda column: column.rank)
+        if not least.rank:
+            break
+        shown.remove(least)
+    table = Table(box=None, pad_edge=False, header_style="bold cyan", padding=(0, _GAP, 0, 0))
+    for column in shown:
+        justify: Literal["right", "left"] = "right" if column.is_number else "left"
+        table.add_column(column.title, justify=justify, no_wrap=True, overflow="ellipsis")
+    for row in zip(*(cells[column] for column in shown), strict=True):
+        table.add_row(*map(_plain, row))
+    return table
+
+
+def _plain(cell: str | Text) -> Text:
+    """Return a cell as plain text: names come from engines and are not markup."""
+    return cell if isinstance(cell, Text) else Text(cell)
+
+
+def entry_name(name: str, _: object) -> str:
+    return name
+
+
+def number(count: Callable[[Row], int]) -> Callable[[str, Row], str]:
+    return lambda _, row: f"{count(row):,}"
+
+
+def titled(title: str, *told: str) -> Text:
+    return Text.assemble((f"{title}: ", "bold cyan"), ", ".join(filter(None, told)))
+
+
+def listed(counts: Mapping[str, int]) -> str:
+    """Format the counts that are not zero."""
+    return ", ".join(f"{key.replace('_', ' ')} {n:,}" for key, n in counts.items() if n)
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Rates per second, averaged over ``seconds``.
+
+    Attributes:
+        hit_tokens: Tokens found, in any tier.
+        missed_tokens: Tokens requested and not found.
+        ended_tasks: Tasks of any kind that ended, with any outcome.
+        op_bytes: Bytes moved, by kind of op.
+        evicted_blocks: Blocks evicted, by tier.
+    """
+
+    seconds: float
+    hit_tokens: float
+    missed_tokens: float
+    ended_tasks: float
+    op_bytes: Mapping[str, float]
+    evicted_blocks: Mapping[str, float]
+
+
+def rates_between(before: Stats, after: Stats, seconds: float) -> Rates | None:
+    """Return the rates between two readings, or None if the readings are not comparable.
+
+    They are not if another server answered, or if the server had no engine yet in one of them. In
+    a container a restarted server has the same process id as before.
+    """
+    is_another = before.server.server_pid != after.server.server_pid
+    if is_another or after.server.uptime_s < seconds:
+        return None
+    if before.cache is None or after.cache is None:
+        return None
+    was, now = before.cache.totals, after.cache.totals
+    per_block = after.cache.identity.tokens_per_block / seconds
+    return Rates(
+        seconds,
+        hit_tokens=(_sum(now.hit_blocks) - _sum(was.hit_blocks)) * per_block,
+        missed_tokens=(now.missed_blocks - was.missed_blocks) * per_block,
+        ended_tasks=(_sum(now.ended_tasks) - _sum(was.ended_tasks)) / seconds,
+        op_bytes={kind: (op.bytes - was.ops[kind].bytes) / seconds for kind, op in now.ops.items()},
+        evicted_blocks=_evicted(before.cache, after.cache, seconds),
+    )
+
+
+def _evicted(before: CacheStats, after: CacheStats, seconds: float) -> dict[str, float]:
+    return {
+        name: (tier.evicted_blocks - before.tiers[name].evicted_blocks) / seconds
+        for name, tier in after.tiers.items()
+    }
+
+
+def _sum(counts: Mapping[str, int]) -> int:
+    return sum(counts.values())
+
 
 _REMOTE = TierName.REMOTE.value  # FlexCache does not know the store's capacity
 _WIDE = 100

@@ -419,7 +419,7 @@ def check_identity(directory: str) -> None:
     from sglang_engine import options
 
     from flexcache.integration.file_digests import FileDigests
-    from flexcache.integration.sglang.identity import read_model_id
+    from flexcache.integration.sglang.rank import read_model_id
 
     def identify(**more: Any) -> tuple[str, bool]:
         digests = FileDigests()
@@ -443,8 +443,8 @@ def test_all_files_that_sglang_loads_identify_a_model(models: Path) -> None:
 
 
 def check_not_waiting(adapter: str, cache: str) -> None:
-    from flexcache.integration.sglang.rank_cache import RankCache
-    from flexcache.integration.sglang.rank_weights import RankWeights
+    from flexcache.integration.sglang.rank import RankCache
+    from flexcache.integration.sglang.weights import RankWeights
 
     hooks: dict[str, Callable[..., Any]] = {}
     weights = RankWeights()

@@ -38,7 +38,7 @@ def _nothing_is_left() -> Iterator[None]:
 
 
 def _ours() -> dict[str, list[str]]:
-    from flexcache.protocol.runtime import runtime_dir
+    from flexcache.protocol.endpoints import runtime_dir
 
     return {
         "threads": [t.name for t in threading.enumerate() if "flexcache" in t.name],

@@ -54,7 +54,7 @@ def test_no_get_fails_once_the_death_of_the_disk_worker_was_noticed(tmp_path: Pa
 def test_with_write_back_all_dirty_blocks_are_written_when_the_disk_worker_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flexcache.server.event_loop._DRAIN_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("flexcache.server.loop._DRAIN_TIMEOUT_S", 60.0)
     settings = {"ssd_write_policy": "write_back", "write_back_max_dirty": 0.1}
     with running_cluster([tmp_path], **settings) as cluster:
         for tokens in PROMPTS:
@@ -69,7 +69,7 @@ def test_with_write_back_all_dirty_blocks_are_written_when_the_disk_worker_is_ba
 def test_a_server_that_stops_waits_for_the_disk_worker_to_write_dirty_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flexcache.server.event_loop._DRAIN_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("flexcache.server.loop._DRAIN_TIMEOUT_S", 60.0)
     with running_cluster([tmp_path], ssd_write_policy="write_back") as cluster:
         for tokens in PROMPTS:
             cluster.put(tokens, BLOCKS)
@@ -80,8 +80,8 @@ def test_a_server_that_stops_waits_for_the_disk_worker_to_write_dirty_blocks(
 def test_a_server_that_stops_starts_a_disk_worker_that_is_in_back_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flexcache.server.event_loop._DRAIN_TIMEOUT_S", 60.0)
-    monkeypatch.setattr("flexcache.server.supervisor._FIRST_BACKOFF_S", 3600.0)
+    monkeypatch.setattr("flexcache.server.loop._DRAIN_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("flexcache.server.workers._FIRST_BACKOFF_S", 3600.0)
     with running_cluster([tmp_path], ssd_write_policy="write_back") as cluster:
         for tokens in PROMPTS:
             cluster.put(tokens, BLOCKS)

@@ -26,7 +26,7 @@ from test_shared import Member, child, until_free
 
 from flexcache import CacheConfig
 from flexcache.errors import FlexCacheError
-from flexcache.protocol.runtime import runtime_dir
+from flexcache.protocol.endpoints import runtime_dir
 from flexcache.storage.pool_directory import DATA_FILE, INDEX_FILE
 
 pytestmark = pytest.mark.whole

@@ -10,7 +10,7 @@ import pytest
 from cluster import WAIT_S, Cluster, running_cluster, until
 
 from flexcache import KVStatus
-from flexcache.protocol.runtime import is_served, private_endpoint
+from flexcache.protocol.endpoints import is_served, private_endpoint
 
 SIZE = 16
 KEYS = [bytes([i]) * 32 for i in range(1, 25)]

@@ -14,9 +14,9 @@ from cluster import running_cluster
 from paths import ROOT
 from typer.testing import CliRunner
 
-from flexcache.cli.main import app
+from flexcache.cli import app
 from flexcache.config import RouterConfig
-from flexcache.router.discovery.file import WorkerFile
+from flexcache.router.listing import WorkerFile
 
 PAGES = ("*.md", "docs/*.md", "deploy/*.md", "examples/*.md")
 

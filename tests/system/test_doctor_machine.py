@@ -17,11 +17,14 @@ import pytest
 from cluster import running_cluster
 from paths import SUPPORT
 
-from flexcache.doctor.endpoints import check_event_endpoints, check_http, check_server_endpoint
-from flexcache.doctor.findings import Finding, Level
-from flexcache.doctor.stores import check_remote_store
-from flexcache.doctor.subject import Subject
-from flexcache.protocol.runtime import EndpointLock, private_endpoint
+from flexcache.doctor.endpoints import (
+    check_event_endpoints,
+    check_http,
+    check_remote_store,
+    check_server_endpoint,
+)
+from flexcache.doctor.subject import Finding, Level, Subject
+from flexcache.protocol.endpoints import EndpointLock, private_endpoint
 from flexcache.storage.block_io import io_uring_problem
 from flexcache.storage.pool_directory import supports_direct_io
 

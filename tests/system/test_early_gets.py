@@ -12,7 +12,7 @@ import pytest
 from cluster import WAIT_S, Cluster, running_cluster, until
 
 from flexcache import TierName
-from flexcache.protocol.runtime import private_endpoint
+from flexcache.protocol.endpoints import private_endpoint
 
 NUM_BLOCKS = 24
 BLOCKS = range(NUM_BLOCKS)

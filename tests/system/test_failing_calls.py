@@ -16,7 +16,7 @@ from cluster import Cluster, running_cluster
 from failing_calls import FailingMethods
 
 from flexcache import CacheConfig, KVStatus
-from flexcache.protocol.runtime import private_endpoint
+from flexcache.protocol.endpoints import private_endpoint
 from flexcache.server.server import KVServer
 
 SIZE, BLOCKS = 16, 8

@@ -16,7 +16,7 @@ import pytest
 from cluster import Cluster, running_cluster, until
 
 from flexcache.errors import ClosedError
-from flexcache.protocol.runtime import EndpointLock, is_served, private_endpoint
+from flexcache.protocol.endpoints import EndpointLock, is_served, private_endpoint
 from flexcache.storage.pool_directory import PoolDirectory
 
 TOKENS = np.arange(24 * 16)

@@ -23,6 +23,7 @@ from test_soak import resident_mb
 from flexcache import CacheConfig
 from flexcache.config.values import server_of
 from flexcache.ids import TaskIds, TaskKind
+from flexcache.protocol.endpoints import private_endpoint, runtime_dir
 from flexcache.protocol.messages import (
     MAX_FRAME_BYTES,
     Cancel,
@@ -39,7 +40,6 @@ from flexcache.protocol.messages import (
     Register,
     WelcomeEngine,
 )
-from flexcache.protocol.runtime import private_endpoint, runtime_dir
 from flexcache.transfer.messages import Done, LookedUp, Ready, Stop
 
 FRAMES = int(os.environ.get("FUZZ_FRAMES", 1500))

@@ -17,7 +17,7 @@ from cluster import PATIENCE_S, Cluster, running_cluster
 from flexcache import KVManager
 from flexcache.errors import ClosedError
 from flexcache.ids import KVStatus
-from flexcache.server.local_lines import LocalLines
+from flexcache.server.outbox import LocalLines
 
 TOKENS = np.arange(64)
 BLOCKS = [0, 1, 2, 3]

@@ -20,7 +20,7 @@ from test_remote_tier import until_it_stores
 
 from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient, ModelConfig
 from flexcache.errors import RegistrationError
-from flexcache.protocol.runtime import is_served, private_endpoint
+from flexcache.protocol.endpoints import is_served, private_endpoint
 from flexcache.storage.pool_directory import PoolDirectory
 
 MODEL = ModelConfig("test", 3, 4, 32, torch.bfloat16)

@@ -36,8 +36,8 @@ from flexcache.cache import tiered_cache
 from flexcache.cache.admission import MIN_MISSED_BLOCKS
 from flexcache.events.wire import END_OF_REPLAY
 from flexcache.metrics.catalog import CATALOG
+from flexcache.protocol.endpoints import private_endpoint
 from flexcache.protocol.messages import HelloEngine, ModelSpec
-from flexcache.protocol.runtime import private_endpoint
 from flexcache.server.operator import open_http
 from flexcache.server.server import KVServer
 from flexcache.storage.pool_directory import DATA_FILE

@@ -17,7 +17,7 @@ from test_shared import serving, until
 
 from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient
 from flexcache.errors import RegistrationError, ServerLostError
-from flexcache.protocol.runtime import private_endpoint
+from flexcache.protocol.endpoints import private_endpoint
 
 NUM_BLOCKS = 4
 SLOTS = np.arange(NUM_BLOCKS * TOKENS_PER_BLOCK)

@@ -12,7 +12,7 @@ import torch
 from cluster import running_cluster, until
 
 from flexcache import CacheConfig, KVManager, ModelConfig
-from flexcache.protocol.runtime import private_endpoint
+from flexcache.protocol.endpoints import private_endpoint
 from flexcache.server.operator import open_http
 from flexcache.server.server import KVServer
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flexcache import CacheConfig, ModelConfig
-from flexcache.protocol.runtime import private_endpoint
+from flexcache.protocol.endpoints import private_endpoint
 from flexcache.server.server import KVServer
 
 ENGINE = """

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cluster import WAIT_S, Cluster, running_cluster, until
 
-from flexcache.protocol.runtime import private_endpoint
+from flexcache.protocol.endpoints import private_endpoint
 
 NUM_BLOCKS = 8
 NUM_PROMPTS = 3

@@ -20,7 +20,7 @@ from test_faults import TOKENS, until
 from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient, ModelConfig
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.density import DensityPolicy
-from flexcache.protocol.runtime import private_endpoint
+from flexcache.protocol.endpoints import private_endpoint
 from flexcache.server.hub import Hub
 from flexcache.server.operator import open_http
 from flexcache.server.outbox import Outbox
@@ -71,7 +71,7 @@ def test_hub_engine_and_outbox_are_used_under_the_lock_only(
     watch = Watch()
     monkeypatch.setattr("flexcache.server.server.Hub", watch.watched(Hub))
     monkeypatch.setattr("flexcache.server.hub.Outbox", watch.watched(Outbox))
-    monkeypatch.setattr("flexcache.server.served_cache.KVTaskEngine", watch.watched(KVTaskEngine))
+    monkeypatch.setattr("flexcache.server.cache.KVTaskEngine", watch.watched(KVTaskEngine))
     port = free_port()
     config = CacheConfig(
         num_cpu_blocks=48, num_ssd_blocks=96, ssd_cache_dirs=[str(tmp_path)],

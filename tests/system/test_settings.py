@@ -25,9 +25,9 @@ from flexcache import CacheConfig
 from flexcache.errors import ConfigError
 from flexcache.events.subscriber import KVEventSubscriber
 from flexcache.ids import OpKind
-from flexcache.protocol.curve import make_keys
-from flexcache.protocol.runtime import private_endpoint
-from flexcache.replay.reader import RecordedTrace
+from flexcache.protocol.endpoints import private_endpoint
+from flexcache.protocol.trust import make_keys
+from flexcache.replay.traces import RecordedTrace
 from flexcache.storage.block_io import io_uring_problem
 
 NUM_BLOCKS = 4

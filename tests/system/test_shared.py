@@ -29,7 +29,7 @@ from flexcache.errors import ConfigError, RegistrationError, ServerLostError
 from flexcache.events.subscriber import KVEventSubscriber, Received
 from flexcache.events.wire import BlockStored
 from flexcache.ids import RequestInfo
-from flexcache.protocol.runtime import is_served, private_endpoint, runtime_dir
+from flexcache.protocol.endpoints import is_served, private_endpoint, runtime_dir
 
 CONFIG = {"num_cpu_blocks": 256}
 

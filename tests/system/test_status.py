@@ -17,11 +17,10 @@ from cluster import running_cluster
 from ports import free_port
 from rich.console import Console
 
+from flexcache.cli.status import View, watch
 from flexcache.client.link import read_status
 from flexcache.errors import ServerLostError
-from flexcache.status.rates import rates_between
-from flexcache.status.view import render
-from flexcache.status.watch import View, watch
+from flexcache.status.view import rates_between, render
 from flexcache.tasks.stats import Stats, from_plain
 
 STATUS = (sys.executable, "-m", "flexcache.cli", "status", "--endpoint")

@@ -20,8 +20,8 @@ from rank import KV_BYTES, MODEL, NUM_BLOCKS, TOKENS_PER_BLOCK, map_kv
 from test_faults import until
 
 from flexcache import CacheConfig, KVManager, KVStatus
-from flexcache.protocol.runtime import private_endpoint
-from flexcache.transfer.workers.permit import PIECE_BYTES
+from flexcache.protocol.endpoints import private_endpoint
+from flexcache.transfer.copier import PIECE_BYTES
 
 pytestmark = pytest.mark.whole
 

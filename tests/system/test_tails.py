@@ -20,7 +20,7 @@ from tailed_engine import (
 )
 
 from flexcache import KVGroup, KVStatus
-from flexcache.protocol.runtime import is_served, private_endpoint
+from flexcache.protocol.endpoints import is_served, private_endpoint
 
 
 def until_it_stores(engine: TailedEngine) -> None:

@@ -23,7 +23,7 @@ from tailed_engine import ALL_LIKE, PATIENCE_S, TailedEngine, tailed_engine
 
 from flexcache import KVGroup, KVStatus
 from flexcache.errors import FlexCacheError
-from flexcache.protocol.runtime import private_endpoint
+from flexcache.protocol.endpoints import private_endpoint
 
 POSITION = 32
 some_word = st.text("ab", min_size=1, max_size=4)

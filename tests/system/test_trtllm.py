@@ -21,22 +21,22 @@ from paths import MODELS
 from trtllm_executor import BLOCK, NUM_BLOCKS, Executor, Request
 
 from flexcache.errors import ConfigError, LoadLostError, UnsupportedLayoutError
-from flexcache.protocol.runtime import private_endpoint
-from flexcache.transfer.workers.layer_load import LayerLoad
+from flexcache.protocol.endpoints import private_endpoint
+from flexcache.transfer.gates import LayerLoad
 
 trtllm_interface.install()
 
 from flexcache.integration import file_digests as files  # noqa: E402
 from flexcache.integration import tensorrt_llm  # noqa: E402
 from flexcache.integration.file_digests import ANY_TIME, FileDigests  # noqa: E402
-from flexcache.integration.tensorrt_llm import addresses  # noqa: E402
+from flexcache.integration.tensorrt_llm import worker as workers  # noqa: E402
 from flexcache.integration.tensorrt_llm.engine import (  # noqa: E402
     check_supported,
     read_model_config,
     read_model_id,
 )
-from flexcache.integration.tensorrt_llm.kv_layout import split_pool, split_regions  # noqa: E402
-from flexcache.integration.tensorrt_llm.requests import Scopes  # noqa: E402
+from flexcache.integration.tensorrt_llm.scheduler import Scopes  # noqa: E402
+from flexcache.integration.tensorrt_llm.worker import split_pool, split_regions  # noqa: E402
 
 MODEL = {
     "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 64,
@@ -79,7 +79,7 @@ def make_executor(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
             monkeypatch.setenv(f"FLEXCACHE_{name.upper()}", str(value))
         llm_args = arguments(model_dir, tensor_parallel_size=tp_size)
         if tp_size > 1:  # other ranks are in other processes
-            monkeypatch.setattr(addresses, "find", lambda _: None)
+            monkeypatch.setattr(workers, "find_cache", lambda _: None)
         executor = Executor(tensorrt_llm, llm_args, is_v2)
         executors.append(executor)
         if tp_size > 1:

@@ -9,7 +9,7 @@ import sys
 import msgspec
 
 from flexcache.config import CacheConfig, ServerConfig
-from flexcache.protocol.runtime import is_served, private_endpoint
+from flexcache.protocol.endpoints import is_served, private_endpoint
 
 
 def test_a_server_ends_soon_if_its_starter_has_left_before_any_client_came() -> None:

@@ -13,6 +13,7 @@ from load import make_model
 from test_shared import Member, serving, until_free
 
 from flexcache.config import CacheConfig
+from flexcache.protocol.endpoints import private_endpoint
 from flexcache.protocol.messages import (
     Clear,
     GetStats,
@@ -25,9 +26,8 @@ from flexcache.protocol.messages import (
     ToClient,
     WelcomeEngine,
 )
-from flexcache.protocol.runtime import private_endpoint
 from flexcache.server import reactor
-from flexcache.server.router_socket import RouterSocket, Sent
+from flexcache.server.reactor import RouterSocket, Sent
 from flexcache.server.server import KVServer
 
 ENGINE = "an engine"

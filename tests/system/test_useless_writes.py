@@ -9,7 +9,7 @@ import pytest
 from cluster import WAIT_S, Cluster, running_cluster
 
 from flexcache.cache.admission import MIN_MISSED_BLOCKS
-from flexcache.protocol.runtime import private_endpoint
+from flexcache.protocol.endpoints import private_endpoint
 
 NUM_BLOCKS = 8
 CAPACITY = 6 * NUM_BLOCKS

@@ -14,7 +14,7 @@ from test_shared import Member
 
 from flexcache import CacheConfig, ModelConfig
 from flexcache.errors import ConfigError
-from flexcache.protocol.runtime import private_endpoint
+from flexcache.protocol.endpoints import private_endpoint
 from flexcache.server.server import KVServer
 from flexcache.tasks.engine import KVTaskEngine
 

@@ -26,8 +26,8 @@ from weighted_engine import (
 )
 
 from flexcache import CacheConfig, KVStatus
-from flexcache.protocol.runtime import private_endpoint
-from flexcache.server.local_lines import withdraw_lines
+from flexcache.protocol.endpoints import private_endpoint
+from flexcache.server.outbox import withdraw_lines
 from flexcache.server.server import KVServer
 
 pytestmark = pytest.mark.whole

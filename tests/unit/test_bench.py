@@ -15,18 +15,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from flexcache.bench.machine import describe_directory, describe_machine
-from flexcache.bench.plot import bars_of, check_plot_file, draw
-from flexcache.bench.report import figure, growth, show_report, target, write_json
-from flexcache.bench.results import Case, Result, Unsupported, sample, sample_beside
+from flexcache.bench.report import (
+    bars_of,
+    check_plot_file,
+    draw,
+    figure,
+    growth,
+    show_report,
+    target,
+    write_json,
+)
 from flexcache.bench.suite import (
     SECTIONS,
+    Case,
     Outcome,
     Report,
+    Result,
     Settings,
+    Unsupported,
     choose_sections,
+    describe_directory,
+    describe_machine,
     run_case,
     run_suite,
+    sample,
+    sample_beside,
 )
 from flexcache.errors import ConfigError, MissingDependencyError
 

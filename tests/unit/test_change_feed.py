@@ -7,8 +7,8 @@ import pytest
 from flexcache.cache.journal import Change, Medium, Stored
 from flexcache.config import CacheConfig
 from flexcache.ids import BlockKey, RootId
-from flexcache.server import change_feed
-from flexcache.server.change_feed import ChangeFeed
+from flexcache.server import observers as change_feed
+from flexcache.server.observers import ChangeFeed
 
 
 def stored(number: int, num_tokens: int = 4) -> Change:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexcache.server.claims import CLAIM_TTL_S, Claimant, Claims
+from flexcache.server.places import CLAIM_TTL_S, Claimant, Claims
 
 SECOND, THIRD = Claimant(b"b", "second", 12), Claimant(b"c", "third", 13)
 

@@ -12,21 +12,22 @@ import pytest
 from server_stats import SERVER_STATS
 from task_builders import World
 
-from flexcache.doctor import agreement, memory
-from flexcache.doctor.directories import judge_file_system
-from flexcache.doctor.examination import CHECKS, examine
-from flexcache.doctor.findings import Finding, Level
-from flexcache.doctor.machine import explain_io_uring, judge_kernel
-from flexcache.doctor.packages import (
+from flexcache.doctor import checks as agreement
+from flexcache.doctor import machine as memory
+from flexcache.doctor.checks import (
+    CHECKS,
+    check_settings,
     check_transfer_config,
+    examine,
     judge_sglang,
     judge_tensorrt_llm,
     judge_vllm,
 )
-from flexcache.doctor.settings import check_settings
-from flexcache.doctor.stores import check_ssd_compression
-from flexcache.doctor.subject import Subject, VllmOptions
-from flexcache.storage.mounts import mount_of
+from flexcache.doctor.directories import judge_file_system
+from flexcache.doctor.endpoints import check_ssd_compression
+from flexcache.doctor.machine import explain_io_uring, judge_kernel
+from flexcache.doctor.subject import Finding, Level, Subject, VllmOptions
+from flexcache.storage.machine import mount_of
 from flexcache.tasks.stats import Stats
 
 EPERM = "PermissionError: [Errno 1] Operation not permitted"

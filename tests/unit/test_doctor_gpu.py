@@ -7,11 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from flexcache.doctor.child import ChildOutcome, run_child
-from flexcache.doctor.findings import Finding, Level
-from flexcache.doctor.gpu import Gpus, judge_gpus, judge_memory, judge_trial
-from flexcache.doctor.gpu_records import DriverFound, GpuFound, GpuTried, WayTried
-from flexcache.doctor.gpu_table import describe_gpus
+from flexcache.doctor.gpu import Gpus, describe_gpus, judge_gpus, judge_memory, judge_trial
+from flexcache.doctor.gpu_driver import (
+    ChildOutcome,
+    DriverFound,
+    GpuFound,
+    GpuTried,
+    WayTried,
+    run_child,
+)
+from flexcache.doctor.subject import Finding, Level
 
 OK, WARNING, ERROR = Level.OK, Level.WARNING, Level.ERROR
 MB = 1_000_000
@@ -125,7 +130,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
 
     def run(body: str) -> ChildOutcome:
-        begin = "import os, sys\nfrom flexcache.doctor.child import ChildReport\n"
+        begin = "import os, sys\nfrom flexcache.doctor.gpu_driver import ChildReport\n"
         begin += "report = ChildReport()\nreport.begin('try it')\n"
         (tmp_path / "a_child.py").write_text(begin + body)
         return run_child("a_child", b"the argument", 10)

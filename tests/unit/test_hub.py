@@ -22,7 +22,7 @@ from flexcache.cache.journal import Stored
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ConfigError, InternalError, RegistrationError
 from flexcache.ids import KVStatus, PromptDetail, RequestInfo, TaskIds, TaskKind, last_id
-from flexcache.protocol.fence import Fence
+from flexcache.protocol.fence import Fence, Scratch
 from flexcache.protocol.messages import (
     MAX_FRAME_BYTES,
     UNKNOWN_WEIGHTS,
@@ -55,17 +55,16 @@ from flexcache.protocol.messages import (
     WelcomeEngine,
     WelcomeRank,
 )
-from flexcache.protocol.scratch import Scratch
-from flexcache.server.claims import CLAIM_TTL_S
+from flexcache.server.cache import ServedCache
 from flexcache.server.hub import Hub
-from flexcache.server.hub_config import HubConfig
 from flexcache.server.outbox import make_execute
-from flexcache.server.served_cache import ServedCache
+from flexcache.server.places import CLAIM_TTL_S
+from flexcache.server.sessions import HubConfig
 from flexcache.storage.shards import Shards
 from flexcache.tasks.instructions import REMOTE, RunLookUp, RunOp, device
 from flexcache.tasks.stats import CacheStats, TierStats
+from flexcache.transfer.copier import CopyPermit
 from flexcache.transfer.messages import Done, Execute
-from flexcache.transfer.workers.permit import CopyPermit
 
 ROOT = bytes(16)
 MODEL = ModelConfig("m", 1, 1, 8, torch.uint8)

@@ -25,8 +25,7 @@ from flexcache.protocol.messages import (
     WelcomeEngine,
     WelcomeRank,
 )
-from flexcache.server.rank_sizes import TOLD_TTL_S
-from flexcache.server.served_cache import ServedCache
+from flexcache.server.cache import TOLD_TTL_S, ServedCache
 from flexcache.transfer.messages import Done, Execute
 
 STAGED = ModelConfig(

@@ -13,7 +13,7 @@ import pytest
 from flexcache.client import remote as launcher
 from flexcache.client.remote import ServerLauncher
 from flexcache.config import CacheConfig, ServerConfig
-from flexcache.server.starter import Starter
+from flexcache.server.process import Starter
 
 SLOW = """
 import os, sys, time

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("obstore")
 
-from flexcache.doctor.stores import check_remote_store
+from flexcache.doctor.endpoints import check_remote_store
 from flexcache.doctor.subject import Subject
 from flexcache.storage.remote import open_remote_store
 from flexcache.storage.remote.base import RemoteStore, Status

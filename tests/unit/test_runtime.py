@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from flexcache.errors import ConfigError
-from flexcache.protocol.runtime import (
+from flexcache.protocol.endpoints import (
     EndpointLock,
     check_endpoint,
     is_served,
@@ -96,7 +96,7 @@ def test_other_endpoints_are_refused(endpoint: str) -> None:
 def test_checking_whether_an_endpoint_is_served_does_not_keep_a_server_from_starting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flexcache.protocol.runtime._PROBE_PATIENCE_S", 60.0)
+    monkeypatch.setattr("flexcache.protocol.endpoints._PROBE_PATIENCE_S", 60.0)
     endpoint = f"ipc://{tmp_path}/s.sock"
     done = threading.Event()
 

@@ -17,9 +17,8 @@ from test_hub import Engine, World
 
 from flexcache.errors import InternalError
 from flexcache.protocol.fence import Fence
-from flexcache.server.idle_exit import IdleExit
-from flexcache.server.reactor import Reactor
-from flexcache.server.router_socket import RouterSocket, Sent
+from flexcache.server.loop import IdleExit
+from flexcache.server.reactor import Reactor, RouterSocket, Sent
 
 WAIT_S = 60.0
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from flexcache.status.rates import Rates, rates_between
-from flexcache.status.view import render
+from flexcache.status.view import Rates, rates_between, render
 from flexcache.tasks.stats import from_plain
 
 COUNT = st.integers(0, 1_000_000)

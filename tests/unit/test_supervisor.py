@@ -9,7 +9,7 @@ import subprocess
 import msgspec
 import pytest
 
-from flexcache.server.supervisor import WorkerSupervisor
+from flexcache.server.workers import WorkerSupervisor
 
 
 class Config(msgspec.Struct):

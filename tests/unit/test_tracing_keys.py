@@ -15,7 +15,7 @@ from msgspec import structs
 
 from flexcache.cache.block_keys import TokenBlockKeys
 from flexcache.ids import RootId, TaskKind
-from flexcache.replay.keys import KeyReader
+from flexcache.replay.traces import KeyReader
 from flexcache.tracing.records import KEY_BYTES, Matched
 from flexcache.tracing.tracer import KeyWriter, PackedPrompt
 

@@ -25,7 +25,7 @@ from flexcache import CacheConfig, KVManager, KVTPClient, ModelConfig
 from flexcache.client.link import read_status
 from flexcache.errors import RegistrationError, UntrustedError
 from flexcache.protocol import trust
-from flexcache.protocol.doorkeeper import Doorkeeper, stranger_of
+from flexcache.protocol.endpoints import EndpointLock, is_served
 from flexcache.protocol.messages import (
     Clear,
     GetStats,
@@ -35,8 +35,13 @@ from flexcache.protocol.messages import (
     ToClient,
     WelcomeEngine,
 )
-from flexcache.protocol.runtime import EndpointLock, is_served
-from flexcache.protocol.trust import check_server_process, find_listener, find_peer
+from flexcache.protocol.trust import (
+    Doorkeeper,
+    check_server_process,
+    find_listener,
+    find_peer,
+    stranger_of,
+)
 from flexcache.server.server import KVServer
 
 OTHER_USER = 65_534

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from test_hub import Engine, World
 
 from flexcache.ids import TaskKind
-from flexcache.server.hub_workers import HubWorkers
-from flexcache.server.worker_messages import WorkerMessages
+from flexcache.server.hub import HubWorkers
+from flexcache.server.workers import WorkerMessages
 from flexcache.tasks.instructions import REMOTE
 from flexcache.transfer.messages import Done, LookedUp, Ready, Stop
 

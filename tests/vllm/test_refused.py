@@ -11,7 +11,7 @@ from paths import MODELS
 from test_processes import run
 
 from flexcache import CacheConfig, KVManager, ModelConfig
-from flexcache.protocol.runtime import private_endpoint
+from flexcache.protocol.endpoints import private_endpoint
 
 PROMPTS = [300, 65]
 

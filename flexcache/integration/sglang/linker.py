@@ -16,42 +16,219 @@ the server dies. `parking` brings the rest to DRAM while a request waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.disaggregation.kv_events import KVEventsConfig, is_kv_publisher_rank
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 from sglang.srt.runtime_context import get_parallel
 
+from flexcache.cache.block_keys import PromptContent
+from flexcache.cache.journal import Change, Cleared
+from flexcache.cache.prompt import check_session_id
 from flexcache.config import ModelConfig
 from flexcache.config.values import reject
-from flexcache.integration.adapter import PrefillRate
+from flexcache.events.wire import Event, describe
+from flexcache.ids import KVStatus, RequestInfo
+from flexcache.integration.adapter import PrefillRate, safely
 from flexcache.integration.checkpoint import identify_now
-from flexcache.integration.sglang.device_pages import DevicePages
-from flexcache.integration.sglang.identity import read_model_id
-from flexcache.integration.sglang.kv_events import TreeEvents, publishes_events
-from flexcache.integration.sglang.layer_waits import LayerWaits, Load
-from flexcache.integration.sglang.offloads import Offloads
-from flexcache.integration.sglang.page_calls import PageCalls, Pages
-from flexcache.integration.sglang.page_tables import Blocks, PageTables
-from flexcache.integration.sglang.parked import ParkedRequests
-from flexcache.integration.sglang.parking import check_allowed
-from flexcache.integration.sglang.pinned_pages import PinnedPages
-from flexcache.integration.sglang.rank_cache import RankCache
-from flexcache.integration.sglang.rank_weights import RANK
-from flexcache.integration.sglang.ranks import (
+from flexcache.integration.sglang.loads import (
+    LayerWaits,
+    Load,
+    PageCalls,
+    Pages,
+    PinnedPages,
+    WholeLoad,
+)
+from flexcache.integration.sglang.parking import ParkedRequests, check_allowed
+from flexcache.integration.sglang.pools import Blocks, DevicePages, PageTables
+from flexcache.integration.sglang.rank import (
+    RankCache,
     all_agree,
     common_seed,
     lookup_groups,
     read_cache_config,
+    read_model_id,
     read_rank,
 )
-from flexcache.integration.sglang.request_sessions import RequestSessions, valid_session_id
-from flexcache.integration.sglang.whole_load import WholeLoad
+from flexcache.integration.sglang.weights import RANK
+from flexcache.manager import KVManager
 from flexcache.tasks.instructions import PromisedLoad
+
+_FLUSH_PATIENCE_S = 5.0
+
+
+class Offloads:
+    """The offloads of one rank that SGLang has not collected."""
+
+    def __init__(self, cache: RankCache) -> None:
+        self._manager = cache.manager
+        self._client = cache.client
+        self._tasks: deque[int | None] = deque()
+        """None where nothing was copied."""
+        self._ended: dict[int, bool] = {}
+        self._gated: set[int] = set()
+        """Tasks whose end the client keeps, with an open gate, until it is taken."""
+
+    def add(self, task_id: int | None) -> None:
+        self._tasks.append(task_id)
+        if task_id is not None:
+            self._gated.add(task_id)
+
+    def num_completed(self) -> int:
+        """Return how many have ended of those that were added first."""
+        running = [t for t in self._tasks if t is not None and t not in self._ended]
+        if running:
+            ended = safely(self._manager.try_wait, running)
+            if ended is None:  # the cache was closed: it has let go of the GPU
+                self._ended.update(dict.fromkeys(running, False))
+            else:
+                self._ended.update({t: r.status is KVStatus.SUCCESS for t, r in ended.items()})
+        self._gated.difference_update(self._client.take_ended(self._gated))
+        count = 0
+        for task_id in self._tasks:
+            if task_id is not None and task_id not in self._ended:
+                break
+            count += 1
+        return count
+
+    def pop(self) -> bool:
+        """Collect the first one; return whether it succeeded."""
+        task_id = self._tasks.popleft()
+        return True if task_id is None else self._ended.pop(task_id)
+
+    def reset(self) -> None:
+        """End all of them."""
+        running = [task_id for task_id in self._tasks if task_id is not None]
+        safely(self._manager.wait, running, _FLUSH_PATIENCE_S)
+        safely(self._manager.cancel, running)
+        safely(self._manager.wait, running)
+        self._tasks.clear()
+        self._ended.clear()
+
+
+class RequestSessions:
+    """The sessions of one rank's requests."""
+
+    def __init__(self, manager: KVManager) -> None:
+        self._manager = manager
+        self._of: dict[str, str] = {}
+
+    def arrived(self, request: Any) -> None:
+        """Note the session of a request: its ``session_id``, or the one that it is part of."""
+        session = getattr(request, "session", None)
+        if session is not None:
+            request.session_id = session.session_id  # SGLang passes it on with what it offloads
+        session_id = valid_session_id(request.session_id)
+        if session_id is not None:
+            self._of[request.rid] = session_id
+
+    def of(self, rid: str) -> str | None:
+        return self._of.get(rid)
+
+    def ended(self, rid: str) -> None:
+        """Forget a request."""
+        self._of.pop(rid, None)
+
+    def closed(self, session_id: object) -> None:
+        """Let a session's blocks go first: SGLang has closed it."""
+        if (name := valid_session_id(session_id)) is not None:
+            safely(self._manager.session_hint, name, over=True)
+
+
+def valid_session_id(session_id: object) -> str | None:
+    """Return a session's name if it can be one: it comes from the sender of the request."""
+    try:
+        check_session_id(session_id)
+    except ValueError:
+        return None
+    return str(session_id)
+
+
+def publishes_events(server_args: Any) -> bool:
+    """Return whether SGLang publishes the KV events of this rank's cache."""
+    config = server_args.kv_events_config
+    if not is_kv_publisher_rank(config):
+        return False
+    return bool(KVEventsConfig.from_cli(config).publisher != "null")
+
+
+class TreeEvents:
+    """The KV events of one rank's cache, for the stream of its radix tree.
+
+    SGLang names the pages that a linker shall store, but not their tokens, which routers need:
+    hooks remember the prompt that is being inserted into the radix tree.
+
+    Args:
+        params: SGLang's ``CacheInitParams``.
+        publishes: Whether SGLang's publisher takes them.
+    """
+
+    def __init__(self, manager: KVManager, params: Any, publishes: bool) -> None:
+        self._manager = manager
+        self._page_size = params.page_size
+        self._adapter_of = params.kv_event_lora_names.resolve
+        self._publishes = publishes
+        self._inserted: Any = None
+        self._key: Any = None
+        self._first = 0
+
+    @contextmanager
+    def inserting(self, key: Any) -> Iterator[None]:
+        """Remember the prompt that SGLang inserts meanwhile, a ``RadixKey``."""
+        self._inserted = key
+        try:
+            yield
+        finally:
+            self._inserted = None
+
+    def stores(self, first: int) -> None:
+        """Note that pages of the inserted prompt are stored next, from page ``first`` on."""
+        self._key, self._first = self._inserted, first
+
+    def looks_up(self, key: Any, first: int) -> None:
+        """Note that pages of a prompt are looked up next, from page ``first`` on."""
+        self._key, self._first = key, first
+
+    def describe(self, request_id: str = "", is_whole: bool = False) -> PromptContent | None:
+        """Describe these pages for KV events and traces; None without such, or if their tokens do
+        not tell their KV: those of EAGLE's pairs, or of a caller's own ``extra_key``.
+
+        Args:
+            is_whole: Describe the prompt from its first page on.
+        """
+        key, first = self._key, 0 if is_whole else self._first
+        if key is None or not self._manager.wants_request_info:
+            return None
+        adapter = self._adapter_of(key.extra_key)
+        if key.is_bigram or (key.extra_key and adapter is None):
+            return None
+        tokens = key.raw_token_ids()[first * self._page_size :]
+        extra_keys: list[Any] | None = None
+        if key.cache_salt and not first:
+            extra_keys = [[key.cache_salt], *[None] * (len(tokens) // self._page_size - 1)]
+        info = RequestInfo(request_id, lora_name=adapter, extra_keys=extra_keys)
+        return PromptContent(tokens, info)
+
+    def take(self) -> list[Event]:
+        """Take what the tiers stored and lost since the last call."""
+        if not self._publishes:
+            return []
+        changes = safely(self._manager.take_changes, if_failed=())
+        return list(_events(changes, self._manager.cache_config.kv_events_hashes))
+
+
+def _events(changes: Iterable[Change], hashes: str) -> Iterator[Event]:
+    for change in changes:
+        if isinstance(change, Cleared):  # readers would apply "all cleared" to the GPU's blocks too
+            yield from _events(change.removed, hashes)
+        else:
+            yield describe(change, hashes)
 
 
 class Queued(NamedTuple):

@@ -10,6 +10,7 @@ pool and FlexCache's without a buffer in between.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,16 +28,73 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.runtime_context import get_parallel, get_server_args
 
 from flexcache.config import ModelConfig
-from flexcache.errors import ConfigError
+from flexcache.errors import ConfigError, UnsupportedLayoutError
 from flexcache.integration.adapter import safely
 from flexcache.integration.checkpoint import identify_now
-from flexcache.integration.sglang.host_pages import describe_pool, page_tensors
-from flexcache.integration.sglang.identity import read_model_id
 from flexcache.integration.sglang.parking import check_allowed
-from flexcache.integration.sglang.rank_cache import RankCache
-from flexcache.integration.sglang.rank_weights import RANK
-from flexcache.integration.sglang.ranks import common_seed, read_cache_config, read_rank
+from flexcache.integration.sglang.rank import (
+    RankCache,
+    common_seed,
+    read_cache_config,
+    read_model_id,
+    read_rank,
+)
+from flexcache.integration.sglang.weights import RANK
 from flexcache.logs import log_event
+
+
+def page_tensors(pool: Any) -> dict[str, torch.Tensor]:
+    """Return the pool's pieces of pages by name; page ``n`` has the slots from ``n * page_size``.
+
+    A page has one or several pieces, which may lie anywhere in the pool:
+
+        page_first_direct   page 0: K, V     of all layers
+        layer_first         page 0: K, V     of layer 0, of layer 1, ...
+        MLA                 page 0: the latent vectors of all layers
+
+    Whatever the layout, a piece of the next page is a fixed distance further on. So each piece
+    becomes a tensor ``[page, byte]`` over the pool's own memory, and nothing is copied on the way.
+
+    Raises:
+        UnsupportedLayoutError: Pages do not lie at fixed distances.
+    """
+    num_pages = pool.size // pool.page_size
+    starts, sizes = _pieces(pool, 0)
+    seconds, _ = _pieces(pool, 1) if num_pages > 1 else (starts, sizes)
+    lasts, _ = _pieces(pool, num_pages - 1)
+    strides = [second - start for start, second in zip(starts, seconds, strict=True)]
+    expected = [
+        start + stride * (num_pages - 1) for start, stride in zip(starts, strides, strict=True)
+    ]
+    if expected != lasts or (num_pages > 1 and any(map(int.__lt__, strides, sizes))):
+        raise UnsupportedLayoutError(
+            f"{type(pool).__name__} with layout {pool.layout!r}: its pages do not lie at fixed "
+            "distances"
+        )
+    return {
+        f"piece {number}": _view(start, num_pages, stride, size)
+        for number, (start, stride, size) in enumerate(zip(starts, strides, sizes, strict=True))
+    }
+
+
+def describe_pool(pool: Any) -> str:
+    """Name what determines the order of a page's bytes."""
+    return f"{type(pool).__name__} {pool.layout} {pool.dtype}"
+
+
+def _pieces(pool: Any, page: int) -> tuple[list[int], list[int]]:
+    """Return the addresses and sizes of a page's pieces."""
+    first = page * pool.page_size
+    addresses, sizes = pool.get_page_buffer_meta(torch.arange(first, first + pool.page_size))
+    return [int(address) for address in addresses], [int(size) for size in sizes]
+
+
+def _view(start: int, num_pages: int, stride: int, size: int) -> torch.Tensor:
+    """Return memory that the pool keeps mapped as ``[page, byte]``."""
+    length = stride * (num_pages - 1) + size
+    memory = (ctypes.c_uint8 * length).from_address(start)
+    return torch.frombuffer(memory, dtype=torch.uint8).as_strided((num_pages, size), (stride, 1))
+
 
 logger = logging.getLogger(__name__)
 

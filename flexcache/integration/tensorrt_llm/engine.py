@@ -1,14 +1,13 @@
-"""Reads what FlexCache needs of TensorRT-LLM's arguments, and refuses unsupported settings.
-
-Holds no state. The scheduler's side and the workers' side both use it.
-"""
+"""Engine of TensorRT-LLM: its arguments, its interface, and what its scheduler and ranks share."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,103 @@ from flexcache.config import CacheConfig, ModelConfig
 from flexcache.config.model import read_dtype
 from flexcache.config.sources import read_environment, require_block_size
 from flexcache.errors import ConfigError
+from flexcache.integration.adapter import TaskCalls
 from flexcache.integration.checkpoint import identify_checkpoint
 from flexcache.integration.file_digests import FileDigests, digest, dtype_name
+
+_ANNOUNCED: dict[str, Any] = {}
+"""By endpoint, the arguments that a scheduler was made from. Only their identity counts."""
+
+
+def announce(llm_args: Any, endpoint: str) -> None:
+    """Let the ranks of an engine find its cache."""
+    _ANNOUNCED[endpoint] = llm_args
+
+
+def withdraw(endpoint: str) -> None:
+    """The scheduler is shut down. Idempotent."""
+    _ANNOUNCED.pop(endpoint, None)
+
+
+def find_cache(llm_args: Any) -> str | None:
+    """Return where the cache of an engine is; None if its scheduler is in another process."""
+    found = (place for place, known in _ANNOUNCED.items() if known is llm_args)
+    return next(found, None)
+
+
+class When(Enum):
+    """When a load runs."""
+
+    BY_LAYER = "within the step that computes with it, layer by layer"
+    FIRST = "before the step that computes with it"
+    BETWEEN = "while the request is parked"
+
+
+@dataclass(frozen=True)
+class Load:
+    """Blocks that a task fills. ``task_id`` is None if it could not be started."""
+
+    request_id: int
+    task_id: int | None
+    num_blocks: int
+    when: When
+
+
+@dataclass(frozen=True)
+class StepMetadata:
+    """Pickled by TensorRT-LLM.
+
+    Attributes:
+        endpoint: Where the ranks find the cache.
+        loads: Loads launched since the last step.
+        first_computed: Requests that compute for the first time with what was loaded for them.
+    """
+
+    endpoint: str
+    loads: list[Load] = field(default_factory=list)
+    first_computed: list[int] = field(default_factory=list)
+
+
+_OF_SCHEDULERS: dict[str, Saves] = {}
+"""Those of the schedulers in this process, by the endpoint of their cache."""
+
+
+class Saves:
+    """Known to the scheduler's process alone. TensorRT-LLM frees a request's blocks once all ranks
+    say that they are saved, so it is enough that this process's rank waits."""
+
+    def __init__(self, cache: TaskCalls, endpoint: str) -> None:
+        self._cache = cache
+        self._endpoint = endpoint
+        self._tasks: dict[int, set[int]] = {}
+        _OF_SCHEDULERS[endpoint] = self
+
+    def add(self, request_id: int, task_ids: Iterable[int]) -> None:
+        """Keep a request's blocks until these tasks have ended on every rank."""
+        self._tasks[request_id] = set(task_ids)
+
+    def take_ended(self, request_ids: Iterable[int]) -> list[int]:
+        """Return those of the requests whose blocks are no longer in use."""
+        ended = []
+        for request_id in request_ids:
+            tasks = self._tasks.get(request_id, set())
+            tasks.difference_update(self._cache.ended(tasks) if tasks else ())
+            if not tasks:
+                self._tasks.pop(request_id, None)
+                ended.append(request_id)
+        return ended
+
+    def is_empty(self) -> bool:
+        return not self._tasks
+
+    def close(self) -> None:
+        _OF_SCHEDULERS.pop(self._endpoint, None)
+
+
+def saves_of(endpoint: str) -> Saves | None:
+    """Return what the scheduler of this cache waits for, if it is in this process."""
+    return _OF_SCHEDULERS.get(endpoint)
+
 
 _KV_DTYPES = {"fp8": torch.float8_e4m3fn}
 _STATE_LAYERS = ("mamba", "linear_attention", "recurrent")

@@ -1,32 +1,236 @@
-"""Scheduler side of the connector: turns TensorRT-LLM's queries into FlexCache tasks.
-
-A request's get is matched when TensorRT-LLM asks, launched when it has allocated blocks, and
-announced to the ranks in the metadata of the same step. Its put begins when it ends: TensorRT-LLM
-keeps the blocks until they are copied.
-"""
+"""What keeps the KV of TensorRT-LLM's requests apart, and the get that a request has open."""
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from flexcache.errors import InternalError
-from flexcache.integration.adapter import LayerwiseRule, safely
-from flexcache.integration.checkpoint import identify_now
-from flexcache.integration.tensorrt_llm.addresses import announce, withdraw
-from flexcache.integration.tensorrt_llm.calls import RequestCalls
+import numpy as np
+
+from flexcache.errors import FlexCacheError, InternalError
+from flexcache.ids import RequestInfo, TierName
+from flexcache.integration.adapter import LayerwiseRule, TaskCalls, safely
+from flexcache.integration.checkpoint import LoadedAdapter, identify_now
+from flexcache.integration.file_digests import FileDigests
 from flexcache.integration.tensorrt_llm.engine import (
+    Load,
+    Saves,
+    StepMetadata,
+    When,
+    announce,
     check_supported,
     read_cache_config,
     read_model_config,
     read_model_id,
+    withdraw,
 )
-from flexcache.integration.tensorrt_llm.interface import KvCacheConnectorScheduler
-from flexcache.integration.tensorrt_llm.metadata import Load, StepMetadata, When
-from flexcache.integration.tensorrt_llm.requests import Get, Scopes, num_computed_tokens
-from flexcache.integration.tensorrt_llm.saves import Saves
+from flexcache.logs import log_event
 from flexcache.manager import KVManager
+
+try:
+    from tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector import (
+        KvCacheConnectorScheduler,
+    )
+except ModuleNotFoundError:  # before its connectors had a package
+    from tensorrt_llm._torch.pyexecutor.kv_cache_connector import KvCacheConnectorScheduler
+
+_MEDIA = ("multimodal_positions", "multimodal_lengths", "multimodal_embedding")
+_UNNAMED = ("prompt_embedding_table", "mrope_rotary_cos_sin", "encoder_tokens", "input_embeds")
+"""Inputs that change a request's KV and that nothing identifies."""
+
+
+@dataclass(slots=True)
+class Get:
+    """A match for a request's blocks ``[first, stop)``, all of them in DRAM.
+
+    Attributes:
+        stop: TensorRT-LLM counts on the blocks before it.
+        num_found: How many there are: fewer only if a second match had to be made.
+        is_parked: Whether the request waits for the load outside of the batch.
+        has_computed: Whether a step computed with it.
+    """
+
+    task_id: int
+    first: int
+    stop: int
+    num_found: int
+    is_parked: bool
+    launched: bool = False
+    has_computed: bool = False
+
+
+class Scopes:
+    """Names what keeps the KV of an engine's requests apart."""
+
+    def __init__(self) -> None:
+        self._digests = FileDigests(waits=False)
+        self._adapters: dict[int, LoadedAdapter] = {}
+        """By TensorRT-LLM's number, as they were first seen."""
+
+    def read(self, request: Any) -> tuple[str, ...] | None:
+        """Return the namespace of a request's tokens: salt, LoRA and media keep prompts apart.
+
+        None if the request has an input besides its tokens that nothing identifies: its KV is
+        neither stored nor looked up.
+        """
+        if any(_has(request, name) for name in _UNNAMED):
+            return None
+        salt = getattr(request, "cache_salt", None)
+        if salt is None:
+            salt = getattr(request, "cache_salt_id", None)
+        scope = ["tensorrt_llm"]
+        if salt is not None:
+            scope.append(f"salt={salt}")
+        lora = getattr(request, "lora_task_id", None)
+        if lora is not None:
+            adapter = self._name_adapter(lora, getattr(request, "py_lora_path", None))
+            if adapter is None:
+                return None
+            scope.append(f"lora={adapter}")
+        hashes = getattr(request, "multimodal_hashes", None)
+        if hashes:
+            places = [list(getattr(request, name, None) or ()) for name in _MEDIA[:2]]
+            text = repr([[list(item) for item in hashes], *places]).encode()
+            scope.append(f"media={hashlib.blake2b(text, digest_size=16).hexdigest()}")
+        elif any(_has(request, name) for name in _MEDIA):
+            return None
+        return tuple(scope)
+
+    def _name_adapter(self, number: int, path: str | None) -> str | None:
+        """Name an adapter by its files if they are older than the engine, so that it has loaded
+        these; else at random. None if they have changed since: which it has loaded is unknown."""
+        now, known = LoadedAdapter(path or ""), self._adapters.get(number)
+        if known is None:
+            known = self._adapters[number] = now
+            known.identify(self._digests)
+        return known.name if known.files == now.files else None
+
+
+def describe(request: Any) -> RequestInfo:
+    """Describe a request for KV events and traces."""
+    return RequestInfo(
+        request_id=str(request.request_id), lora_id=getattr(request, "lora_task_id", None)
+    )
+
+
+def num_computed_tokens(request: Any) -> int:
+    """Return how many of a finished request's tokens are certainly computed.
+
+    None of a prompt that was not finished: its last chunk may still be running.
+    """
+    if getattr(request, "context_remaining_length", 0) > 0:
+        return 0
+    return max(0, len(request.get_tokens(0)) - 1)  # the last one was sampled, and not computed
+
+
+def _has(request: Any, name: str) -> bool:
+    value = getattr(request, name, None)
+    return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
+
+
+logger = logging.getLogger(__name__)
+
+_MAX_PREFETCHES = 4  # at once: they use the disk that puts write to
+
+
+class RequestCalls(TaskCalls):
+    """Calls to one engine's `KVManager`, in blocks of its requests.
+
+    TensorRT-LLM cannot recompute what a load was to bring. So only blocks in DRAM are matched, and
+    what is found on SSD or in the remote store is brought to DRAM for requests to come.
+    """
+
+    effect_of_lost_load = "the request is not stored"
+
+    def __init__(self, manager: KVManager, block_size: int) -> None:
+        super().__init__(manager, block_size)
+        self._prefetches: set[int] = set()
+
+    def match_in_dram(
+        self, request: Any, scope: Sequence[str], first: int, stop: int
+    ) -> tuple[int, int] | None:
+        """Match the blocks ``[first, stop)`` of a request that are in DRAM.
+
+        Returns:
+            The task and how many blocks it will load; None if there are none.
+        """
+        found = self._match(request, scope, first, stop)
+        if found is None:
+            return None
+        task_id, num_found, num_in_dram = found
+        if num_in_dram < num_found:  # the rest is below
+            again = self._match(request, scope, first, first + num_in_dram)
+            self.cancel(task_id)
+            self._prefetch(request, scope)
+            if again is None:
+                return None
+            task_id, num_found, num_in_dram = again
+        if num_in_dram < num_found:
+            self.cancel(task_id)
+            return None
+        return (task_id, num_found) if num_found else None
+
+    def match_put(
+        self, request: Any, scope: Sequence[str], num_blocks: int, weights: int
+    ) -> tuple[int, range] | None:
+        """Match a put of a request's first blocks, computed with weights of this generation.
+
+        Returns:
+            The task, and which blocks will be copied; None if there is nothing to store.
+        """
+        tokens = request.get_tokens(0)[: num_blocks * self._block_size]
+        try:
+            task_id, wanted = self.manager.put_match(
+                tokens, namespace=scope, request_info=self._info(request), weights=weights
+            )
+        except (FlexCacheError, ValueError) as error:
+            self._log("put_failed", request, error)
+            return None
+        if not wanted.any():
+            return None
+        begin = int(wanted.argmax()) // self._block_size
+        return task_id, range(begin, begin + int(wanted.sum()) // self._block_size)
+
+    def _match(
+        self, request: Any, scope: Sequence[str], first: int, stop: int
+    ) -> tuple[int, int, int] | None:
+        """Return a task, and how many blocks it finds in all and in DRAM."""
+        tokens = request.get_tokens(0)[: stop * self._block_size]
+        mask = np.ones(len(tokens), dtype=np.bool_)
+        mask[: first * self._block_size] = False
+        try:
+            matched = self.manager.get_match_by_tier(
+                tokens, mask, namespace=scope, request_info=self._info(request), look_up=False
+            )
+        except (FlexCacheError, ValueError) as error:
+            self._log("match_failed", request, error)
+            return None
+        assert matched is not None  # the remote store was not asked
+        task_id, found, sources = matched
+        in_dram = sources.get(TierName.CPU, 0) // self._block_size
+        return task_id, int(found.sum()) // self._block_size, in_dram
+
+    def _prefetch(self, request: Any, scope: Sequence[str]) -> None:
+        self._prefetches.difference_update(self.ended(self._prefetches))
+        if len(self._prefetches) >= _MAX_PREFETCHES:
+            return
+        try:
+            self._prefetches.add(
+                self.manager.prefetch_async(request.get_tokens(0), namespace=scope)
+            )
+        except (FlexCacheError, ValueError) as error:
+            self._log("prefetch_failed", request, error)
+
+    def _info(self, request: Any) -> RequestInfo | None:
+        return describe(request) if self.manager.wants_request_info else None
+
+    def _log(self, event: str, request: Any, error: Exception) -> None:
+        log_event(logger, logging.WARNING, event, request=request.request_id, error=error)
+
 
 _READY_TIMEOUT_S = 60.0
 _OF_NO_WEIGHTS = -1

@@ -1,4 +1,4 @@
-"""Worker side of the connector: lends one rank's KV tensors, and waits for loads where it must.
+"""Worker side of TensorRT-LLM's connector: lends a rank's KV tensors, and waits for loads.
 
 TensorRT-LLM counts matched tokens as computed and has no way to recompute them. So a load that a
 rank holds ends even if the server is lost (`client.held_loads`). One that was lost nevertheless
@@ -10,25 +10,89 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tensorrt_llm._utils import mpi_rank
 
 from flexcache.client.rank import KVTPClient
-from flexcache.errors import LoadLostError
-from flexcache.integration.tensorrt_llm import addresses
+from flexcache.errors import LoadLostError, UnsupportedLayoutError
 from flexcache.integration.tensorrt_llm.engine import (
+    Load,
+    StepMetadata,
+    When,
     check_supported,
     describe_settings,
+    find_cache,
     read_cache_config,
+    saves_of,
 )
-from flexcache.integration.tensorrt_llm.interface import KvCacheConnectorWorker, mpi_rank
-from flexcache.integration.tensorrt_llm.kv_layout import LayerTensors, split_pool, split_regions
-from flexcache.integration.tensorrt_llm.metadata import Load, StepMetadata, When
-from flexcache.integration.tensorrt_llm.saves import saves_of
-from flexcache.transfer.workers.layer_load import LayerLoad
+from flexcache.transfer.gates import LayerLoad
+
+try:
+    from tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector import KvCacheConnectorWorker
+except ModuleNotFoundError:  # before its connectors had a package
+    from tensorrt_llm._torch.pyexecutor.kv_cache_connector import KvCacheConnectorWorker
+
+
+@dataclass(frozen=True)
+class LayerTensors:
+    """KV tensors by name, blocks first, and which of them belong to each layer of the model."""
+
+    tensors: Mapping[str, torch.Tensor]
+    of_layer: Mapping[int, list[str]]
+    description: str
+
+
+def split_pool(pool: torch.Tensor) -> LayerTensors:
+    """Split V1's tensor into layers.
+
+    Raises:
+        UnsupportedLayoutError: It has another number of dimensions.
+    """
+    if pool.dim() != 4:
+        raise UnsupportedLayoutError(
+            f"the KV pool has shape {tuple(pool.shape)}, not [blocks, layers, K and V, elements]"
+        )
+    tensors = {f"layer.{index}": pool[:, index] for index in range(pool.shape[1])}
+    of_layer = {index: [name] for index, name in enumerate(tensors)}
+    return LayerTensors(tensors, of_layer, f"one pool, K and V: {pool.shape[2]}")
+
+
+def split_regions(layout: Any) -> LayerTensors:
+    """Split V2's regions into the buffers of layers.
+
+    Raises:
+        UnsupportedLayoutError: There are several groups of layers, or a window: their blocks
+            cannot be told apart by position, or are gone when they would be stored.
+    """
+    if len(layout.groups) != 1 or layout.groups[0].window_size is not None:
+        windows = [group.window_size for group in layout.groups]
+        raise UnsupportedLayoutError(
+            f"the KV cache has layer groups with windows {windows}: only one group of full "
+            "attention is supported"
+        )
+    (group,) = layout.groups
+    tensors: dict[str, torch.Tensor] = {}
+    of_layer: dict[int, list[str]] = {}
+    roles: dict[str, None] = {}
+    for region in (*group.regions, *getattr(group, "replicated_regions", ())):
+        memory = region.as_tensor()
+        size, rest = divmod(memory.shape[1], len(region.buffers))
+        if rest or any(getattr(buffer, "expansion", 1) != 1 for buffer in region.buffers):
+            raise UnsupportedLayoutError(
+                f"a region of {memory.shape[1]} bytes has {len(region.buffers)} buffers of "
+                "different size"
+            )
+        for number, buffer in enumerate(region.buffers):
+            name = f"layer.{buffer.layer_id}.{buffer.role}"
+            tensors[name] = memory[:, number * size : (number + 1) * size]
+            of_layer.setdefault(buffer.layer_id, []).append(name)
+            roles[str(buffer.role)] = None
+    return LayerTensors(tensors, of_layer, f"regions: {'+'.join(roles)}")
 
 
 class FlexCacheConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
@@ -65,7 +129,7 @@ class FlexCacheConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
     def _lend(self, kv: LayerTensors) -> None:
         """Lend the tensors to the cache: now, or when the first step says where it is."""
         self._kv = kv
-        endpoint = addresses.find(self._llm_args)
+        endpoint = find_cache(self._llm_args)
         if endpoint is not None:
             self._connect(kv, endpoint)
 

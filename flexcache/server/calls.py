@@ -1,0 +1,330 @@
+"""Calls of schedulers in session: decoded, validated, and put to the task engine.
+
+A match may have to wait until the remote store has said what it holds: it is parked meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from flexcache.cache.block_keys import PromptContent, PromptKeys, unpack_keys
+from flexcache.cache.prompt import (
+    Prompt,
+    check_hint,
+    check_session_id,
+    check_version,
+    random_version,
+)
+from flexcache.errors import FlexCacheError, InternalError
+from flexcache.ids import (
+    MAX_KEY_BYTES,
+    NO_INFO,
+    ROOT_BYTES,
+    KVStatus,
+    PromptDetail,
+    TaskId,
+    session_of,
+)
+from flexcache.logs import log_event
+from flexcache.protocol.messages import (
+    Answer,
+    Cancel,
+    CheckInvariants,
+    Clear,
+    Failed,
+    Launch,
+    Match,
+    Matched,
+    NewWeights,
+    Promise,
+    Reply,
+    SessionHint,
+    TaskAnswer,
+)
+from flexcache.server.cache import CacheSlot
+from flexcache.server.outbox import BackgroundJob, Outbox
+from flexcache.server.places import Registry, Scheduler
+from flexcache.server.reactor import Buffer
+from flexcache.server.sessions import Notices
+from flexcache.server.weights import EngineWeights
+from flexcache.tasks.instructions import TaskResult
+from flexcache.transfer.messages import unpack_ids
+
+logger = logging.getLogger(__name__)
+
+_MAX_PARKED_BYTES = 256 << 20
+
+SessionRequest = Match | Promise | Clear | SessionHint | NewWeights | CheckInvariants
+
+
+class _Parked(NamedTuple):
+    """A match that waits for a look-up."""
+
+    caller: Scheduler
+    request: Match
+    prompt: Prompt
+    num_bytes: int
+
+
+class Requests:
+    """Carries out the requests of sessions. One client's request must not harm the others."""
+
+    def __init__(
+        self,
+        prompt_detail: PromptDetail,
+        registry: Registry,
+        slot: CacheSlot,
+        notices: Notices,
+        outbox: Outbox,
+        counters: Counter[str],
+        weights: EngineWeights,
+    ) -> None:
+        self._weights = weights
+        self._prompt_detail = prompt_detail
+        self._registry = registry
+        self._slot = slot
+        self._notices = notices
+        self._outbox = outbox
+        self._counters = counters
+        self._unasked: set[TaskId] = set()
+        """Tasks that were cancelled before their launch: their clients need no answer."""
+        self._parked: dict[int, list[_Parked]] = {}
+        """Matches by the look-up that they wait for, one of a session at most."""
+        self._parked_bytes = 0
+
+    def answer(self, caller: Scheduler, request: SessionRequest, data: Buffer, now: float) -> None:
+        """Answer a request, at once or when its look-up or background job has ended."""
+        self._reply(caller, request, partial(self._carry_out, caller, request, data, now))
+
+    def _reply(
+        self, caller: Scheduler, request: SessionRequest, answer: Callable[[], Reply | None]
+    ) -> None:
+        reply: Reply | None
+        try:
+            reply = answer()
+        except ValueError as error:
+            reply = Failed(request.request_id, "value", str(error))
+        except KeyError as error:
+            reply = Failed(request.request_id, "key", str(error.args[0]))
+        except FlexCacheError as error:
+            reply = Failed(request.request_id, "internal", str(error))
+        except Exception as error:
+            log_event(
+                logger, logging.ERROR, "message_failed", message=type(request).__name__,
+                exc_info=True,
+            )  # fmt: skip
+            self._counters["failed_messages"] += 1
+            reply = Failed(request.request_id, "internal", repr(error))
+        if reply is not None and self._registry.is_connected(caller):
+            self._outbox.send(caller.calls, reply)
+
+    def _carry_out(
+        self, caller: Scheduler, request: SessionRequest, data: Buffer, now: float
+    ) -> Reply | None:
+        """None if the reply has to wait."""
+        match request:
+            case Match():
+                return self._match(caller, request, memoryview(data), now)
+            case Promise(request_id, number):
+                promised = self._slot.tasks.promise(_check_owner(caller, number), now)
+                return Answer(request_id, promised)
+            case Clear():
+                return self._clear(caller, request, now)
+            case SessionHint(request_id, session_id, over, returns_in_s):
+                check_hint(session_id, over, returns_in_s)
+                is_known = self._slot.tasks.session_hint(session_id, over, returns_in_s, now)
+                return Answer(request_id, is_known)
+            case NewWeights(request_id, version):
+                check_version(version)
+                return Answer(request_id, self._weights.rename(caller.engine, version, now))
+            case CheckInvariants(request_id):
+                self._slot.tasks.check_counts()  # no more than that: the other engines wait
+                return Answer(request_id, None)
+
+    def _clear(self, caller: Scheduler, request: Clear, now: float) -> Answer | None:
+        assert self._slot.cache is not None
+        clearing = self._slot.cache.clear(request.tier)
+        if request.tier is None:
+            self._weights.rename(caller.engine, random_version(), now)
+        if not clearing.needs_work:
+            return Answer(request.request_id, clearing.end(None))
+
+        def end(error: Exception | None) -> None:
+            self._reply(caller, request, lambda: Answer(request.request_id, clearing.end(error)))
+
+        self._outbox.begin(BackgroundJob(clearing.work, end))
+        return None
+
+    # -- matches ---------------------------------------------------------------------------------
+
+    def _match(
+        self, caller: Scheduler, request: Match, data: memoryview, now: float
+    ) -> Matched | None:
+        _check_owner(caller, request.task_id)
+        prompt = self._read_prompt(caller, request, data)
+        lookup, tasks = None, self._slot.tasks
+        if request.look_up:
+            lookup = tasks.look_up(prompt, now, caller.session)
+        is_pending = lookup is not None
+        if request.awaits_loads and not is_pending:
+            is_pending = tasks.awaits_load(caller.session, prompt, now)
+        if is_pending and not request.may_wait:
+            return Matched(request.request_id, request.start, 0, {}, is_pending=True)
+        num_bytes = request.scratch_bytes + request.token_bytes + len(data)
+        has_room = self._parked_bytes + num_bytes <= _MAX_PARKED_BYTES
+        if lookup is not None and has_room and not caller.is_parked:
+            keys = self._read_keys(caller, request, data, copies=True)  # it may be overwritten
+            own = prompt._replace(keys=keys)
+            self._parked.setdefault(lookup, []).append(_Parked(caller, request, own, num_bytes))
+            self._parked_bytes += num_bytes
+            caller.is_parked = True
+            return None
+        return self._make_task(caller, request, prompt, now)
+
+    def _read_prompt(self, caller: Scheduler, request: Match, data: memoryview) -> Prompt:
+        keys = self._read_keys(caller, request, data)
+        if not 0 <= request.start <= request.stop <= keys.num_blocks:
+            raise ValueError(f"blocks {request.start} to {request.stop} of {keys.num_blocks}")
+        if request.session_id is not None:
+            check_session_id(request.session_id)
+        if not 0 <= request.tail_at <= request.stop:
+            raise ValueError(f"a tail behind {request.tail_at} of {request.stop} blocks")
+        if request.weights < 0:
+            raise ValueError(f"weights of generation {request.weights}")
+        return Prompt(
+            request.kind, keys, request.start, request.stop, request.num_tokens, request.retain_s,
+            request.tail_at, request.session_id, request.weights, request.adapter,
+        )  # fmt: skip
+
+    def _read_keys(
+        self, caller: Scheduler, request: Match, data: memoryview, copies: bool = False
+    ) -> PromptKeys:
+        """The prompt's keys, as views of the client's memory or as copies."""
+        assert self._slot.cache is not None
+        key_bytes = max(request.key_bytes, len(request.parent_key or b""))
+        if len(request.root) != ROOT_BYTES or key_bytes > MAX_KEY_BYTES:
+            raise ValueError(f"a root has {ROOT_BYTES} bytes, a key at most {MAX_KEY_BYTES}")
+        for name in ("retain_s", "prefill_blocks_per_s"):
+            if not math.isfinite(getattr(request, name)):
+                raise ValueError(f"{name} = {getattr(request, name)}")
+        if request.scratch_bytes:
+            if caller.scratch is None:
+                raise ValueError("the session has no scratch memory")
+            data = caller.scratch.read(request.scratch_bytes + request.token_bytes)
+        if not 0 <= request.token_bytes <= len(data):
+            raise ValueError(f"{request.token_bytes} bytes of tokens in {len(data)}")
+        split = len(data) - request.token_bytes
+        key_data, token_data = data[:split], data[split:]
+        content = None
+        if self._prompt_detail:
+            content = _read_content(request, key_data if request.key_bytes == 0 else token_data)
+        if copies:
+            key_data = memoryview(bytes(key_data))
+        size = self._slot.cache.config.tokens_per_block
+        return unpack_keys(
+            request.root, key_data, request.key_bytes, size, content, request.parent_key
+        )
+
+    def look_up_ended(self, lookup_id: int, now: float) -> None:
+        """The remote store has answered, or is late: go on with the matches that waited."""
+        for caller, request, prompt, num_bytes in self._parked.pop(lookup_id, ()):
+            self._parked_bytes -= num_bytes
+            caller.is_parked = False
+            if self._registry.is_connected(caller):
+                self._reply(caller, request, partial(self._make_task, caller, request, prompt, now))
+
+    def _make_task(self, caller: Scheduler, request: Match, prompt: Prompt, now: float) -> Matched:
+        tasks = self._slot.tasks
+        if request.prefill_blocks_per_s > 0:
+            tasks.report_prefill(caller.session, request.prefill_blocks_per_s)
+        offer = tasks.match(TaskId(request.task_id), prompt, now)
+        sources = {tier.value: count for tier, count in offer.sources.items()}
+        return Matched(
+            request.request_id, offer.start, offer.num_blocks, sources,
+            num_gpu_blocks=offer.num_gpu_blocks, tail_at=offer.tail_at,
+        )  # fmt: skip
+
+    # -- tasks -----------------------------------------------------------------------------------
+
+    def launch(self, caller: Scheduler, message: Launch, now: float) -> None:
+        """Start a task; what is wrong with the launch becomes the task's answer."""
+        try:
+            task_id = _check_owner(caller, message.task_id)
+            blocks = unpack_ids(message.gpu_blocks)
+            # Its deadline, or a cancel that came first, may have ended it.
+            had_ended = bool(self._slot.tasks.launch([task_id], [blocks], now, message.gated))
+        except KeyError:  # it is of a former session
+            had_ended = True
+        except ValueError as error:
+            answer = TaskAnswer(message.task_id, KVStatus.FAILED, 0, 0, 0, str(error), True)
+            self._outbox.send(caller.identity, answer)
+            return
+        except Exception as error:  # its caller waits all the same
+            answer = TaskAnswer(message.task_id, KVStatus.FAILED, 0, 0, 0, repr(error), True)
+            self._outbox.send(caller.identity, answer)
+            raise
+        if had_ended:
+            answer = TaskAnswer(message.task_id, KVStatus.CANCELLED, 0, 0, 0, None, True)
+            self._outbox.send(caller.identity, answer)
+            if message.gated:
+                self._notices.task_ended(caller.engine, message.task_id, 0)
+
+    def cancel(self, caller: Scheduler, message: Cancel, now: float) -> bool:
+        """Cancel tasks; False if the message is malformed."""
+        assert self._slot.cache is not None
+        max_bytes = 8 * self._slot.cache.config.max_open_tasks
+        if len(message.task_ids) % 8 or len(message.task_ids) > max_bytes:
+            return False
+        tasks = self._slot.tasks
+        for number in np.frombuffer(message.task_ids, dtype="<u8").tolist():
+            try:
+                task_id = _check_owner(caller, number)
+                self._unasked.update(tasks.cancel([task_id], now))
+            except KeyError:
+                continue  # it is of a former session
+        return True
+
+    def task_answered(self, task_id: TaskId, result: TaskResult) -> None:
+        """Pass a task's result on to its scheduler, if that is still there and needs it."""
+        scheduler = self._registry.scheduler(session_of(task_id))
+        if task_id in self._unasked:
+            self._unasked.discard(task_id)
+        elif scheduler is not None:
+            answer = TaskAnswer(
+                task_id, status=result.status, start=result.start, num_ok=result.num_ok,
+                num_tokens=result.num_tokens, error=result.error, is_final=result.is_final,
+            )  # fmt: skip
+            self._outbox.send(scheduler.identity, answer)
+
+    def check(self) -> None:
+        """Raise `InternalError` if the parked matches are miscounted."""
+        parked = [each for of_lookup in self._parked.values() for each in of_lookup]
+        if self._parked_bytes != sum(each.num_bytes for each in parked):
+            raise InternalError(f"{self._parked_bytes} bytes of parked matches are counted wrongly")
+        if len({each.caller.calls for each in parked}) != len(parked):
+            raise InternalError("a session has two parked matches")
+
+
+def _check_owner(caller: Scheduler, task_id: int) -> TaskId:
+    """Raises `KeyError` for a task of another session."""
+    if session_of(task_id) != caller.session:
+        raise KeyError(f"task {task_id} is not of session {caller.session}")
+    return TaskId(task_id)
+
+
+def _read_content(request: Match, token_data: memoryview) -> PromptContent:
+    """Token ids and metadata, copied: they outlive the message, and the client's memory changes."""
+    tokens: Sequence[int] | npt.NDArray[np.int64] = ()
+    if request.token_bytes or not request.key_bytes:
+        if len(token_data) % 8:
+            raise ValueError(f"{len(token_data)} bytes are not whole token ids")
+        tokens = np.array(np.frombuffer(token_data, dtype="<i8"))
+    return PromptContent(tokens, request.info or NO_INFO)

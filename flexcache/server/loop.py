@@ -1,0 +1,292 @@
+"""Event loop of the server: takes in messages, deaths and deadlines, and sends what follows.
+
+Each turn hands one batch of events to the hub under the server's lock, takes the outbox out, and
+carries it out after releasing the lock. The sockets are used by this thread only.
+
+    serving --stop(), idle--> draining: tasks cancelled, moving bytes land, dirty blocks written
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from flexcache.ids import TierName
+from flexcache.logs import log_event
+from flexcache.server.hub import Hub
+from flexcache.server.outbox import BackgroundThread, PeerMessage, make_execute
+from flexcache.server.reactor import FLUSH_INTERVAL_S, EndReport, Reactor, RouterSocket, Sent
+from flexcache.server.workers import WorkerPool
+from flexcache.tasks.engine import KVTaskEngine
+from flexcache.tasks.instructions import RunOp
+from flexcache.transfer.messages import Stop
+
+logger = logging.getLogger(__name__)
+
+_DRAIN_TIMEOUT_S = 5.0
+_HANG_UP_PATIENCE_S = 3.5  # a rank waits 3 s for the gates of loads that it keeps
+_HANG_UP_POLL_S = 0.005
+_LONGEST_TURN_S = 0.005
+_MAX_MESSAGES_A_TURN = 256  # deadlines and answers are not to wait for a flood to end
+_CENSUSES_A_TIMEOUT = 8  # how often all clients are checked for silent ones
+_IDLE_POLL_S = 0.1
+
+
+class EventLoop:
+    """Runs on one thread until the reactor is stopped.
+
+    Args:
+        changed: The server's lock; its waiters are notified when the loop fails.
+        route: Routes the task engine's decisions; called under the lock.
+        socket: Where clients connect.
+        idle_exit: Ends the loop when the server is not needed any more.
+    """
+
+    def __init__(
+        self,
+        hub: Hub,
+        changed: threading.Condition,
+        route: Callable[[], None],
+        reactor: Reactor,
+        socket: RouterSocket,
+        pool: WorkerPool,
+        background: BackgroundThread,
+        idle_exit: IdleExit | None,
+        client_timeout_s: float,
+    ) -> None:
+        self._hub = hub
+        self._changed = changed
+        self._route = route
+        self._reactor = reactor
+        self._socket = socket
+        self._pool = pool
+        self._background = background
+        self._idle_exit = idle_exit
+        self._availability_log = AvailabilityLog()
+        self._census_interval_s = client_timeout_s / _CENSUSES_A_TIMEOUT
+        self._census_due_s = 0.0
+
+    def run(self) -> Exception | None:
+        """Serve, then drain. Returns what made the loop fail."""
+        try:
+            while not self._reactor.stopping:
+                self._turn()
+            self._drain()
+        except Exception as error:
+            log_event(
+                logger, logging.ERROR, "server_failed", effect="every request is a miss",
+                exc_info=True,
+            )  # fmt: skip
+            with self._changed:
+                self._hub.fail()
+                self._reactor.stopping = True
+                self._changed.notify_all()
+            self._stop_peers()
+            return error
+        return None
+
+    # -- one turn --------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        """Wait for one batch of events and take it in."""
+        self._pool.start_due(time.monotonic())
+        self._take_events(self._reactor.wait(self._next_due))
+        if self._idle_exit is None:
+            return
+        with self._changed:
+            has_clients, left_orderly = bool(self._hub.peers), self._hub.last_left_orderly
+        if self._idle_exit.is_due(has_clients, left_orderly, time.monotonic()):
+            log_event(logger, logging.INFO, "last_client_left")
+            self._reactor.stopping = True
+
+    def _next_due(self, now: float) -> float | None:
+        """When there is something to do though nothing happens."""
+        times = [self._pool.next_start()]
+        if self._socket.has_unsent or self._pool.has_unsent:
+            times.append(now + FLUSH_INTERVAL_S)
+        with self._changed:
+            if self._hub.peers:
+                times.append(self._census_due_s)
+            elif self._idle_exit is not None:
+                times.append(now + _IDLE_POLL_S)
+            if self._hub.cache is not None:
+                times.append(self._hub.cache.tasks.next_deadline())
+            due = min((moment for moment in times if moment is not None), default=None)
+            self._reactor.wakes_at_s = math.inf if due is None else due
+        return due
+
+    def _take_events(self, ended: list[EndReport]) -> None:
+        now = time.monotonic()
+        with self._changed:
+            for process_ended in ended:
+                process_ended(now)
+            self._pool.receive(now)
+            took_any = self._take_messages(now)
+            if now >= self._census_due_s:
+                self._census_due_s = now + self._census_interval_s
+                self._hub.expire(now)
+            cache = self._hub.cache
+            if cache is not None:
+                cache.tasks.tick(now)
+                self._route()
+                self._availability_log.update(cache.tasks)
+            to_peers, to_workers, jobs = self._hub.outbox.take()
+        self._socket.flush()
+        for instruction in to_workers:
+            self._pool.carry_out(instruction)
+        for job in jobs:
+            self._background.begin(job)
+        for identity, message in to_peers:
+            self._send(identity, message)
+        if took_any:
+            self._reactor.took_message()
+        if cache is not None:
+            with self._changed:
+                cache.tasks.catch_up(now)  # the answers did not wait for it
+
+    def _take_messages(self, now: float) -> bool:
+        """Take in what clients have sent; whether there was anything."""
+        took_any = False
+        for _ in range(_MAX_MESSAGES_A_TURN):
+            if took_any and time.monotonic() - now > _LONGEST_TURN_S:
+                break  # the socket takes clients in turn: what others wait for is sent in between
+            frames = self._socket.receive()
+            if frames is None:
+                break
+            if frames:
+                self._hub.take(frames[0], frames[1:], now)
+                self._route()
+            took_any = True
+        return took_any
+
+    def _send(self, identity: bytes, message: PeerMessage | Stop) -> bool:
+        """Whether the peer is there and takes the message."""
+        if isinstance(message, RunOp):
+            message = make_execute(message)
+        sent = self._socket.send(identity, msgspec.msgpack.encode(message))
+        if sent is Sent.UNREAD:
+            with self._changed:
+                self._hub.does_not_read(identity, time.monotonic())
+            self._reactor.wake()  # what follows from it is sent in the next turn
+        return sent is Sent.QUEUED
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def _drain(self) -> None:
+        """Cancel every task, wait for the bytes that are still moving, write what is dirty."""
+        deadline = time.monotonic() + _DRAIN_TIMEOUT_S
+        with self._changed:
+            cache = self._hub.cache
+            if cache is not None:
+                cache.tasks.close_down(time.monotonic())
+                self._route()
+        if cache is not None:
+            self._pool.hurry()  # there is little time for what is dirty
+            self._take_events([])
+            while time.monotonic() < deadline and self._is_unfinished():
+                self._pool.start_due(time.monotonic())
+                self._take_events(self._reactor.wait(lambda now: now + 0.05))
+            self._report_dirty(cache.tasks)
+        self._stop_peers()
+        self._pool.stop(_DRAIN_TIMEOUT_S)
+
+    def _report_dirty(self, tasks: KVTaskEngine) -> None:
+        """Log what could not be written back in time, or without exceeding the limit of writes."""
+        with self._changed:
+            dirty_blocks = tasks.queries.dirty_blocks()
+            throttled = {tier: tasks.cache.stores.throttled_until(tier) for tier in dirty_blocks}
+        for tier, count in dirty_blocks.items():
+            limit = f"{tier.value.lower()}_write_mb_s"
+            log_event(
+                logger, logging.WARNING, "dirty_blocks_lost", tier=tier.value, blocks=count,
+                reason=f"not written within {_DRAIN_TIMEOUT_S:g} s"
+                + (f" with {limit}" if throttled[tier] else ""),
+                effect="they are computed again when they are needed",
+            )  # fmt: skip
+
+    def _is_unfinished(self) -> bool:
+        """Whether bytes move, or dirty blocks wait for a worker or the end of a clearing."""
+        with self._changed:
+            assert self._hub.cache is not None
+            queries = self._hub.cache.tasks.queries
+            return queries.num_open_tasks > 0 or queries.num_held_up > 0
+
+    def _stop_peers(self) -> None:
+        """Send Stop until each peer has hung up: a peer that disconnects first loses what it has
+        not read."""
+        with self._changed:
+            peers = self._hub.peers
+        deadline = time.monotonic() + _HANG_UP_PATIENCE_S
+        while peers := [identity for identity in peers if self._send(identity, Stop())]:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_HANG_UP_POLL_S)
+            self._socket.flush()
+
+
+_FIRST_CLIENT_PATIENCE_S = 60.0
+_UNNEEDED_PATIENCE_S = 2.0  # other engines may be asking for the server already
+
+
+class IdleExit:
+    """Decides whether an idle server should end.
+
+    Args:
+        patience_s: How long a server outlives a last client that died.
+        is_needed: Whether a server that has had no client yet may still get one.
+    """
+
+    def __init__(self, patience_s: float, is_needed: Callable[[], bool], now: float) -> None:
+        self._patience_s = patience_s
+        self._is_needed = is_needed
+        self._started_s = now
+        self._idle_since: float | None = None
+        self._had_client = False
+
+    def is_due(self, has_clients: bool, last_left_orderly: bool, now: float) -> bool:
+        """Whether the server should end now; it does at once if the last client said Goodbye."""
+        if has_clients:
+            self._idle_since, self._had_client = None, True
+            return False
+        if not self._had_client:
+            patience_s = max(self._patience_s, _FIRST_CLIENT_PATIENCE_S)
+            if not self._is_needed():
+                patience_s = _UNNEEDED_PATIENCE_S
+            return now - self._started_s > patience_s
+        self._idle_since = self._idle_since or now
+        return now - self._idle_since >= (0.0 if last_left_orderly else self._patience_s)
+
+
+class AvailabilityLog:
+    """Logs each change once. A failed trial of the store is no change."""
+
+    def __init__(self) -> None:
+        self._breaker_was_closed = True
+        self._unavailable: set[TierName] | None = None
+
+    def update(self, tasks: KVTaskEngine) -> None:
+        """Log what has changed since the last call. No tier is available before the first one."""
+        outage = tasks.queries.store_outage
+        if (outage is None) is not self._breaker_was_closed:
+            self._breaker_was_closed = outage is None
+            if outage is None:
+                log_event(logger, logging.INFO, "breaker_closed")
+            else:
+                log_event(logger, logging.WARNING, "breaker_opened", reason=outage)
+        if self._unavailable is None:
+            self._unavailable = {tier.name for tier in tasks.cache.tiers.lower}
+        unavailable = tasks.cache.tiers.unavailable
+        if unavailable == self._unavailable:
+            return
+        for tier in TierName:
+            if (tier in unavailable) is not (tier in self._unavailable):
+                is_gone = tier in unavailable
+                level = logging.WARNING if is_gone else logging.INFO
+                event = "tier_unavailable" if is_gone else "tier_available"
+                log_event(logger, level, event, tier=tier.value)
+        self._unavailable = set(unavailable)
