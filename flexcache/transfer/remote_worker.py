@@ -23,17 +23,13 @@ from queue import SimpleQueue
 import numpy as np
 import numpy.typing as npt
 
+from flexcache.config.remote_url import check_remote_url
 from flexcache.ids import OpKind
 from flexcache.logs import log_event
 from flexcache.storage.host_pool import HostSegment
-from flexcache.storage.remote import check_remote_url, open_remote_store
-from flexcache.storage.remote.base import (
-    Connection,
-    Parts,
-    Presence,
-    RemoteStore,
-    StoreUnavailableError,
-)
+from flexcache.storage.pieces import Parts
+from flexcache.storage.remote import open_remote_store
+from flexcache.storage.remote.base import Connection, Presence, RemoteStore, StoreUnavailableError
 from flexcache.storage.remote.objects import (
     BlockCodec,
     BlockMover,

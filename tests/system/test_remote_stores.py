@@ -1,4 +1,5 @@
-"""The contract of remote stores: the same tests for memory, a directory, S3 and Mooncake."""
+"""The contract of remote stores: the same tests for memory, a directory, a store of the
+user's own, S3 and Mooncake."""
 
 from __future__ import annotations
 
@@ -39,6 +40,7 @@ TIMEOUT_S = 20.0
 NEEDS = {
     "memory": (),
     "file": (),
+    "sqlite": (),
     "s3": ("obstore", "weed"),
     "mooncake": ("mooncake", "mooncake_master"),
 }
@@ -54,6 +56,8 @@ def opener(kind: str, directory: str) -> Iterator[Callable[..., RemoteStore]]:
             return
         if kind == "file":
             url = f"file://{directory}"
+        elif kind == "sqlite":  # of the user's own module
+            url = f"outside.sqlite_store://{directory}/objects.db"
         elif kind == "s3":
             url = stack.enter_context(s3_server()).url
         else:

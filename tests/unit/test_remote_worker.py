@@ -28,11 +28,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from flexcache.errors import ConfigError, MissingDependencyError
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
-from flexcache.storage.pieces import checksum
+from flexcache.storage.pieces import Parts, checksum
 from flexcache.storage.remote import check_remote_url, open_remote_store
 from flexcache.storage.remote.base import (
     Outcome,
-    Parts,
     Presence,
     RemoteStore,
     Status,
@@ -525,6 +524,10 @@ def test_urls_are_parsed(url: str, location: str, options: dict[str, str]) -> No
     ("url", "text"),
     [
         ("redis://h:1", "must begin with one of mooncake://, s3://"),
+        ("no.such.module://h", "a module that cannot be imported: No module named 'no'"),
+        ("json.decoder://h", "the module json.decoder registers no store"),
+        ("outside.sqlite_store://h/x", "must be outside.sqlite_store:///FILE"),
+        ("outside.sqlite_store:///x?journal=off", "journal = 'off': must be one of delete, wal"),
         ("mooncake://host", "must be mooncake://HOST:PORT"),
         ("mooncake://host:port", "is no URL"),
         ("mooncake://h:1?segmnet_gb=1", "did you mean segment_gb?"),

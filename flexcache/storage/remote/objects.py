@@ -25,17 +25,8 @@ import xxhash
 
 from flexcache.errors import FlexCacheError, MissingDependencyError
 from flexcache.storage.compression import Codec, Compressor, open_compressor
-from flexcache.storage.pieces import checksum
-from flexcache.storage.remote.base import (
-    Outcome,
-    Parts,
-    RemoteStore,
-    Status,
-    StoreUnavailableError,
-    cut,
-    first_bytes,
-    num_bytes_of,
-)
+from flexcache.storage.pieces import Parts, checksum, cut, first_bytes, num_bytes_of
+from flexcache.storage.remote.base import Outcome, RemoteStore, Status, StoreUnavailableError
 
 MAGIC = b"FlexCa\r\n"
 FORMAT_VERSION = 2
