@@ -301,7 +301,7 @@ class EvictionPolicy:
     """
 
     follows_prompts = False
-    """Whether it is told of prompts, by the methods from `look_up` to `recall`."""
+    """Whether its methods from `look_up` to `recall` are called."""
 
     def __init__(self, tokens_per_block: int) -> None:
         self.tokens_per_block = tokens_per_block
