@@ -35,13 +35,12 @@ from flexcache.errors import NoDirectPathError
 from flexcache.ids import OpKind
 from flexcache.storage.block_io import Direction, open_block_io
 from flexcache.storage.host_pool import HostSegment
-from flexcache.transfer.workers.copy_choice import CopyWay
-from flexcache.transfer.workers.copy_cuda import KernelTables, split_by_table
-from flexcache.transfer.workers.direct_cuda import CudaDirectIO
-from flexcache.transfer.workers.direct_transfer import Transfer
-from flexcache.transfer.workers.hip_driver import load_driver
-from flexcache.transfer.workers.lane import Lane
-from flexcache.transfer.workers.permit import CopyPermit
+from flexcache.transfer.copier import CopyPermit, Lane
+from flexcache.transfer.copy_ways import CopyWay
+from flexcache.transfer.cuda_copier import KernelTables, split_by_table
+from flexcache.transfer.direct.cuda import CudaDirectIO
+from flexcache.transfer.direct.ops import Transfer
+from flexcache.transfer.hip_driver import load_driver
 
 RUN_BYTES = (8 << 10, 16 << 10, 32 << 10, 64 << 10)
 _SINGLE_COPIES_BYTES = 64 << 10
@@ -58,7 +57,7 @@ def kernel_programs(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
             pool = stack.enter_context(open_pool(run_bytes * NUM_LAYERS, op_bytes, seed))
             if CopyWay.KERNEL not in pool.copier.ways:
                 raise Unsupported("; ".join(map(str, pool.copier.verdicts)))
-            from flexcache.transfer.workers import copy_kernel
+            from flexcache.transfer import copy_kernel
 
             tables = stack.enter_context(closing(KernelTables(load_driver(), pool.device)))
             for kind in KINDS:
@@ -77,7 +76,7 @@ def kernel_programs(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
 
 
 def _copy_by_kernel(tables: KernelTables, runs: Runs, programs: int) -> None:
-    from flexcache.transfer.workers import copy_kernel
+    from flexcache.transfer import copy_kernel
 
     for part in split_by_table(runs):
         table = tables.fill(Lane.LOADS, part)

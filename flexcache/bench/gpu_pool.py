@@ -23,11 +23,11 @@ from flexcache.bench.suite import Result, Unsupported, sample, sample_beside
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import describe_kv_caches
+from flexcache.transfer.copy_ways import CopyWay
+from flexcache.transfer.cuda_copier import CudaCopier
+from flexcache.transfer.device_worker import DeviceWorker
+from flexcache.transfer.gates import LayerLoad
 from flexcache.transfer.messages import Execute, pack_ids
-from flexcache.transfer.workers.copy_choice import CopyWay
-from flexcache.transfer.workers.copy_cuda import CudaCopier
-from flexcache.transfer.workers.device import DeviceWorker
-from flexcache.transfer.workers.layer_load import LayerLoad
 
 Runs = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]
 

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from flexcache.server.places import CLAIM_TTL_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -56,15 +57,14 @@ from flexcache.protocol.messages import (
     WelcomeRank,
 )
 from flexcache.server.cache import ServedCache
-from flexcache.server.claims import CLAIM_TTL_S
 from flexcache.server.hub import Hub
 from flexcache.server.outbox import make_execute
 from flexcache.server.serving import HubConfig, Serving
 from flexcache.storage.shards import Shards
 from flexcache.tasks.instructions import REMOTE, RunLookUp, RunOp, device
 from flexcache.tasks.stats import CacheStats, TierStats
+from flexcache.transfer.copier import CopyPermit
 from flexcache.transfer.messages import Done, Execute
-from flexcache.transfer.workers.permit import CopyPermit
 
 ROOT = bytes(16)
 MODEL = ModelConfig("m", 1, 1, 8, torch.uint8)

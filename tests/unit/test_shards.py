@@ -14,8 +14,7 @@ from flexcache.errors import ConfigError
 from flexcache.protocol.messages import HelloRank
 from flexcache.server.cache import TOLD_TTL_S, CacheSlot
 from flexcache.server.outbox import Outbox
-from flexcache.storage.shard_layouts import ShardLayouts
-from flexcache.storage.shards import Shards
+from flexcache.storage.shards import ShardLayouts, Shards
 
 
 def model(**shape: Any) -> ModelConfig:

@@ -8,14 +8,10 @@ from typing import Any
 
 import pytest
 
-from flexcache.integration.vllm import calls as request_hints
-from flexcache.integration.vllm.calls import (
-    SessionEnd,
-    read_namespace,
-    read_retention,
-    read_session_end,
-    read_session_id,
-)
+from flexcache.integration.vllm import calls
+from flexcache.integration.vllm.calls import Hints, read_hints
+
+OVER = {"over": True, "returns_in_s": None}
 
 
 def request_with(**hints: Any) -> SimpleNamespace:
@@ -25,10 +21,7 @@ def request_with(**hints: Any) -> SimpleNamespace:
 
 def test_a_request_without_hints_says_nothing() -> None:
     for request in (SimpleNamespace(request_id="r"), request_with()):
-        assert read_session_id(request) is None
-        assert read_namespace(request) is None
-        assert read_session_end(request) is None
-        assert read_retention(request) == {}
+        assert read_hints(request) == Hints()
 
 
 @pytest.mark.parametrize(
@@ -39,26 +32,28 @@ def test_a_request_without_hints_says_nothing() -> None:
      ({"ttl_s": float("nan")}, {}), ({"priority": [1]}, {})],
 )  # fmt: skip
 def test_retention(hints: dict[str, Any], retention: dict[str, Any]) -> None:
-    assert read_retention(request_with(**hints)) == retention
+    assert read_hints(request_with(**hints)).retention == retention
 
 
 @pytest.mark.parametrize(
     ("hints", "end"),
-    [({"session_id": "a"}, None), ({"session_over": True}, None),
-     ({"session_id": "a", "session_over": False}, None),
-     ({"session_id": "a", "session_over": True}, SessionEnd("a", True, None)),
-     ({"session_id": "a", "session_over": "false"}, None),
-     ({"session_id": "a", "returns_in_s": 3}, SessionEnd("a", False, 3.0)),
-     ({"session_id": "a", "returns_in_s": -3}, None),
-     ({"session_id": "a", "returns_in_s": "soon"}, None),
-     ({"session_id": "x" * 300, "session_over": True}, None),
-     ({"session_id": "a", "returns_in_s": 86_401}, None),
-     ({"session_id": "a", "session_over": True, "returns_in_s": 3}, None),
-     ({"session_id": "\ud800", "session_over": True}, None),
-     ({"session_id": 7, "session_over": True}, None)],
+    [({"session_id": "a"}, {}), ({"session_over": True}, {}),
+     ({"session_id": "a", "session_over": False}, {}),
+     ({"session_id": "a", "session_over": True}, OVER),
+     ({"session_id": "a", "session_over": "false"}, {}),
+     ({"session_id": "a", "returns_in_s": 3}, {"over": False, "returns_in_s": 3.0}),
+     ({"session_id": "a", "returns_in_s": -3}, {}),
+     ({"session_id": "a", "returns_in_s": "soon"}, {}),
+     ({"session_id": "x" * 300, "session_over": True}, {}),
+     ({"session_id": "a", "returns_in_s": 86_401}, {}),
+     ({"session_id": "a", "session_over": True, "returns_in_s": 3}, {}),
+     ({"session_id": "\ud800", "session_over": True}, {}),
+     ({"session_id": 7, "session_over": True}, {})],
 )  # fmt: skip
-def test_the_end_of_a_session(hints: dict[str, Any], end: SessionEnd | None) -> None:
-    assert read_session_end(request_with(**hints)) == end
+def test_the_end_of_a_session(hints: dict[str, Any], end: dict[str, Any]) -> None:
+    read = read_hints(request_with(**hints))
+    assert read.session_end == end
+    assert read.session_id == "a" or not end
 
 
 @pytest.mark.parametrize(
@@ -73,14 +68,14 @@ def test_the_end_of_a_session(hints: dict[str, Any], end: SessionEnd | None) -> 
     ],
 )
 def test_a_namespace(hint: object, namespace: str | None) -> None:
-    assert read_namespace(request_with(namespace=hint)) == namespace
+    assert read_hints(request_with(namespace=hint)).namespace == namespace
 
 
 def test_what_is_ignored_is_logged_once_as_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    request_hints._warned.clear()
+    calls._warned.clear()
     for seconds in (-3, "soon"):
-        read_session_end(request_with(session_id="a", returns_in_s=seconds))
-    read_session_end(request_with(session_id="a", session_over=True, returns_in_s=3))
+        read_hints(request_with(session_id="a", returns_in_s=seconds))
+    read_hints(request_with(session_id="a", session_over=True, returns_in_s=3))
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == 2
     assert "hint=flexcache_returns_in_s" in warnings[0]

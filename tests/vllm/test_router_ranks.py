@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flexcache.router.discovery.listing import WorkerEntry, WorkerUrl
-from flexcache.router.workers import EventSource
+from flexcache.router.fleet import EventSource
+from flexcache.router.listing import WorkerEntry, WorkerUrl
 
 pytestmark = pytest.mark.whole
 

@@ -13,7 +13,7 @@ from flexcache.ids import TierName
 from flexcache.integration.adapter import TaskCalls, safely
 from flexcache.integration.sglang.pools import NO_BLOCKS, Blocks
 from flexcache.integration.sglang.rank import RankCache
-from flexcache.transfer.workers.layer_load import LayerLoad
+from flexcache.transfer.gates import LayerLoad
 
 
 class Pages(NamedTuple):

@@ -27,37 +27,13 @@ from flexcache.config import CacheConfig
 from flexcache.errors import InternalError
 from flexcache.ids import TierName
 from flexcache.integration.adapter import LayerwiseRule
-from flexcache.integration.vllm.calls import CacheCalls, NoMatch
+from flexcache.integration.vllm.calls import CacheCalls, Get, NoMatch
 from flexcache.integration.vllm.early_loads import EarlyLoads, EarlyLookUps
 from flexcache.integration.vllm.engine import is_served_by_sibling
 from flexcache.integration.vllm.groups import BlockTables, Tables
 from flexcache.integration.vllm.step_loads import StepBudget
 from flexcache.integration.vllm.weights import RequestName
 from flexcache.integration.vllm.worker import Load
-from flexcache.tasks.instructions import PromisedLoad
-
-
-@dataclass(slots=True)
-class Get:
-    """An open get of a request.
-
-    Attributes:
-        num_computed: Tokens that the engine had when it asked; the get covers the following ones.
-        num_tokens: Tokens found; 0 if none.
-        sources: Tokens that each tier supplies.
-        promised: The load, if the last answer to vLLM was that it runs within the request's first
-            step.
-        name: What the request's KV was called when it was matched.
-    """
-
-    task_id: int
-    num_computed: int
-    num_tokens: int
-    sources: dict[TierName, int]
-    matched_s: float
-    name: RequestName
-    launched: bool = False
-    promised: PromisedLoad | None = None
 
 
 @dataclass(slots=True)
@@ -223,17 +199,15 @@ class Gets:
         now = time.monotonic()
         asked_s = now if record.asked_s is None else record.asked_s
         look_up = now - asked_s <= self._lookup_timeout_s  # steps may take longer
-        found = self._cache.match(request, num_computed, num_tokens, look_up)
-        record.asked_s = asked_s if found is NoMatch.UNDECIDED else None
+        get = self._cache.match(request, num_computed, num_tokens, look_up)
+        record.asked_s = asked_s if get is NoMatch.UNDECIDED else None
         # What is on its way early delays an answer, too.
-        self._has_store |= found is NoMatch.UNDECIDED and not self.early_loads.num_open
-        if isinstance(found, NoMatch):
+        self._has_store |= get is NoMatch.UNDECIDED and not self.early_loads.num_open
+        if isinstance(get, NoMatch):
             return None
         self.has_matched = True
-        task_id, num_found, sources = found
-        self.early_loads.is_on |= self._may_load_early and not sources.keys() <= {TierName.CPU}
-        name = self._cache.names.of(request)
-        return Get(task_id, num_computed, num_found, sources, time.monotonic(), name)
+        self.early_loads.is_on |= self._may_load_early and not get.sources.keys() <= {TierName.CPU}
+        return get
 
     def _withdraw(self, request_id: str) -> None:
         """Cancel a request's get, if vLLM has not acted on it."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from flexcache.errors import LoadLostError
-from flexcache.transfer.workers.layer_load import LayerLoad
+from flexcache.transfer.gates import LayerLoad
 
 
 def recovers_in_steps(vllm_config: Any) -> bool:
