@@ -50,7 +50,7 @@ from flexcache.protocol.messages import (
 )
 from flexcache.server.outbox import BackgroundJob
 from flexcache.server.reactor import Buffer, log_failed
-from flexcache.server.serving import Scheduler, Serving
+from flexcache.server.state import Scheduler, ServerState
 from flexcache.tasks.instructions import TaskResult
 from flexcache.transfer.messages import unpack_ids
 
@@ -71,10 +71,10 @@ class _Parked(NamedTuple):
 class SessionCalls:
     """Carries out the calls of sessions. One client's call must not harm the others."""
 
-    def __init__(self, serving: Serving) -> None:
-        self._serving = serving
-        self._slot = serving.slot
-        self._outbox = serving.outbox
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._slot = state.slot
+        self._outbox = state.outbox
         self._unasked: set[TaskId] = set()
         """Tasks that were cancelled before their launch: their clients need no answer."""
         self._parked: dict[int, list[_Parked]] = {}
@@ -98,9 +98,9 @@ class SessionCalls:
         except FlexCacheError as error:
             reply = Failed(request.request_id, "internal", str(error))
         except Exception as error:
-            log_failed(request, self._serving.counters, caller.calls)
+            log_failed(request, self._state.counters, caller.calls)
             reply = Failed(request.request_id, "internal", repr(error))
-        if reply is not None and self._serving.is_connected(caller):
+        if reply is not None and self._state.is_connected(caller):
             self._outbox.send(caller.calls, reply)
 
     def _carry_out(
@@ -121,7 +121,7 @@ class SessionCalls:
                 return Answer(request_id, is_known)
             case NewWeights(request_id, version):
                 check_version(version)
-                return Answer(request_id, self._serving.weights.rename(caller.engine, version, now))
+                return Answer(request_id, self._state.weights.rename(caller.engine, version, now))
             case CheckInvariants(request_id):
                 self._slot.tasks.check_counts()  # no more than that: the other engines wait
                 return Answer(request_id, None)
@@ -130,7 +130,7 @@ class SessionCalls:
         assert self._slot.cache is not None
         clearing = self._slot.cache.clear(request.tier)
         if request.tier is None:
-            self._serving.weights.rename(caller.engine, random_version(), now)
+            self._state.weights.rename(caller.engine, random_version(), now)
         if not clearing.needs_work:
             return Answer(request.request_id, clearing.end(None))
 
@@ -201,7 +201,7 @@ class SessionCalls:
         split = len(data) - request.token_bytes
         key_data, token_data = data[:split], data[split:]
         content = None
-        if self._serving.config.prompt_detail:
+        if self._state.config.prompt_detail:
             content = _read_content(request, key_data if request.key_bytes == 0 else token_data)
         if copies:
             key_data = memoryview(bytes(key_data))
@@ -215,7 +215,7 @@ class SessionCalls:
         for caller, request, prompt, num_bytes in self._parked.pop(lookup_id, ()):
             self._parked_bytes -= num_bytes
             caller.is_parked = False
-            if self._serving.is_connected(caller):
+            if self._state.is_connected(caller):
                 self._reply(caller, request, partial(self._make_task, caller, request, prompt, now))
 
     def _make_task(self, caller: Scheduler, request: Match, prompt: Prompt, now: float) -> Matched:
@@ -252,7 +252,7 @@ class SessionCalls:
             answer = TaskAnswer(message.task_id, KVStatus.CANCELLED, 0, 0, 0, None, True)
             self._outbox.send(caller.identity, answer)
             if message.gated:
-                self._serving.tell(caller.engine, Ended(message.task_id, 0))
+                self._state.tell(caller.engine, Ended(message.task_id, 0))
 
     def cancel(self, caller: Scheduler, message: Cancel, now: float) -> bool:
         """Cancel tasks; False if the message is malformed."""

@@ -31,7 +31,7 @@ from flexcache.protocol.messages import (
     is_anonymous,
 )
 from flexcache.server.claims import Claim
-from flexcache.server.serving import HubConfig, Peer, Rank, Scheduler, Serving
+from flexcache.server.state import HubConfig, Peer, Rank, Scheduler, ServerState
 from flexcache.storage.pool_directory import DirectoryInUseError
 from flexcache.storage.shards import Shards
 from flexcache.tasks.instructions import DISK, device
@@ -54,11 +54,11 @@ class Greeter:
         num_changes: How often what engines wait for has changed.
     """
 
-    def __init__(self, serving: Serving) -> None:
-        self._serving = serving
-        self._config = serving.config
-        self._slot = serving.slot
-        self._outbox = serving.outbox
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._config = state.config
+        self._slot = state.slot
+        self._outbox = state.outbox
         self._refused: dict[tuple[str, int], str] = {}
         """Why ranks were refused, by engine and rank."""
         self.last_left_orderly = False
@@ -68,11 +68,11 @@ class Greeter:
         """Answer a Hello that is well-formed, or leave it unanswered: the client asks again."""
         config, refused = self._config, refuse_version(hello.version)
         if refused is not None:
-            self._serving.counters["rejected_version"] += 1
+            self._state.counters["rejected_version"] += 1
         elif (problem := _misfit(hello, config)) is not None:
             refused = Refused(problem)
-        elif len(self._serving.peers) >= _MAX_PEERS:
-            self._serving.counters["rejected_crowded"] += 1
+        elif len(self._state.peers) >= _MAX_PEERS:
+            self._state.counters["rejected_crowded"] += 1
             refused = Refused(f"{_MAX_PEERS} clients are connected", final=False)
         elif isinstance(hello, HelloRank):
             refused = self._greet_rank(identity, hello, now)
@@ -91,7 +91,7 @@ class Greeter:
             return None if failure is None else Refused(str(failure), final=False)
         if (reason := _misplaced(hello, cache.shards)) is not None:
             return Refused(reason)
-        holder = self._serving.ranks.get(device(hello.engine, hello.rank))
+        holder = self._state.ranks.get(device(hello.engine, hello.rank))
         if (refused := self._contest(identity, holder, hello, now)) is not None:
             return refused
         if hello.layout and (conflict := self._layout_conflict(hello.rank, hello.layout)):
@@ -100,13 +100,13 @@ class Greeter:
         segment, direct = cache.store.segment_of(hello.rank).ref(), cache.direct_files()
         welcome = WelcomeRank(
             self._config.epoch, self._config.server_pid, segment,
-            self._serving.engine(hello.engine).fence.path,
+            self._state.engine(hello.engine).fence.path,
             cache.shards.sizes[cache.shards.of_rank(hello.rank)], cache.fingerprint,
             cache.shape.blocks_per_unit, may_skip=cache.model.has_tails,
             num_groups=max(1, len(cache.model.groups)), direct=direct,
         )  # fmt: skip
         rank = Rank(identity, hello.engine, hello.rank, hello.client, hello.pid, now)
-        self._serving.add(rank)
+        self._state.add(rank)
         self._refused.pop((rank.engine, rank.rank), None)  # what was wrong with it may be over
         self._outbox.send(identity, welcome)
         if self._takes_place(rank):
@@ -120,7 +120,7 @@ class Greeter:
         if problem is None and (problem := self._layout_conflict(rank.rank, layout)) is not None:
             final = False  # it may register once the others have left
         if problem is None:
-            is_first = not any(other.serving for other in self._serving.ranks.values())
+            is_first = not any(other.serving for other in self._state.ranks.values())
             problem = self._slot.adopt_layout(rank.rank, layout, is_first, now)
         if problem is not None:
             self._refuse_rank(rank, f"rank {rank.rank}: {problem}", final)
@@ -129,8 +129,8 @@ class Greeter:
             self._outbox.send(rank.identity, Registered())
             self.weights_changed(rank, WeightsChanged(message.weights, message.version), now)
             if message.weights:  # who updated them meanwhile waits until that is known here
-                self._outbox.send(rank.identity, self._serving.weights.of(rank.engine))
-            for notice in self._serving.engine(rank.engine).notices:
+                self._outbox.send(rank.identity, self._state.weights.of(rank.engine))
+            for notice in self._state.engine(rank.engine).notices:
                 self._outbox.give(rank.identity, notice)  # it may have missed some
             self._slot.tasks.executor_up(rank.executor, message.is_direct)
             log_event(
@@ -149,7 +149,7 @@ class Greeter:
         if message.number != UNKNOWN_WEIGHTS and (is_unknown or message.number < rank.weights):
             return
         rank.weights = message.number
-        self._serving.weights.told(
+        self._state.weights.told(
             rank.engine, rank.rank, rank.client, message.number, message.version, now
         )
 
@@ -159,7 +159,7 @@ class Greeter:
             del self._refused[next(iter(self._refused))]
         log_event(logger, logging.ERROR, "rank_refused", engine=rank.engine, reason=problem)
         self._outbox.send(rank.identity, Refused(problem, final))
-        self._serving.remove(rank)
+        self._state.remove(rank)
 
     def _layout_conflict(self, rank: int, layout: str) -> str | None:
         """Return why a rank of this layout cannot serve now, if so.
@@ -168,7 +168,7 @@ class Greeter:
         """
         assert self._slot.cache is not None
         shard_of = self._slot.cache.shards.of_rank
-        for other in self._serving.ranks.values():
+        for other in self._state.ranks.values():
             if other.serving and shard_of(other.rank) == shard_of(rank) and other.layout != layout:
                 return f"KV layout {layout} differs from the other ranks' {other.layout}"
         return None
@@ -188,7 +188,7 @@ class Greeter:
         if self._slot.cache is None:
             self._outbox.send(identity, Readiness(self._slot.awaited, []))
             return None
-        holder = self._serving.holder(hello.engine, Scheduler.place)
+        holder = self._state.holder(hello.engine, Scheduler.place)
         if (refused := self._contest(identity, holder, hello, now)) is not None:
             return refused
         if self._slot.tasks.queries.uses_gpu_of(hello.engine):
@@ -220,17 +220,17 @@ class Greeter:
         return Refused(f"the engine's KV is {fingerprint}, the server holds {cache.fingerprint}")
 
     def _begin_session(self, identity: bytes, hello: HelloEngine, now: float) -> None:
-        serving, name = self._serving, hello.engine
-        fence = serving.engine(name).fence
+        state, name = self._state, hello.engine
+        fence = state.engine(name).fence
         fence.begin_session()
-        session = serving.open_session(name)
-        scratch = serving.host.map_scratch(hello.pid, hello.scratch_fd)
+        session = state.open_session(name)
+        scratch = state.host.map_scratch(hello.pid, hello.scratch_fd)
         # While the scheduler is not known here: it learns by the Welcome.
-        weights = serving.weights.greeted(name, hello.client, hello.weights, hello.heard, now)
+        weights = state.weights.greeted(name, hello.client, hello.weights, hello.heard, now)
         scheduler = Scheduler(
             identity, hello.calls, name, hello.client, hello.pid, session, scratch, now
         )
-        serving.add(scheduler)
+        state.add(scheduler)
         log_event(logger, logging.INFO, "session_began", engine=name, pid=hello.pid)
         is_dispute_news = self._takes_place(scheduler)
         missing, problems = self.missing(name), self.problems(name)
@@ -255,7 +255,7 @@ class Greeter:
         if holder.client == hello.client:
             self.lose(holder, "registers again", now)
             return None
-        claims = self._serving.engine(holder.engine).claims
+        claims = self._state.engine(holder.engine).claims
         claim = Claim(identity, hello.client, hello.pid, now)
         if claims.contest(holder.place, holder.pid, claim):
             self._dispute_changed(holder.engine, now)
@@ -263,14 +263,14 @@ class Greeter:
 
     def _takes_place(self, peer: Peer) -> bool:
         """Whether the new peer begins or ends a dispute."""
-        engine = self._serving.engine(peer.engine)
+        engine = self._state.engine(peer.engine)
         others = {place: p.client for place, p in engine.peers.items() if p is not peer}
         if peer.engine == self._config.owner:
             others[Scheduler.place] = ""  # in this process
         return engine.claims.take(peer.place, peer.client, peer.pid, others)
 
     def _dispute_changed(self, name: str, now: float) -> None:
-        engine = self._serving.engines.get(name)
+        engine = self._state.engines.get(name)
         is_disputed = engine is not None and engine.claims.is_disputed
         places = [] if engine is None else [text for _, text in engine.claims.places]
         self._slot.tasks.set_disputed(name, is_disputed, now)
@@ -283,7 +283,7 @@ class Greeter:
 
     def withdraw(self, identity: bytes, now: float) -> bool:
         """A claimant says Goodbye; whether the client was one."""
-        engines = self._serving.engines.items()
+        engines = self._state.engines.items()
         changed = [name for name, engine in engines if engine.claims.withdraw(identity)]
         for name in changed:
             self._dispute_changed(name, now)
@@ -294,16 +294,16 @@ class Greeter:
     def expire(self, now: float) -> None:
         """Lose the peers that have been silent, except ranks that have ops, which may be copying,
         and ranks of this process, which ping rarely and end with it."""
-        for name in [n for n, e in self._serving.engines.items() if e.claims.expire(now)]:
+        for name in [n for n, e in self._state.engines.items() if e.claims.expire(now)]:
             self._dispute_changed(name, now)
         timeout_s = self._config.client_timeout_s
-        for peer in list(self._serving.peers.values()):
+        for peer in list(self._state.peers.values()):
             if now - peer.heard_s < timeout_s:
                 continue
             if isinstance(peer, Rank) and self._may_be_silent(peer):
                 peer.heard_s = now
                 continue
-            self._serving.counters["expired_clients"] += 1
+            self._state.counters["expired_clients"] += 1
             self.lose(peer, f"silent for {timeout_s:g} s", now)
 
     def _may_be_silent(self, rank: Rank) -> bool:
@@ -313,14 +313,14 @@ class Greeter:
 
     def lose(self, peer: Peer, reason: str, now: float) -> None:
         """The peer is gone: end its ops or its session. ``closed`` is an orderly reason."""
-        was_disputed = self._serving.engine(peer.engine).claims.settle(peer.place)
-        self._serving.remove(peer)
+        was_disputed = self._state.engine(peer.engine).claims.settle(peer.place)
+        self._state.remove(peer)
         if was_disputed:
             self._dispute_changed(peer.engine, now)
         self.last_left_orderly = reason == "closed"
         level = logging.INFO if self.last_left_orderly else logging.WARNING
         if isinstance(peer, Rank):
-            self._serving.weights.rank_gone(peer.engine, peer.rank)
+            self._state.weights.rank_gone(peer.engine, peer.rank)
             if peer.serving:
                 log_event(
                     logger, level, "rank_ended", engine=peer.engine, rank=peer.rank, reason=reason
@@ -332,12 +332,12 @@ class Greeter:
             # With the scheduler goes the interest in its ranks' problems.
             self._refused = {k: text for k, text in self._refused.items() if k[0] != peer.engine}
             self._slot.tasks.end_session(peer.session, now)
-            self._serving.ending[peer.session] = peer.engine
+            self._state.ending[peer.session] = peer.engine
 
     def close(self) -> None:
         """Forget every peer. Idempotent."""
-        for peer in list(self._serving.peers.values()):
-            self._serving.remove(peer)
+        for peer in list(self._state.peers.values()):
+            self._state.remove(peer)
 
     # -- readiness -------------------------------------------------------------------------------
 
@@ -350,7 +350,7 @@ class Greeter:
 
     def _claimed(self, engine: str) -> list[tuple[str, str]]:
         """Places of an engine that two clients claim, each with a text that names them."""
-        found = self._serving.engines.get(engine)
+        found = self._state.engines.get(engine)
         return [] if found is None else found.claims.places
 
     def missing(self, engine: str) -> list[str]:
@@ -366,7 +366,7 @@ class Greeter:
         """Ranks that engines in session still wait for, or that two clients claim."""
         return [
             f"{text} of engine {engine!r}"
-            for engine in sorted({engine for engine, _, _ in self._serving.engines_in_session()})
+            for engine in sorted({engine for engine, _, _ in self._state.engines_in_session()})
             for text in self._missing_ranks(engine)
             + [text for place, text in self._claimed(engine) if place != Scheduler.place]
         ]
@@ -374,7 +374,7 @@ class Greeter:
     def problems(self, engine: str) -> list[str]:
         """Why ranks of an engine were refused, and which other clients claim its name."""
         refused = [text for (name, _), text in self._refused.items() if name == engine]
-        found = self._serving.engines.get(engine)
+        found = self._state.engines.get(engine)
         return refused + ([] if found is None else found.claims.problems)
 
     def is_settled(self, engine: str) -> bool:
@@ -401,7 +401,7 @@ class Greeter:
     def readiness_changed(self) -> None:
         """Report to every scheduler what its engine still waits for."""
         self.num_changes += 1
-        for scheduler in self._serving.schedulers:
+        for scheduler in self._state.schedulers:
             engine = scheduler.engine
             readiness = Readiness(self.missing(engine), self.problems(engine))
             self._outbox.send(scheduler.identity, readiness)

@@ -48,7 +48,7 @@ from flexcache.server.calls import SessionCalls
 from flexcache.server.greeter import Greeter, malformed_greeting, refuse_version
 from flexcache.server.outbox import BackgroundJob, pass_on, problem_of
 from flexcache.server.reactor import Buffer, UnreadableError, log_failed, read_message
-from flexcache.server.serving import LocalCaller, Rank, Scheduler, Serving
+from flexcache.server.state import LocalCaller, Rank, Scheduler, ServerState
 from flexcache.tasks.instructions import (
     DISK,
     REMOTE,
@@ -73,7 +73,7 @@ _GREETING_DECODER = msgspec.msgpack.Decoder(Greeting)
 
 
 class Hub:
-    """Carries messages to whoever handles them, and what the task engine decides to executors.
+    """Carries messages to their handlers, and what the task engine decides to executors.
 
     Implements `WorkerOwner`: it passes what happens to workers on to the task engine.
 
@@ -81,12 +81,12 @@ class Hub:
         server_stats: Returns the server's part of `stats`.
     """
 
-    def __init__(self, serving: Serving, server_stats: Callable[[], ServerStats]) -> None:
-        self.serving = serving
-        self.outbox = serving.outbox
-        self.greeter = Greeter(serving)
-        self._slot = serving.slot
-        self._calls = SessionCalls(serving)
+    def __init__(self, state: ServerState, server_stats: Callable[[], ServerStats]) -> None:
+        self.state = state
+        self.outbox = state.outbox
+        self.greeter = Greeter(state)
+        self._slot = state.slot
+        self._calls = SessionCalls(state)
         self._server_stats = server_stats
         self._seen_readiness = 0
 
@@ -98,7 +98,7 @@ class Hub:
     @property
     def counters(self) -> Counter[str]:
         """Counts clients and messages that were refused, failures and deaths of workers."""
-        return self.serving.counters
+        return self.state.counters
 
     # -- peers -----------------------------------------------------------------------------------
 
@@ -125,8 +125,8 @@ class Hub:
                 self.outbox.send(identity, Failed(message.request_id, "internal", repr(error)))
 
     def _dispatch(self, identity: bytes, message: ToServer, data: Buffer, now: float) -> None:
-        peer = self.serving.peers.get(identity)
-        caller = self.serving.callers.get(identity)
+        peer = self.state.peers.get(identity)
+        caller = self.state.callers.get(identity)
         if peer is not None:
             peer.heard_s = now
         match message:
@@ -156,7 +156,7 @@ class Hub:
                 # What is planned already is for the weights that it had.
                 self.route(now)
                 self.greeter.weights_changed(peer, message, now)
-                self.outbox.send(identity, self.serving.weights.of(peer.engine))
+                self.outbox.send(identity, self.state.weights.of(peer.engine))
             case Ping() if isinstance(peer, Rank) and peer.has_missed:
                 self._reject(identity, "unread", "messages were dropped, as they were not read")
             case Ping() if peer is not None:
@@ -174,7 +174,7 @@ class Hub:
 
     def _is_known(self, identity: bytes) -> bool:
         """Whether a peer has this identity, for events or for calls."""
-        return identity in self.serving.peers or identity in self.serving.callers
+        return identity in self.state.peers or identity in self.state.callers
 
     def _greet(self, identity: bytes, hello: HelloRank | HelloEngine, now: float) -> None:
         if self._is_known(identity):
@@ -209,7 +209,7 @@ class Hub:
         again once it reads again, as it may have missed ops and their ends.
         """
         self.counters["unread_messages"] += 1
-        peer = self.serving.peers.get(identity) or self.serving.callers.get(identity)
+        peer = self.state.peers.get(identity) or self.state.callers.get(identity)
         if isinstance(peer, Scheduler):
             self.greeter.lose(peer, "does not read its messages", now)
         elif peer is not None:
@@ -217,7 +217,7 @@ class Hub:
 
     def peer_died(self, identity: bytes, now: float) -> None:
         """A peer's process has ended."""
-        peer = self.serving.peers.get(identity)
+        peer = self.state.peers.get(identity)
         if peer is not None:
             self.greeter.lose(peer, "its process died", now)
 
@@ -246,11 +246,11 @@ class Hub:
         cache = self._slot.cache
         if cache is None:
             if self._slot.failure is not None:
-                self.serving.changed.notify_all()
+                self.state.changed.notify_all()
             return
-        tasks, ending, has_news = cache.tasks, self.serving.ending, False
+        tasks, ending, has_news = cache.tasks, self.state.ending, False
         for session, engine in ending.items():
-            found = self.serving.engines.get(engine)
+            found = self.state.engines.get(engine)
             if found is None or not found.fence.is_counted_on:
                 tasks.end_session(session, now, is_counted_on=False)
         while instructions := tasks.take_instructions():
@@ -260,7 +260,7 @@ class Hub:
         for session, engine in list(ending.items()):  # its other notices were sent before
             if not tasks.queries.uses_gpu_of(engine):
                 del ending[session]
-                self.serving.tell(engine, SessionOver(session))
+                self.state.tell(engine, SessionOver(session))
         if (begun := tasks.begin_study()) is not None:
             forecaster, study = begun
             # One that could not be run has learned nothing.
@@ -268,8 +268,8 @@ class Hub:
             self.outbox.begin(job)
         if has_news or self._seen_readiness != self.greeter.num_changes:
             self._seen_readiness = self.greeter.num_changes
-            self.serving.changed.notify_all()
-        feed, journal = self.serving.feed, tasks.cache.tiers.journal
+            self.state.changed.notify_all()
+        feed, journal = self.state.feed, tasks.cache.tiers.journal
         if feed is not None and journal:  # also of matches that had waited for a look-up
             feed.pass_on(journal.take())
 
@@ -290,7 +290,7 @@ class Hub:
             case DropOp(executor, op_id):
                 self._send_to_rank(executor, Drop(op_id))
             case RevokeTask(task_id, engine):
-                self.serving.revoke(engine, task_id)
+                self.state.revoke(engine, task_id)
             case ReplaceExecutor(executor, reason):
                 log_event(logger, logging.ERROR, "rank_is_late", executor=executor, reason=reason)
             case Forgotten(error):
@@ -306,16 +306,16 @@ class Hub:
 
     def _task_answered(self, answered: TaskAnswered) -> None:
         task_id, result = answered.task_id, answered.result
-        caller = self.serving.sessions.get(session_of(task_id))
+        caller = self.state.sessions.get(session_of(task_id))
         if answered.notify_ranks:
-            self.serving.tell(answered.engine, Ended(task_id, result.num_ok))
+            self.state.tell(answered.engine, Ended(task_id, result.num_ok))
         if not isinstance(caller, LocalCaller):
             self._calls.task_answered(caller, task_id, result)
         elif caller.answers is not None:  # at once: waking the event loop costs a match
             caller.answers.answer(task_id, result)
 
     def _send_to_rank(self, executor: str, message: RunOp | Drop) -> None:
-        rank = self.serving.ranks.get(executor)
+        rank = self.state.ranks.get(executor)
         if rank is not None:
             if rank.weights and isinstance(message, RunOp):
                 message = replace(message, weights=rank.weights)
@@ -327,7 +327,7 @@ class Hub:
         """Process id of every rank, of one engine or of all."""
         return {
             rank.executor: rank.pid
-            for rank in self.serving.ranks.values()
+            for rank in self.state.ranks.values()
             if engine is None or rank.engine == engine
         }
 
@@ -350,7 +350,7 @@ class Hub:
                 open_tasks=tasks.queries.num_open_tasks_of(session_id),
                 ranks=len(self.workers(engine)),
             )
-            for engine, pid, session_id in self.serving.engines_in_session()
+            for engine, pid, session_id in self.state.engines_in_session()
         }
         return Stats(
             server=server,
@@ -362,19 +362,19 @@ class Hub:
 
     def fail(self) -> None:
         """The server has failed: no rank may begin another copy, no caller may wait for it."""
-        self.serving.revoke_all()
-        for caller in self.serving.sessions.values():
+        self.state.revoke_all()
+        for caller in self.state.sessions.values():
             if isinstance(caller, LocalCaller) and caller.answers is not None:
                 caller.answers.close()
 
     def close(self) -> None:
         """Forget every peer. Idempotent."""
-        self.serving.revoke_all()
+        self.state.revoke_all()
         self.greeter.close()
 
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold. Does not check the task engine."""
-        self.serving.check()
+        self.state.check()
         self._calls.check()
 
 

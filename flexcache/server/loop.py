@@ -54,14 +54,14 @@ class EventLoop:
         idle_exit: IdleExit | None,
     ) -> None:
         self._hub = hub
-        self._lock = hub.serving.lock
+        self._lock = hub.state.lock
         self._reactor = reactor
         self._socket = socket
         self._pool = pool
         self._background = background
         self._idle_exit = idle_exit
         self._availability_log = AvailabilityLog()
-        self._census_interval_s = hub.serving.config.client_timeout_s / _CENSUSES_A_TIMEOUT
+        self._census_interval_s = hub.state.config.client_timeout_s / _CENSUSES_A_TIMEOUT
         self._census_due_s = 0.0
 
     def run(self) -> Exception | None:
@@ -78,7 +78,7 @@ class EventLoop:
             with self._lock:
                 self._hub.fail()
                 self._reactor.stopping = True
-                self._hub.serving.changed.notify_all()
+                self._hub.state.changed.notify_all()
             self._stop_peers()
             return error
         return None
@@ -92,7 +92,7 @@ class EventLoop:
         if self._idle_exit is None:
             return
         with self._lock:
-            has_clients = bool(self._hub.serving.peers)
+            has_clients = bool(self._hub.state.peers)
             left_orderly = self._hub.greeter.last_left_orderly
         if self._idle_exit.is_due(has_clients, left_orderly, time.monotonic()):
             log_event(logger, logging.INFO, "last_client_left")
@@ -104,7 +104,7 @@ class EventLoop:
         if self._socket.has_unsent or self._pool.has_unsent:
             times.append(now + FLUSH_INTERVAL_S)
         with self._lock:
-            if self._hub.serving.peers:
+            if self._hub.state.peers:
                 times.append(self._census_due_s)
             elif self._idle_exit is not None:
                 times.append(now + _IDLE_POLL_S)
@@ -215,7 +215,7 @@ class EventLoop:
         """Send Stop until each peer has hung up: a peer that disconnects first loses what it has
         not read."""
         with self._lock:
-            peers = list(self._hub.serving.peers)
+            peers = list(self._hub.state.peers)
         deadline = time.monotonic() + _HANG_UP_PATIENCE_S
         while peers := [identity for identity in peers if self._send(identity, Stop())]:
             if time.monotonic() > deadline:

@@ -310,14 +310,14 @@ class LocalLines:
 
     def connect(self, line: LocalLine) -> None:
         """Pass messages to a greeted rank by this line, until the hub forgets the rank."""
-        with self._hub.serving.lock:
-            if line.identity in self._hub.serving.peers:
+        with self._hub.state.lock:
+            if line.identity in self._hub.state.peers:
                 self._hub.outbox.connect(line.identity, line)
 
     def take_reports(self, identity: bytes, reports: Sequence[Done | WeightsChanged]) -> None:
         """Take in that ops of a rank have ended, or that its weights are others. Ignored from a
         rank that the hub has lost."""
-        with self._hub.serving.lock:
+        with self._hub.state.lock:
             if identity not in self._hub.outbox.lines:
                 return
             now = time.monotonic()
@@ -326,7 +326,7 @@ class LocalLines:
                     self._hub.take_message(identity, report, now)
             finally:  # also when the engine's thread was interrupted
                 self.pass_on()
-        with self._hub.serving.lock:
+        with self._hub.state.lock:
             if (cache := self._hub.cache) is not None:
                 cache.tasks.record_lookups()  # the answers did not wait for it
 

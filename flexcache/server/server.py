@@ -48,7 +48,7 @@ from flexcache.server.outbox import (
     withdraw_lines,
 )
 from flexcache.server.reactor import Endpoint, Reactor
-from flexcache.server.serving import Answers, HubConfig, Serving
+from flexcache.server.state import Answers, HubConfig, ServerState
 from flexcache.server.workers import WorkerPool
 from flexcache.storage.shards import Shards
 from flexcache.tasks.engine import KVTaskEngine
@@ -109,11 +109,11 @@ class KVServer:
             prompt_detail=config.prompt_detail,
         )
         host = LocalHost(self._reactor, lambda identity, now: self.hub.peer_died(identity, now))
-        self._serving = Serving(hub_config, host, self._open_cache)
-        self.lock, self._changed = self._serving.lock, self._serving.changed
-        self.hub = Hub(self._serving, self._own_stats)
+        self._state = ServerState(hub_config, host, self._open_cache)
+        self.lock, self._changed = self._state.lock, self._state.changed
+        self.hub = Hub(self._state, self._own_stats)
         if engine is not None:
-            self._serving.weights.begin(engine, config.model_version or "")
+            self._state.weights.begin(engine, config.model_version or "")
         self._lines = LocalLines(self.hub, self._reactor)
         self._observers = Observers(config)
         self._pool = WorkerPool(self._reactor, self.hub)
@@ -201,11 +201,11 @@ class KVServer:
                 self._pool.bind(self._endpoint.context, self._endpoint.worker_address)
             if self._model is not None:
                 with self.lock:
-                    self._serving.slot.expect(
+                    self._state.slot.expect(
                         self._model, self.config.tokens_per_block, self._engine_name
                     )
                     if self._engine_name is not None:
-                        ids = self._serving.open_local(self._engine_name, answers)
+                        ids = self._state.open_local(self._engine_name, answers)
             if self._open_http is not None:
                 self._observers.open_http(partial(self._open_http, self))
         except BaseException:
@@ -241,7 +241,7 @@ class KVServer:
             self._pool.discard()  # they hold the directories' locks, and the next try makes others
             raise
         self._cache = cache
-        self._serving.feed = self._observers.follow(cache)
+        self._state.feed = self._observers.follow(cache)
         return cache
 
     # -- calls from this process -----------------------------------------------------------------
@@ -268,7 +268,7 @@ class KVServer:
     def fence_path(self, engine: str) -> str | None:
         """Where others find the fence of an engine, if it has a peer."""
         with self.lock:
-            found = self._serving.engines.get(engine)
+            found = self._state.engines.get(engine)
             return None if found is None else found.fence.path
 
     def next_id(self, ids: TaskIds) -> TaskId:
@@ -298,7 +298,7 @@ class KVServer:
     def new_weights(self, engine: str, version: str) -> Weights:
         """Rename an engine's weights; return the name with its generation. At any time."""
         with self.lock:
-            weights = self._serving.weights.rename(engine, version, time.monotonic())
+            weights = self._state.weights.rename(engine, version, time.monotonic())
             if self._thread is not None:
                 self._lines.pass_on()
         return weights
@@ -306,13 +306,13 @@ class KVServer:
     def engines(self) -> list[str]:
         """Names of the engines in session."""
         with self.lock:
-            return [name for name, _, _ in self._serving.engines_in_session()]
+            return [name for name, _, _ in self._state.engines_in_session()]
 
     def versions(self) -> list[str]:
         """What the weights of engines in session are called; the configured name without any."""
         with self.lock:
-            engines = [name for name, _, _ in self._serving.engines_in_session()]
-            versions = dict.fromkeys(self._serving.weights.of(name).version for name in engines)
+            engines = [name for name, _, _ in self._state.engines_in_session()]
+            versions = dict.fromkeys(self._state.weights.of(name).version for name in engines)
         return list(versions) or [self.config.model_version or ""]
 
     def clear(self, tier: str | None, engine: str | None = None) -> int:
@@ -327,7 +327,7 @@ class KVServer:
                 assert self._cache is not None
                 clearing = self._cache.clear(tier)
                 if tier is None and engine is not None:
-                    self._serving.weights.rename(engine, random_version(), time.monotonic())
+                    self._state.weights.rename(engine, random_version(), time.monotonic())
             error = error_of(clearing.work)
             with self.lock:  # also while the cache is shut down: dirty blocks wait for it
                 return clearing.end(error)
@@ -348,7 +348,7 @@ class KVServer:
     def open_session(self, name: str) -> TaskIds:
         """Open a session for calls from this process; there must be a model."""
         with self.lock:
-            return self._serving.open_local(name)
+            return self._state.open_local(name)
 
     def take_changes(self) -> list[Change]:
         """What the tiers have stored and lost since the last call, with ``kv_events``."""

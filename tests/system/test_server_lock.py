@@ -25,14 +25,14 @@ from flexcache.server.hub import Hub
 from flexcache.server.operator import open_http
 from flexcache.server.outbox import Outbox
 from flexcache.server.server import KVServer
-from flexcache.server.serving import Serving
+from flexcache.server.state import ServerState
 from flexcache.tasks.engine import KVTaskEngine
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 
-UNGUARDED = {"serving", "lock", "changed", "config"}
+UNGUARDED = {"state", "lock", "changed", "config"}
 """The way to the lock, and what never changes."""
 
 
@@ -75,8 +75,8 @@ def test_hub_engine_and_outbox_are_used_under_the_lock_only(
 ) -> None:
     watch = Watch()
     monkeypatch.setattr("flexcache.server.server.Hub", watch.watched(Hub))
-    monkeypatch.setattr("flexcache.server.server.Serving", watch.watched(Serving))
-    monkeypatch.setattr("flexcache.server.serving.Outbox", watch.watched(Outbox))
+    monkeypatch.setattr("flexcache.server.server.ServerState", watch.watched(ServerState))
+    monkeypatch.setattr("flexcache.server.state.Outbox", watch.watched(Outbox))
     monkeypatch.setattr("flexcache.server.cache.KVTaskEngine", watch.watched(KVTaskEngine))
     port = free_port()
     config = CacheConfig(

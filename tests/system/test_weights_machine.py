@@ -110,7 +110,7 @@ class WeightsMachine(RuleBasedStateMachine):
         manager = self.engines[name].manager
         until(
             lambda: (
-                self.server.hub.serving.weights.of(f"{name}/dp0").generation
+                self.server.hub.state.weights.of(f"{name}/dp0").generation
                 == manager.weights_generation
             )
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexcache.server.places import CLAIM_TTL_S, Claim, Claims
+from flexcache.server.claims import CLAIM_TTL_S, Claim, Claims
 
 
 def second(now: float = 0.0) -> Claim:

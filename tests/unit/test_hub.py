@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from flexcache.server.places import CLAIM_TTL_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -57,9 +56,10 @@ from flexcache.protocol.messages import (
     WelcomeRank,
 )
 from flexcache.server.cache import ServedCache
+from flexcache.server.claims import CLAIM_TTL_S
 from flexcache.server.hub import Hub
 from flexcache.server.outbox import make_execute
-from flexcache.server.serving import HubConfig, Serving
+from flexcache.server.state import HubConfig, ServerState
 from flexcache.storage.shards import Shards
 from flexcache.tasks.instructions import REMOTE, RunLookUp, RunOp, device
 from flexcache.tasks.stats import CacheStats, TierStats
@@ -91,8 +91,8 @@ class World:
             epoch=7, server_pid=1, client_timeout_s=TIMEOUT_S, owner=owner,
             prompt_detail=prompt_detail, first_session=first_session,
         )  # fmt: skip
-        serving = Serving(hub_config, self, lambda *known: self.open(*known))
-        self.hub = Hub(serving, lambda: SERVER_STATS)
+        state = ServerState(hub_config, self, lambda *known: self.open(*known))
+        self.hub = Hub(state, lambda: SERVER_STATS)
         self.caches: list[ServedCache] = []
         self.now = 100.0
         self.inbox: dict[bytes, list[Any]] = {}
@@ -136,13 +136,13 @@ class World:
 
     def send_raw(self, peer: bytes, frames: list[Any]) -> list[Any]:
         before = len(self.inbox.get(peer, []))
-        with self.hub.serving.lock:
+        with self.hub.state.lock:
             self.hub.take(peer, frames, self.now)
         self.settle()
         return self.inbox.get(peer, [])[before:]
 
     def settle(self) -> None:
-        with self.hub.serving.lock:
+        with self.hub.state.lock:
             self.hub.route(self.now)
         to_peers, to_workers, jobs = self.hub.outbox.take()
         self.asked += [i.lookup_id for i in to_workers if isinstance(i, RunLookUp)]
@@ -179,7 +179,7 @@ def world() -> Iterator[World]:
 def note_news(world: World) -> list[bool]:
     """Count how often those that wait for news are woken from now on."""
     woken: list[bool] = []
-    world.hub.serving.changed.notify_all = lambda: woken.append(True)  # type: ignore[method-assign]
+    world.hub.state.changed.notify_all = lambda: woken.append(True)  # type: ignore[method-assign]
     return woken
 
 
@@ -445,13 +445,13 @@ def test_a_silent_rank_expires_unless_it_may_be_copying(world: World) -> None:
     world.now += TIMEOUT_S
     world.send(engine.events, Ping())
     world.hub.greeter.expire(world.now)
-    assert set(world.hub.serving.peers) == {engine.events, engine.rank}
+    assert set(world.hub.state.peers) == {engine.events, engine.rank}
     engine.work()
     assert engine.answers(task_id)[0].num_ok == 3
     world.now += TIMEOUT_S
     world.send(engine.events, Ping())
     world.hub.greeter.expire(world.now)
-    assert set(world.hub.serving.peers) == {engine.events}
+    assert set(world.hub.state.peers) == {engine.events}
 
 
 def test_a_rank_of_this_process_may_be_silent_until_its_line_is_closed(world: World) -> None:
@@ -465,10 +465,10 @@ def test_a_rank_of_this_process_may_be_silent_until_its_line_is_closed(world: Wo
     engine.register()
     world.hub.outbox.connect(engine.rank, line)
     world.hub.greeter.expire(world.now + 2 * TIMEOUT_S)
-    assert set(world.hub.serving.peers) == {engine.rank}
+    assert set(world.hub.state.peers) == {engine.rank}
     line.is_closed = True
     world.hub.greeter.expire(world.now + 4 * TIMEOUT_S)
-    assert world.hub.serving.peers == {}
+    assert world.hub.state.peers == {}
 
 
 def test_a_rank_with_a_different_layout_is_refused_and_its_engine_is_notified(world: World) -> None:
@@ -709,7 +709,7 @@ def test_fences_and_problems_do_not_outlive_their_engines(world: World) -> None:
         world.send(engine.events, Goodbye())
     assert len(world.fences) == 50
     assert not any(Path(fence.path).exists() for fence in world.fences)
-    assert world.hub.serving.peers == {}
+    assert world.hub.state.peers == {}
     assert world.watched == {}
 
 
@@ -763,9 +763,9 @@ def test_news_of_an_earlier_update_that_come_last_change_nothing(world: World, l
     engine.register()
     world.send(engine.rank, WeightsChanged(2))
     world.send(engine.rank, WeightsChanged(last, "v3"))
-    before = world.hub.serving.weights.of("e")
+    before = world.hub.state.weights.of("e")
     world.send(engine.rank, WeightsChanged(2))
-    assert world.hub.serving.weights.of("e") == before
+    assert world.hub.state.weights.of("e") == before
     assert before.ranks[0][1] == last
 
 
@@ -812,7 +812,7 @@ def test_a_match_of_a_negative_generation_is_refused(world: World) -> None:
 def test_a_scheduler_that_does_not_read_is_given_up(world: World, socket: str) -> None:
     engine = Engine(world)
     world.hub.does_not_read(getattr(engine, socket), world.now)
-    assert engine.events not in world.hub.serving.peers
+    assert engine.events not in world.hub.state.peers
     [failed] = world.send(engine.calls, CheckInvariants(7))
     assert isinstance(failed, Failed) and failed.kind == "session"
 
@@ -824,7 +824,7 @@ def test_a_rank_that_missed_messages_registers_again_once_it_reads(world: World)
     task_id, matched = engine.match(TaskKind.PUT, "ab")
     engine.launch(task_id, matched.num_blocks)
     world.hub.does_not_read(engine.rank, world.now)
-    assert engine.rank in world.hub.serving.peers
+    assert engine.rank in world.hub.state.peers
     assert engine.answers(task_id) == []
     [rejected] = world.send(engine.rank, Ping())
     assert isinstance(rejected, Rejected)
@@ -1002,7 +1002,7 @@ class HubHistories(RuleBasedStateMachine):
         for name in NAMES:
             assert hub.cache.tasks.queries.is_up(device(name, 0)) == (name in self.ranks)
         expected = {e[1] for e in self.engines.values()} | {r[1] for r in self.ranks.values()}
-        assert set(hub.serving.peers) == set(self.world.watched) == expected
+        assert set(hub.state.peers) == set(self.world.watched) == expected
         tier = self.world.tier()
         assert tier.free + tier.indexed + tier.leased == BLOCKS
 
@@ -1018,7 +1018,7 @@ class HubHistories(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "world"):
             return
-        for peer in [*self.world.hub.serving.peers]:
+        for peer in [*self.world.hub.state.peers]:
             self.world.die(peer)
         if self.world.hub.cache is not None:
             assert self.world.tier().leased == 0

@@ -106,8 +106,8 @@ def test_replicas_that_differ_in_size_are_the_reason_for_the_refusal(world: Worl
 
 def test_the_engine_of_this_process_calls_before_its_ranks_have_greeted() -> None:
     world = World(owner="e")
-    ids = world.hub.serving.open_local("e")
-    world.hub.serving.slot.expect(STAGED, 16, "e")
+    ids = world.hub.state.open_local("e")
+    world.hub.state.slot.expect(STAGED, 16, "e")
     assert world.hub.greeter.missing("e") == [f"rank {rank}" for rank in range(4)]
     for rank in range(3):
         assert greet(world, rank) == []
@@ -125,7 +125,7 @@ def test_a_failure_to_open_the_expected_cache_is_told_to_the_ranks_and_kept() ->
         raise ConfigError("no room")
 
     world.open = fail
-    world.hub.serving.slot.expect(STAGED, 16, "e")
+    world.hub.state.slot.expect(STAGED, 16, "e")
     for rank in range(3):
         assert greet(world, rank) == []
     woken = note_news(world)

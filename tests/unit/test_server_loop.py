@@ -186,13 +186,13 @@ def test_the_hubs_check_finds_leftovers_of_an_engine_that_is_gone() -> None:
     world = World()
     Engine(world).register()
     world.hub.check()
-    serving = world.hub.serving
-    fence = serving.engine("gone").fence
+    state = world.hub.state
+    fence = state.engine("gone").fence
     with pytest.raises(InternalError, match="engines and their peers disagree"):
         world.hub.check()
-    del serving.engines["gone"]
+    del state.engines["gone"]
     fence.close()
-    for table in (serving.ranks, serving.callers, serving.sessions):
+    for table in (state.ranks, state.callers, state.sessions):
         entry = table.popitem()
         with pytest.raises(InternalError, match="disagree"):
             world.hub.check()

@@ -1,6 +1,6 @@
 """State of a server that its lock guards: cache, clients by engine, outbox and counters.
 
-`Serving` is the record; `server.hub` (frames in, instructions out), `server.greeter` (who is a
+`ServerState` is the record; `server.hub` (frames in, instructions out), `server.greeter` (who is a
 client) and `server.calls` (what schedulers ask for) read and change it. All under the lock.
 """
 
@@ -140,7 +140,7 @@ Peer = Rank | Scheduler
 
 
 @dataclass(slots=True, eq=False)
-class Engine:
+class ServedEngine:
     """An engine while it has a peer. A place is one rank of it, or its scheduler.
 
     Attributes:
@@ -157,11 +157,11 @@ class Engine:
         return [peer for peer in self.peers.values() if isinstance(peer, Rank)]
 
 
-class Serving:
+class ServerState:
     """What a server knows, while it runs.
 
     Attributes:
-        lock: Held by whoever uses anything here, or the task engine.
+        lock: Held by each thread that uses anything here, or the task engine.
         changed: Its waiters are notified when a look-up ends or an engine's readiness changes.
         slot: Has the cache, once that is known.
         feed: Takes the changes of the tiers; None if nothing records them.
@@ -183,7 +183,7 @@ class Serving:
         self.slot = CacheSlot(self._open, self.outbox)
         self.feed: ChangeFeed | None = None
         self.weights = EngineWeights(self._weights_changed)
-        self.engines: dict[str, Engine] = {}
+        self.engines: dict[str, ServedEngine] = {}
         self.peers: dict[bytes, Peer] = {}
         self.callers: dict[bytes, Scheduler] = {}
         self.ranks: dict[str, Rank] = {}
@@ -193,11 +193,11 @@ class Serving:
 
     # -- clients ---------------------------------------------------------------------------------
 
-    def engine(self, name: str) -> Engine:
+    def engine(self, name: str) -> ServedEngine:
         """An engine one of whose peers is being added."""
         engine = self.engines.get(name)
         if engine is None:
-            engine = self.engines[name] = Engine(self.host.make_fence(), Claims(name))
+            engine = self.engines[name] = ServedEngine(self.host.make_fence(), Claims(name))
         return engine
 
     def add(self, peer: Peer) -> None:
