@@ -35,7 +35,7 @@ from flexcache.errors import NoDirectPathError
 from flexcache.ids import OpKind
 from flexcache.storage.block_io import Direction, open_block_io
 from flexcache.storage.host_pool import HostSegment
-from flexcache.transfer.copier import CopyPermit, Lane
+from flexcache.transfer.copier import CopyLane, CopyPermit
 from flexcache.transfer.copy_ways import CopyWay
 from flexcache.transfer.cuda_copier import KernelTables, split_by_table
 from flexcache.transfer.direct.cuda import CudaDirectIO
@@ -79,11 +79,11 @@ def _copy_by_kernel(tables: KernelTables, runs: Runs, programs: int) -> None:
     from flexcache.transfer import copy_kernel
 
     for part in split_by_table(runs):
-        table = tables.fill(Lane.LOADS, part)
+        table = tables.fill(CopyLane.LOADS, part)
         assert table is not None
-        copy_kernel.launch(table, tables.scratch[Lane.LOADS], programs)
+        copy_kernel.launch(table, tables.scratch[CopyLane.LOADS], programs)
     torch.cuda.current_stream().synchronize()
-    tables.clear(Lane.LOADS)
+    tables.clear(CopyLane.LOADS)
 
 
 def without_batches(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:

@@ -73,7 +73,7 @@ EAGER_LOADS = 3
 """Loads that start one after the other before a store has its turn."""
 
 
-class Lane(str, Enum):
+class CopyLane(str, Enum):
     """Ops that begin and are reported in their order, and do not wait for those of other lanes."""
 
     LAYERS = "loads by layer"
@@ -81,7 +81,7 @@ class Lane(str, Enum):
     STORES = "stores"
 
     @classmethod
-    def of(cls, kind: OpKind, urgent: bool) -> Lane:
+    def of(cls, kind: OpKind, urgent: bool) -> CopyLane:
         if kind is OpKind.D2H:
             return cls.STORES
         return cls.LAYERS if urgent else cls.LOADS
@@ -121,7 +121,7 @@ def merge_runs(
     return destinations[heads], sources[heads], np.add.reduceat(sizes, heads)
 
 
-class Fence(Protocol):
+class ComputePoint(Protocol):
     """A point in the device's work. Satisfied by `torch.cuda.Event`."""
 
     def query(self) -> bool:
@@ -158,14 +158,14 @@ class Copier(Protocol):
             FlexCacheError: No way of copying works here; the message says why.
         """
 
-    def fence(self) -> Fence | None:
+    def fence(self) -> ComputePoint | None:
         """Return the point that the engine's compute has reached: on the calling thread, if it is
         the engine's; or else on the stream that was current when the tensors were lent."""
 
     def start(
         self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind,
-        after: Fence | None, urgent: bool = False, alone: bool = False,
-    ) -> Fence | None:  # fmt: skip
+        after: ComputePoint | None, urgent: bool = False, alone: bool = False,
+    ) -> ComputePoint | None:  # fmt: skip
         """Start the copies; return the point at which they have landed, or None if they are done.
 
         Args:
@@ -177,7 +177,7 @@ class Copier(Protocol):
             RuntimeError: These copies failed. None of them is in flight.
         """
 
-    def may_start(self, kind: OpKind, after: Fence | None) -> bool:
+    def may_start(self, kind: OpKind, after: ComputePoint | None) -> bool:
         """Whether `start` would not wait, on the calling thread, until ``after`` is past, and the
         copier takes more."""
 

@@ -241,7 +241,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Scratch:
+class ScratchMemory:
     """Our own memory on the host and on the device, `PROBE_BYTES` each.
 
     Attributes:
@@ -263,7 +263,9 @@ class Scratch:
 
 
 @contextmanager
-def open_scratch(driver: CudaDriver, device: torch.device, *, pinned: bool) -> Iterator[Scratch]:
+def open_scratch(
+    driver: CudaDriver, device: torch.device, *, pinned: bool
+) -> Iterator[ScratchMemory]:
     """Make scratch memory for use on the calling thread's current stream. Copies must have ended
     before the context exits."""
     with HostSegment.create(PROBE_BYTES, 1) as segment:
@@ -273,13 +275,13 @@ def open_scratch(driver: CudaDriver, device: torch.device, *, pinned: bool) -> I
             memory = (c_uint8 * PROBE_BYTES).from_address(segment.address)
             on_device = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=device)
             is_reachable = pin is not None and pin.is_reachable
-            yield Scratch(np.ctypeslib.as_array(memory), on_device, is_reachable)
+            yield ScratchMemory(np.ctypeslib.as_array(memory), on_device, is_reachable)
         finally:
             if pin is not None:
                 pin.close()
 
 
-def check_way(way: CopyWay, copy: Copy, scratch: Scratch) -> Verdict:
+def check_way(way: CopyWay, copy: Copy, scratch: ScratchMemory) -> Verdict:
     """Copy patterns in one way.
 
     Args:
@@ -322,7 +324,7 @@ def describe(error: Exception) -> str:
     return text if type(error) is RuntimeError else f"{type(error).__name__}: {text}"
 
 
-def _find_fault(copy: Copy, scratch: Scratch, kind: OpKind, count: int) -> str:
+def _find_fault(copy: Copy, scratch: ScratchMemory, kind: OpKind, count: int) -> str:
     """Copy ``count`` runs and describe what is wrong afterwards; "" if nothing is."""
     random = np.random.default_rng(count)
     size = _NUM_SLOTS * _SLOT_BYTES

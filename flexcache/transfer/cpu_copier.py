@@ -29,7 +29,7 @@ from flexcache.storage.host_pool import HostSegment
 from flexcache.transfer.copier import PIECE_BYTES, CopyPermit, merge_runs
 
 if TYPE_CHECKING:
-    from flexcache.transfer.copier import Fence
+    from flexcache.transfer.copier import ComputePoint
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ _QUEUE_WORDS = ENTRIES + NUM_LANES * NUM_SLOTS * ENTRY_WORDS
 
 
 class QueuedCopy:
-    """A copy in the queue; a `Fence`.
+    """A copy in the queue; a `ComputePoint`.
 
     Args:
         entry: Words of its entry, until another copy has it.
@@ -260,7 +260,7 @@ class CpuCopier:
     def start(
         self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind,
         after: object, urgent: bool = False, alone: bool = False,
-    ) -> Fence | None:  # fmt: skip
+    ) -> ComputePoint | None:  # fmt: skip
         """Copy or queue everything.
 
         Raises:

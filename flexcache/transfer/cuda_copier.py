@@ -31,12 +31,12 @@ from flexcache.ids import OpKind
 from flexcache.logs import log_event
 from flexcache.storage import machine as numa
 from flexcache.storage.host_pool import HostSegment
-from flexcache.transfer.copier import Lane, merge_runs
+from flexcache.transfer.copier import CopyLane, merge_runs
 from flexcache.transfer.copy_ways import (
     CopyChoice,
     CopyReview,
     CopyWay,
-    Scratch,
+    ScratchMemory,
     Verdict,
     check_way,
     describe,
@@ -71,12 +71,12 @@ class CudaStreams:
         self.device = device
         self._driver = driver
         self._handles: list[int] = []
-        self._lanes: dict[Lane, torch.cuda.ExternalStream] = {}
+        self._lanes: dict[CopyLane, torch.cuda.ExternalStream] = {}
         self._context = driver.open_context(device.index)
         try:
             self.bind()
-            for lane in Lane:
-                handle = driver.make_stream(is_urgent=lane is Lane.LAYERS)
+            for lane in CopyLane:
+                handle = driver.make_stream(is_urgent=lane is CopyLane.LAYERS)
                 self._handles.append(handle)
                 self._lanes[lane] = torch.cuda.ExternalStream(handle, device)
         except BaseException:
@@ -84,7 +84,7 @@ class CudaStreams:
                 step()
             raise
 
-    def __getitem__(self, lane: Lane) -> torch.cuda.ExternalStream:
+    def __getitem__(self, lane: CopyLane) -> torch.cuda.ExternalStream:
         return self._lanes[lane]
 
     def bind(self) -> None:
@@ -96,7 +96,7 @@ class CudaStreams:
         torch.cuda.set_device(self.device)
         self._driver.bind(self._context)
 
-    def settle(self, lane: Lane) -> None:
+    def settle(self, lane: CopyLane) -> None:
         """Wait until no copy of a lane is in flight.
 
         Raises:
@@ -168,23 +168,23 @@ class KernelTables:
     """
 
     def __init__(self, driver: CudaDriver, device: torch.device) -> None:
-        words = torch.empty((len(Lane), 3 * _RUNS_PER_TABLE), dtype=torch.int64, device=device)
-        self.scratch = dict(zip(Lane, words, strict=True))
+        words = torch.empty((len(CopyLane), 3 * _RUNS_PER_TABLE), dtype=torch.int64, device=device)
+        self.scratch = dict(zip(CopyLane, words, strict=True))
         size = 3 * _MOST_RUNS * 8
-        self._segment = HostSegment.create(size, len(Lane))
+        self._segment = HostSegment.create(size, len(CopyLane))
         self._segment.map()
         self._pin = PinnedSegment(driver, self._segment, self._segment.size)
         self.is_reachable = self._pin.is_reachable
-        starts = (self._segment.address + i * self._segment.stride for i in range(len(Lane)))
+        starts = (self._segment.address + i * self._segment.stride for i in range(len(CopyLane)))
         memory = ((c_int64 * (size // 8)).from_address(start) for start in starts)
-        self._words = dict(zip(Lane, map(np.ctypeslib.as_array, memory), strict=True))
-        self._used: dict[Lane, deque[_Table]] = {lane: deque() for lane in Lane}
+        self._words = dict(zip(CopyLane, map(np.ctypeslib.as_array, memory), strict=True))
+        self._used: dict[CopyLane, deque[_Table]] = {lane: deque() for lane in CopyLane}
 
-    def has_room(self, lane: Lane, num_runs: int) -> bool:
+    def has_room(self, lane: CopyLane, num_runs: int) -> bool:
         """Whether an op's table fits now, beside those that may still be read."""
         return self._find(lane, num_runs) is not None
 
-    def fill(self, lane: Lane, runs: Runs) -> torch.Tensor | None:
+    def fill(self, lane: CopyLane, runs: Runs) -> torch.Tensor | None:
         """Write a table ``(3, n)`` of copies; return None if there is no room for it. It is left
         alone until the event of its `landed` has fired, or until `clear`."""
         num_runs = len(runs[2])
@@ -196,12 +196,12 @@ class KernelTables:
         self._used[lane].append(_Table(start, start + _words_for(num_runs)))
         return torch.from_numpy(table)
 
-    def landed(self, lane: Lane, event: torch.cuda.Event) -> None:
+    def landed(self, lane: CopyLane, event: torch.cuda.Event) -> None:
         """Note the event after which the lane's tables are no longer read."""
         for table in self._used[lane]:
             table.landed = table.landed or event
 
-    def clear(self, lane: Lane) -> None:
+    def clear(self, lane: CopyLane) -> None:
         """Forget a lane's tables: nothing of it is in flight."""
         self._used[lane].clear()
 
@@ -211,7 +211,7 @@ class KernelTables:
         self._words.clear()
         self._segment.close()
 
-    def _find(self, lane: Lane, num_runs: int) -> int | None:
+    def _find(self, lane: CopyLane, num_runs: int) -> int | None:
         """Return where the next table begins; None if there is no room for it."""
         used, size, room = self._used[lane], _words_for(num_runs), len(self._words[lane])
         while used and used[0].landed is not None and used[0].landed.query():
@@ -336,7 +336,7 @@ class CudaCopier:
             RuntimeError: These copies failed, and none is in flight. Others may succeed.
         """
         assert self._pinned is not None and self._streams is not None
-        lane = Lane.of(kind, urgent)
+        lane = CopyLane.of(kind, urgent)
         stream = self._streams[lane]
         try:
             self._streams.bind()
@@ -439,7 +439,7 @@ class CudaCopier:
                     logger, logging.WARNING, "copier_not_closed_cleanly", error=describe(error)
                 )
 
-    def _queue_as_chosen(self, runs: Runs, kind: OpKind, lane: Lane) -> _Timed | None:
+    def _queue_as_chosen(self, runs: Runs, kind: OpKind, lane: CopyLane) -> _Timed | None:
         """Queue the copies in the way that should be quickest; return them if they are to be timed.
 
         If the kernel fails it is abandoned for good, and the copy engine takes over.
@@ -464,14 +464,14 @@ class CudaCopier:
         return timed
 
     def _choose_now(
-        self, runs: Runs, kind: OpKind, lane: Lane
+        self, runs: Runs, kind: OpKind, lane: CopyLane
     ) -> tuple[CopyWay, _Timed | None]:  # fmt: skip
         """Choose the way of copies that may be made in both, and that are queued next."""
         assert self._engine is not None and self._tables is not None and self._streams is not None
         num_runs, num_bytes = len(runs[2]), int(runs[2].sum())
         if not self._tables.has_room(lane, num_runs):  # the model must not wait for a table
             return self._engine, None
-        if lane is Lane.LAYERS:  # the model waits for them
+        if lane is CopyLane.LAYERS:  # the model waits for them
             return self.choose(*runs, kind), None
         self._take_timed()
         review = self._reviews[kind]
@@ -496,7 +496,7 @@ class CudaCopier:
                 )  # fmt: skip
 
     def _queue(
-        self, runs: Runs, kind: OpKind, way: CopyWay, lane: Lane, is_pinned: bool | None = None
+        self, runs: Runs, kind: OpKind, way: CopyWay, lane: CopyLane, is_pinned: bool | None = None
     ) -> None:
         """Queue copies in one way. By default memory is pinned if the segment is."""
         assert self._streams is not None
@@ -511,7 +511,7 @@ class CudaCopier:
                 with torch.cuda.stream(stream):
                     self._launch(runs, lane, self._programs.get(kind))
 
-    def _launch(self, runs: Runs, lane: Lane, programs: int | None) -> None:
+    def _launch(self, runs: Runs, lane: CopyLane, programs: int | None) -> None:
         """Launch the kernel on the current stream, with as many tables as are needed."""
         assert self._kernel is not None and self._tables is not None
         programs = programs or self._kernel.PROGRAMS[0]
@@ -527,7 +527,7 @@ class CudaCopier:
         """Test all ways and keep those that pass."""
         assert self._streams is not None and self._pinned is not None
         self._streams.bind()
-        with torch.cuda.stream(self._streams[Lane.LOADS]):
+        with torch.cuda.stream(self._streams[CopyLane.LOADS]):
             with open_scratch(self._driver, self.device, pinned=self.is_pinned) as scratch:
                 self.verdicts = [self._test(way, scratch, self.is_pinned) for way in CopyWay]
                 passed = passed_ways(self.verdicts, self.device)
@@ -541,7 +541,7 @@ class CudaCopier:
                     verdicts = [self._test(way, scratch, False) for way in _ENGINE_WAYS]
                     self._pageable_way = passed_ways(verdicts, self.device)[0]
 
-    def _test(self, way: CopyWay, scratch: Scratch, is_pinned: bool) -> Verdict:
+    def _test(self, way: CopyWay, scratch: ScratchMemory, is_pinned: bool) -> Verdict:
         missing = self._missing(way, scratch)
         if missing:
             if way is CopyWay.KERNEL:
@@ -557,7 +557,7 @@ class CudaCopier:
             )  # fmt: skip
         return verdict
 
-    def _missing(self, way: CopyWay, scratch: Scratch) -> str:
+    def _missing(self, way: CopyWay, scratch: ScratchMemory) -> str:
         """Return why a way cannot be tested here; "" if it can. Loads the kernel."""
         if way is CopyWay.BATCH and not self._driver.has_batch_copy:
             return "it needs a CUDA driver of 12.8 or later"
@@ -578,7 +578,7 @@ class CudaCopier:
         self._kernel = copy_kernel
         return ""
 
-    def _time(self, engine: CopyWay, scratch: Scratch) -> None:
+    def _time(self, engine: CopyWay, scratch: ScratchMemory) -> None:
         """Time the kernel and the engine; if that fails, the kernel is not used."""
         assert self._kernel is not None
         programs = self._kernel.PROGRAMS
@@ -609,13 +609,13 @@ class CudaCopier:
     def _copy_now(self, runs: Runs, kind: OpKind, way: CopyWay, is_pinned: bool = True) -> None:
         """Copy, and wait until nothing is in flight, even after an error."""
         assert self._streams is not None
-        lane = Lane.of(kind, urgent=False)
+        lane = CopyLane.of(kind, urgent=False)
         try:
             self._queue(runs, kind, way, lane, is_pinned)
         finally:
             self._settle(lane)
 
-    def _settle(self, lane: Lane) -> None:
+    def _settle(self, lane: CopyLane) -> None:
         """Wait until no copy of a lane is in flight.
 
         Raises:

@@ -28,7 +28,7 @@ from flexcache.errors import MissingDependencyError, NoDirectPathError
 from flexcache.storage.block_io import Direction
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.pieces import checksum
-from flexcache.transfer.copier import CopyPermit, Lane
+from flexcache.transfer.copier import CopyLane, CopyPermit
 from flexcache.transfer.cuda_copier import CudaCopier
 from flexcache.transfer.direct.cuda import CudaDirectIO
 from flexcache.transfer.direct.cufile import CuFile
@@ -392,7 +392,7 @@ def thaw_when_settling(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Execute no copies until something waits for them."""
     streams, settle = rig.copier.streams, rig.copier.streams.settle
 
-    def thaw_and_settle(lane: Lane) -> None:
+    def thaw_and_settle(lane: CopyLane) -> None:
         rig.gpu.thaw()
         settle(lane)
 

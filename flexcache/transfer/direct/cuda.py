@@ -29,7 +29,7 @@ from flexcache.ids import OpKind
 from flexcache.logs import log_event
 from flexcache.storage.block_io import Direction
 from flexcache.storage.pieces import PAGE_BYTES, align_up, checksum
-from flexcache.transfer.copier import CopyPermit, Lane
+from flexcache.transfer.copier import CopyLane, CopyPermit
 from flexcache.transfer.copy_ways import describe
 from flexcache.transfer.cuda_copier import CudaCopier
 from flexcache.transfer.direct.cufile import CuFile, DeviceFiles
@@ -105,7 +105,7 @@ def _read_page(fd: int) -> bytes:
 Transfers = list[Transfer]
 Then = Callable[[Transfers], None]
 
-_LANES = {Direction.READ: Lane.LOADS, Direction.WRITE: Lane.STORES}
+_LANES = {Direction.READ: CopyLane.LOADS, Direction.WRITE: CopyLane.STORES}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -325,10 +325,10 @@ class CudaDirectIO:
     def _make_buffer(self) -> torch.Tensor:
         """Return memory for the blocks in flight, a page of zeros behind them, and to align it."""
         size = self.depth * self._block_bytes
-        with torch.cuda.stream(self._streams[Lane.STORES]):
+        with torch.cuda.stream(self._streams[CopyLane.STORES]):
             memory = torch.empty(size + 2 * PAGE_BYTES, dtype=torch.uint8, device=self._device)
             memory[size:].copy_(torch.zeros(2 * PAGE_BYTES, dtype=torch.uint8))
-        self._streams.settle(Lane.STORES)
+        self._streams.settle(CopyLane.STORES)
         return memory
 
     def _test(self, fds: Sequence[int]) -> None:
@@ -342,14 +342,14 @@ class CudaDirectIO:
 
     def _checksum_of(self, offset: int, length: int) -> int:
         places = np.array([self._address + offset], np.int64)
-        with torch.cuda.stream(self._streams[Lane.LOADS]):
+        with torch.cuda.stream(self._streams[CopyLane.LOADS]):
             lanes = self._kernel.start(places, length, self._spaces[Direction.READ])
-        self._streams.settle(Lane.LOADS)
+        self._streams.settle(CopyLane.LOADS)
         return int(self._kernel.finish(lanes, length)[0])
 
     def _copy_now(self, to: Addresses, start: Addresses, sizes: Addresses, kind: OpKind) -> None:
         self._copier.start(to, start, sizes, kind, None)
-        self._streams.settle(Lane.of(kind, urgent=False))
+        self._streams.settle(CopyLane.of(kind, urgent=False))
 
 
 def _load_kernel() -> ModuleType:

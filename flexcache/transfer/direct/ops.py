@@ -25,7 +25,7 @@ from flexcache.storage.block_io import Completion, Direction, Request, ThreadedB
 from flexcache.storage.layout import BlockLayout
 from flexcache.storage.pieces import checksum
 from flexcache.transfer.block_op import BlockOp, BlockOpQueue
-from flexcache.transfer.copier import Copier, CopyPermit, Fence
+from flexcache.transfer.copier import ComputePoint, Copier, CopyPermit
 from flexcache.transfer.cpu_copier import load_copy_runs
 from flexcache.transfer.messages import Done, Execute
 
@@ -269,7 +269,7 @@ class DirectOps:
         self._permit = permit
         self.failure: str | None = None
         self._refused: list[Done] = []
-        self._behind: list[tuple[BlockOp, Fence]] = []
+        self._behind: list[tuple[BlockOp, ComputePoint]] = []
         """Ops whose blocks the engine's compute may still use."""
         self._queue = BlockOpQueue()
         self._ops: dict[int, BlockOp] = {}
@@ -281,7 +281,7 @@ class DirectOps:
         """Ops that have not ended."""
         return [*self._ops, *(done.op_id for done in self._refused)]
 
-    def execute(self, message: Execute, after: Fence | None) -> None:
+    def execute(self, message: Execute, after: ComputePoint | None) -> None:
         """Take an op, which starts when the engine's compute has passed ``after``."""
         op = BlockOp.of(message)
         try:
