@@ -23,7 +23,6 @@ from flexcache.bench.gpu_pool import (
     KINDS,
     NUM_LAYERS,
     Pool,
-    Runs,
     arrangements,
     behind_large_load,
     open_pool,
@@ -35,7 +34,7 @@ from flexcache.errors import NoDirectPathError
 from flexcache.ids import OpKind
 from flexcache.storage.block_io import Direction, open_block_io
 from flexcache.storage.host_pool import HostSegment
-from flexcache.transfer.copier import CopyLane, CopyPermit
+from flexcache.transfer.copier import CopyLane, CopyPermit, Runs
 from flexcache.transfer.copy_ways import CopyWay
 from flexcache.transfer.cuda_copier import KernelTables, split_by_table
 from flexcache.transfer.direct.cuda import CudaDirectIO
@@ -240,7 +239,7 @@ def scattered_blocks(block_bytes: int, op_bytes: int, rounds: int, seed: int) ->
     with open_pool(block_bytes, op_bytes, seed) as pool:
         for kind in KINDS:
             runs, contiguous = pool.runs(kind), pool.contiguous(kind)
-            chosen = pool.copier.choose(*runs, kind).value
+            chosen = pool.copier.choose(runs, kind).value
             for way in (None, *pool.copier.ways):
                 seconds, bound = sample_beside(
                     partial(pool.copy, runs, kind, way), contiguous, rounds=rounds, scale=1
@@ -402,10 +401,10 @@ def _copying(pool: Pool, way: CopyWay) -> Iterator[None]:
         # Separate blocks, or each direction would change what the other reads.
         runs = pool.runs(kind, 0, half) if kind is OpKind.H2D else pool.runs(kind, half)
         try:
-            landed = pool.copier.start(*runs, kind, None, way=way)
+            landed = pool.copier.start(runs, kind, None, way=way)
             under_way.wait()
             while not ending.is_set():
-                following = pool.copier.start(*runs, kind, None, way=way)
+                following = pool.copier.start(runs, kind, None, way=way)
                 landed.synchronize()
                 landed = following
             landed.synchronize()

@@ -31,7 +31,7 @@ from flexcache.errors import FlexCacheError, NoDirectPathError
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.pieces import PAGE_BYTES
-from flexcache.transfer.copier import CopyPermit
+from flexcache.transfer.copier import CopyPermit, Runs
 from flexcache.transfer.copy_ways import (
     PROBE_BYTES,
     CopyWay,
@@ -131,9 +131,8 @@ class Trial:
             seconds.append(time.perf_counter() - began)
         return count * size / min(seconds[1:]) / 1e9
 
-    def _copy(self, runs: tuple[np.ndarray, ...], kind: OpKind, way: CopyWay) -> None:
-        destinations, sources, sizes = runs
-        self._copier.start(destinations, sources, sizes, kind, None, way=way).synchronize()
+    def _copy(self, runs: Runs, kind: OpKind, way: CopyWay) -> None:
+        self._copier.start(runs, kind, None, way=way).synchronize()
 
 
 def _tried(verdict: Verdict) -> WayTried:

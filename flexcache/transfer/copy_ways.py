@@ -27,6 +27,7 @@ import torch
 from flexcache.errors import DeviceLostError, StorageError
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
+from flexcache.transfer.copier import Runs
 from flexcache.transfer.cuda_driver import CudaDriver, PinnedSegment
 
 # (copies, bytes of each). The first is for the cost of starting; the others for that of a copy, by
@@ -206,7 +207,6 @@ def measure_costs(
 # that the device will not fail later.
 
 Bytes = npt.NDArray[np.uint8]
-Runs = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]
 Copy = Callable[[Runs, OpKind], object]
 
 _KINDS = (OpKind.H2D, OpKind.D2H)
@@ -259,7 +259,7 @@ class ScratchMemory:
         """Turn offsets into the addresses of copies."""
         host, device = self.host.ctypes.data, self.device.data_ptr()
         target, source = (device, host) if kind is OpKind.H2D else (host, device)
-        return target + to, source + start, sizes
+        return Runs(target + to, source + start, sizes)
 
 
 @contextmanager

@@ -23,7 +23,6 @@ from types import ModuleType
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from flexcache.errors import DeviceLostError
@@ -31,7 +30,7 @@ from flexcache.ids import OpKind
 from flexcache.logs import log_event
 from flexcache.storage import machine as numa
 from flexcache.storage.host_pool import HostSegment
-from flexcache.transfer.copier import CopyLane, merge_runs
+from flexcache.transfer.copier import CopyLane, Runs
 from flexcache.transfer.copy_ways import (
     CopyChoice,
     CopyReview,
@@ -44,7 +43,7 @@ from flexcache.transfer.copy_ways import (
     open_scratch,
     passed_ways,
 )
-from flexcache.transfer.cuda_driver import CudaDriver, PinnedSegment, Runs, SourceOrder
+from flexcache.transfer.cuda_driver import CudaDriver, PinnedSegment, SourceOrder
 from flexcache.transfer.hip_driver import load_driver
 
 logger = logging.getLogger(__name__)
@@ -133,8 +132,6 @@ def show_life_during(work: Callable[[], T], show_life: Callable[[], None]) -> T:
         return done.result()
 
 
-Addresses = npt.NDArray[np.int64]
-
 _PIN_STEP = 1 << 30
 _ENGINE_WAYS = (CopyWay.BATCH, CopyWay.SINGLE)
 _MOST_RUNS = 393_216  # in a lane's tables, 9 MiB: all that is in flight, in copies of 2 KiB
@@ -187,7 +184,7 @@ class KernelTables:
     def fill(self, lane: CopyLane, runs: Runs) -> torch.Tensor | None:
         """Write a table ``(3, n)`` of copies; return None if there is no room for it. It is left
         alone until the event of its `landed` has fired, or until `clear`."""
-        num_runs = len(runs[2])
+        num_runs = len(runs.sizes)
         start = self._find(lane, num_runs)
         if start is None:
             return None
@@ -225,9 +222,8 @@ class KernelTables:
 
 def split_by_table(runs: Runs) -> Iterator[Runs]:
     """Yield copies in parts, each of which fits in a lane's memory on the device."""
-    for first in range(0, len(runs[2]), _RUNS_PER_TABLE):
-        to, start, sizes = (each[first : first + _RUNS_PER_TABLE] for each in runs)
-        yield to, start, sizes
+    for first in range(0, len(runs.sizes), _RUNS_PER_TABLE):
+        yield runs.part(slice(first, first + _RUNS_PER_TABLE))
 
 
 def _words_for(num_runs: int) -> int:
@@ -321,8 +317,8 @@ class CudaCopier:
         return event
 
     def start(
-        self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind,
-        after: object, urgent: bool = False, alone: bool = False, way: CopyWay | None = None,
+        self, runs: Runs, kind: OpKind, after: object, urgent: bool = False, alone: bool = False,
+        way: CopyWay | None = None,
     ) -> torch.cuda.Event:  # fmt: skip
         """Queue the copies after ``after``; the returned event fires when they have landed.
 
@@ -340,23 +336,23 @@ class CudaCopier:
         stream = self._streams[lane]
         try:
             self._streams.bind()
-            runs = merge_runs(destinations, sources, sizes, self._pinned.starts)
+            runs = runs.joined(self._pinned.starts)
             if after is not None:
                 stream.wait_event(after)
-            runs, pageable = self._pinned.split(runs, on_host=1 if kind is OpKind.H2D else 0)
+            runs, pageable = self._pinned.split(runs, kind)
             timed = None
             if way is not None:
                 self._queue(runs, kind, way, lane)
             else:
                 timed = self._queue_as_chosen(runs, kind, lane)
-            if len(pageable[2]):
+            if len(pageable.sizes):
                 assert self._pageable_way is not None
                 self._queue(pageable, kind, self._pageable_way, lane, is_pinned=False)
             landed = torch.cuda.Event() if timed is None else timed.landed
             landed.record(stream)
             if self._tables is not None:
                 self._tables.landed(lane, landed)
-            if timed is not None and not len(pageable[2]):
+            if timed is not None and not len(pageable.sizes):
                 self._timed.append(timed)
         except Exception as error:
             self._settle(lane)  # slots of a failed op are reused at once
@@ -383,25 +379,22 @@ class CudaCopier:
         kernel = None if self._kernel is None else CopyWay.KERNEL
         return tuple(way for way in (self._engine, kernel) if way is not None)
 
-    def choose(
-        self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind
-    ) -> CopyWay:
+    def choose(self, runs: Runs, kind: OpKind) -> CopyWay:
         """Choose the way of copying for these copies.
 
         Raises:
             RuntimeError: No way supports them.
         """
-        runs = destinations, sources, sizes
         if not self._has_choice(runs):
             return self._only_way(runs)
         assert self._engine is not None
-        by_kernel = self._reviews[kind].choice.prefers_kernel(len(sizes), int(sizes.sum()))
+        by_kernel = self._reviews[kind].choice.prefers_kernel(len(runs.sizes), runs.num_bytes)
         return CopyWay.KERNEL if by_kernel else self._engine
 
     def _has_choice(self, runs: Runs) -> bool:
         """Whether both the engine and the kernel may make these copies."""
         engine, kernel = self._engine, self._kernel
-        if engine is None or kernel is None or len(runs[2]) < kernel.MIN_RUNS:
+        if engine is None or kernel is None or len(runs.sizes) < kernel.MIN_RUNS:
             return False
         return bool(kernel.takes(*runs))
 
@@ -468,11 +461,11 @@ class CudaCopier:
     ) -> tuple[CopyWay, _Timed | None]:  # fmt: skip
         """Choose the way of copies that may be made in both, and that are queued next."""
         assert self._engine is not None and self._tables is not None and self._streams is not None
-        num_runs, num_bytes = len(runs[2]), int(runs[2].sum())
+        num_runs, num_bytes = len(runs.sizes), runs.num_bytes
         if not self._tables.has_room(lane, num_runs):  # the model must not wait for a table
             return self._engine, None
         if lane is CopyLane.LAYERS:  # the model waits for them
-            return self.choose(*runs, kind), None
+            return self.choose(runs, kind), None
         self._take_timed()
         review = self._reviews[kind]
         is_timed, by_kernel = review.is_trying, review.choose(num_runs, num_bytes)

@@ -37,11 +37,12 @@ from flexcache.transfer.copier import (
     Copier,
     CopyLane,
     CopyPermit,
+    Runs,
 )
 from flexcache.transfer.direct.ops import DirectOps
 from flexcache.transfer.gates import DeviceGates
 from flexcache.transfer.messages import Done, Execute
-from flexcache.transfer.op_copies import Copies, OpAddresses, OpCopies
+from flexcache.transfer.op_copies import OpAddresses, OpCopies
 
 # ------------------------------------------------------------------------------------------------
 # Copies on their way, and how many bytes of them there may be.
@@ -482,15 +483,15 @@ class DeviceWorker:
         return self._in_flight.end(op)
 
     def _start_copies(
-        self, op: OpCopies, copies: Copies, *, urgent: bool = False, alone: bool = False
+        self, op: OpCopies, runs: Runs, *, urgent: bool = False, alone: bool = False
     ) -> ComputePoint | None:
         message = op.message
         is_promised = urgent and self.gates.is_promised(message)
         self._permit.task_id = NEVER_REVOKED if is_promised else message.task_id
         self._permit.check()
         after = self.gates.fence_of(message.task_id)
-        landed = self._copier.start(*copies, message.kind, after, urgent, alone)
-        num_bytes = int(copies[2].sum())
+        landed = self._copier.start(runs, message.kind, after, urgent, alone)
+        num_bytes = runs.num_bytes
         if landed is None:
             self._turn_bytes += num_bytes
         else:

@@ -29,11 +29,11 @@ from flexcache.ids import OpKind
 from flexcache.logs import log_event
 from flexcache.storage.block_io import Direction
 from flexcache.storage.pieces import PAGE_BYTES, align_up, checksum
-from flexcache.transfer.copier import CopyLane, CopyPermit
+from flexcache.transfer.copier import Addresses, CopyLane, CopyPermit, Runs
 from flexcache.transfer.copy_ways import describe
 from flexcache.transfer.cuda_copier import CudaCopier
 from flexcache.transfer.direct.cufile import CuFile, DeviceFiles
-from flexcache.transfer.direct.ops import Addresses, Transfer, Transferred
+from flexcache.transfer.direct.ops import Transfer, Transferred
 
 logger = logging.getLogger(__name__)
 
@@ -281,7 +281,7 @@ class CudaDirectIO:
         runs = [self._runs(transfer, padded=kind is OpKind.D2H) for transfer in transfers]
         in_kv, in_buffer, sizes = map(np.concatenate, zip(*runs, strict=True))
         to, start = (in_kv, in_buffer) if kind is OpKind.H2D else (in_buffer, in_kv)
-        self._copier.start(to, start, sizes, kind, None)
+        self._copier.start(Runs(to, start, sizes), kind, None)
 
     def _runs(self, transfer: Transfer, padded: bool) -> tuple[Addresses, Addresses, Addresses]:
         """Return where a block's runs are among the KV tensors and in the buffer, and their sizes.
@@ -348,7 +348,7 @@ class CudaDirectIO:
         return int(self._kernel.finish(lanes, length)[0])
 
     def _copy_now(self, to: Addresses, start: Addresses, sizes: Addresses, kind: OpKind) -> None:
-        self._copier.start(to, start, sizes, kind, None)
+        self._copier.start(Runs(to, start, sizes), kind, None)
         self._streams.settle(CopyLane.of(kind, urgent=False))
 
 

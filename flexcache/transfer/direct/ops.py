@@ -17,7 +17,6 @@ from itertools import count
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from flexcache.errors import InternalError, NoDirectPathError, TaskRevokedError
@@ -25,11 +24,9 @@ from flexcache.storage.block_io import Completion, Direction, Request, ThreadedB
 from flexcache.storage.layout import BlockLayout
 from flexcache.storage.pieces import checksum
 from flexcache.transfer.block_op import BlockOp, BlockOpQueue
-from flexcache.transfer.copier import ComputePoint, Copier, CopyPermit
+from flexcache.transfer.copier import Addresses, ComputePoint, Copier, CopyPermit
 from flexcache.transfer.cpu_copier import load_copy_runs
 from flexcache.transfer.messages import Done, Execute
-
-Addresses = npt.NDArray[np.int64]
 
 BAD_BLOCK_ERRORS = frozenset(
     {errno.EIO, errno.ENODATA, errno.EREMOTEIO, errno.EUCLEAN, errno.EBADMSG, errno.EILSEQ}
