@@ -33,7 +33,7 @@ from flexcache.transfer.copier import Addresses, CopyLane, CopyPermit, Runs
 from flexcache.transfer.copy_ways import describe
 from flexcache.transfer.cuda_copier import CudaCopier
 from flexcache.transfer.direct.cufile import CuFile, DeviceFiles
-from flexcache.transfer.direct.ops import Transfer, Transferred
+from flexcache.transfer.direct.ops import Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +63,9 @@ def check_reads(files: DeviceFiles, fds: Sequence[int], checksum_of: ChecksumOf)
     for fd in fds:
         before = _read_page(fd)
         transfer = Transfer(0, 0, Direction.READ, fd, 0, PAGE_BYTES, _NOWHERE, _NOWHERE)
-        error = files.move(transfer, 0).error
-        if error is not None:
-            raise StorageError(error)
+        files.move(transfer)
+        if transfer.error is not None:
+            raise StorageError(transfer.error)
         page = _read_page(fd)
         # The server may have written it meanwhile.
         if checksum_of(0, PAGE_BYTES) not in (
@@ -118,7 +118,7 @@ class _Batch:
 
 
 class CudaDirectIO:
-    """Reads and writes by cuFile; see `direct_io.DirectIO`.
+    """Reads and writes by cuFile; see `DirectIO`.
 
     Args:
         copier: The attached copier of the device, which is closed after this.
@@ -143,13 +143,11 @@ class CudaDirectIO:
         self._block_bytes = block_bytes
         self._permit = permit
         self._free = [block_bytes * place for place in range(depth)]
-        self._places: dict[int, int] = {}
-        """Offsets in the buffer, by token."""
-        self._checksums: dict[int, int] = {}
+        self._on_their_way: list[Transfer] = []
         self._lanes = list(_LANES.values())
         """Those to wait for when closing."""
         self._batches: list[_Batch] = []
-        self._ended: list[Transferred] = []
+        self._ended: list[Transfer] = []
         try:
             self._kernel = _load_kernel()
             library = CuFile.load()
@@ -179,23 +177,23 @@ class CudaDirectIO:
 
     def submit(self, transfers: Sequence[Transfer]) -> None:
         for transfer in transfers:
-            self._places[transfer.token] = self._free.pop()
-        for transfer in transfers:
+            transfer.place = self._free.pop()
+            self._on_their_way.append(transfer)
             if transfer.direction is Direction.READ:
-                self._files.start(transfer, self._places[transfer.token])
+                self._files.start(transfer)
         writes = [each for each in transfers if each.direction is Direction.WRITE]
         self._queue(self._permitted(writes), self._gather)
 
-    def reap(self) -> list[Transferred]:
+    def reap(self) -> list[Transfer]:
         arrived = []
-        for transfer, moved in self._files.take_ended():
-            if moved.error is None and transfer.direction is Direction.READ:
+        for transfer in self._files.take_ended():
+            if transfer.error is None and transfer.direction is Direction.READ:
                 arrived.append(transfer)
                 continue
-            if moved.error is not None:
+            if transfer.error is not None:
                 # raises if the device is lost
                 torch.cuda.Event().record(self._streams[_LANES[transfer.direction]])
-            self._end(transfer, moved.error, moved.is_bad)
+            self._end(transfer)
         self._queue(arrived, self._sum_up)
         done = [batch for batch in self._batches if batch.done.query()]
         self._batches = [batch for batch in self._batches if batch not in done]
@@ -215,11 +213,11 @@ class CudaDirectIO:
 
     def check(self) -> None:
         """Raise `AssertionError` unless all is consistent."""
-        places = [*self._free, *self._places.values()]
+        places = [*self._free, *(transfer.place for transfer in self._on_their_way)]
         assert sorted(places) == [self._block_bytes * place for place in range(self.depth)]
-        queued = [each.token for batch in self._batches for each in batch.transfers]
+        queued = [each for batch in self._batches for each in batch.transfers]
         assert len(queued) == len(set(queued))
-        assert self._places.keys() >= {*queued, *self._checksums}
+        assert set(self._on_their_way) >= set(queued)
 
     # -- steps, queued on the device; each returns what follows ------------------------------------
 
@@ -268,12 +266,13 @@ class CudaDirectIO:
         right = []
         for transfer, each in zip(transfers, found, strict=True):
             if transfer.direction is Direction.WRITE:
-                self._checksums[transfer.token] = each
-                self._files.start(transfer, self._places[transfer.token])
+                transfer.checksum = each
+                self._files.start(transfer)
             elif each == transfer.expected:
                 right.append(transfer)
             else:
-                self._end(transfer, "checksum mismatch", is_bad=True)
+                transfer.fail("checksum mismatch", is_bad=True)
+                self._end(transfer)
         self._queue(self._permitted(right), self._scatter)
 
     def _copy(self, transfers: Transfers, kind: OpKind) -> None:
@@ -303,22 +302,26 @@ class CudaDirectIO:
         for transfer in transfers:
             self._permit.task_id = transfer.task_id
             if self._permit.is_revoked:
-                self._end(transfer, str(TaskRevokedError()))
+                transfer.fail(str(TaskRevokedError()))
+                self._end(transfer)
             else:
                 permitted.append(transfer)
         return permitted
 
     def _end_all(self, transfers: Transfers, error: str | None = None) -> None:
         for transfer in transfers:
-            self._end(transfer, error)
+            transfer.error = error
+            self._end(transfer)
 
-    def _end(self, transfer: Transfer, error: str | None = None, is_bad: bool = False) -> None:
-        self._free.append(self._places.pop(transfer.token))
-        found = self._checksums.pop(transfer.token, 0)
-        self._ended.append(Transferred(transfer.token, error, 0 if error else found, is_bad))
+    def _end(self, transfer: Transfer) -> None:
+        if transfer.error is not None:
+            transfer.checksum = 0
+        self._on_their_way.remove(transfer)
+        self._free.append(transfer.place)
+        self._ended.append(transfer)
 
     def _place(self, transfer: Transfer) -> int:
-        return self._address + self._places[transfer.token]
+        return self._address + transfer.place
 
     # -- opening -----------------------------------------------------------------------------------
 
