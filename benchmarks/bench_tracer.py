@@ -29,6 +29,7 @@ from flexcache.cache.block_keys import (
     TokenBlockKeys,
     make_root,
 )
+from flexcache.cache.plan import PlannerSettings
 from flexcache.cache.prompt import Prompt
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiered_cache import TieredCache
@@ -85,7 +86,8 @@ def run(
 ) -> Cost:
     num_blocks = make_keys(0).num_blocks
     tier = Tier(TierName.CPU, num_blocks)
-    engine = KVTaskEngine(TieredCache(Tiers([tier]), num_blocks, num_blocks), block_bytes=1)
+    settings = PlannerSettings(chunk_blocks=num_blocks, max_store_backlog=num_blocks)
+    engine = KVTaskEngine(TieredCache(Tiers([tier]), settings), block_bytes=1)
     engine.add_session(SESSION, "bench")
     lease = tier.reserve(make_keys(0), 0, num_blocks)
     tier.publish(lease, num_blocks)

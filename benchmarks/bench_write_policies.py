@@ -30,9 +30,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from flexcache.cache.admission import Admission, make_admission
+from flexcache.cache.admission import Selective
 from flexcache.cache.block_keys import EngineBlockKeys, make_root
 from flexcache.cache.eviction_policy import EvictionPolicy, make_policy
+from flexcache.cache.plan import PlannerSettings
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.cache.tiers import Tiers
@@ -86,9 +87,10 @@ def request_of(time_s: float, hash_ids: Sequence[int], output_tokens: int = 0) -
     return Request(time_s, hash_ids, EngineBlockKeys(ROOT, keys, len(keys)), output_tokens)
 
 
-def policies_of(policy: str, capacity: int) -> tuple[EvictionPolicy, Admission]:
+def policies_of(policy: str, capacity: int) -> tuple[EvictionPolicy, Selective | None]:
     eviction, writes = policy.split(", ")
-    return make_policy(eviction, TOKENS_PER_ID), make_admission(writes, capacity)
+    admission = Selective(capacity, 2) if writes == "selective" else None
+    return make_policy(eviction, TOKENS_PER_ID), admission
 
 
 def study(policy: EvictionPolicy) -> None:
@@ -111,7 +113,8 @@ def replay_alone(trace: list[Request], capacity: int, policy: str) -> Outcome:
         eviction.look_up(keys, request.time_s)
         outlook = eviction.store(keys, keys.num_blocks)
         tier.match(keys, outlook)
-        admitted = admission.admit(keys, keys.num_blocks)
+        stop = keys.num_blocks
+        admitted = stop if admission is None else admission.admit(keys, stop)
         if there < admitted:
             lease = tier.reserve(keys, there, admitted, outlook)
             tier.publish(lease, len(lease))
@@ -128,7 +131,11 @@ def replay_behind_dram(trace: list[Request], capacity: int, policy: str) -> Outc
     dram = Tier(TierName.CPU, num_host_blocks, eviction.for_tier(num_host_blocks))
     tier = Tier(TierName.SSD, capacity, eviction.for_tier(capacity))
     tiers = Tiers([dram, tier], eviction)
-    cache, hits = TieredCache(tiers, LONG_PROMPT, capacity, {TierName.SSD: admission}), 0
+    settings = PlannerSettings(
+        chunk_blocks=LONG_PROMPT, max_store_backlog=capacity,
+        admissions={} if admission is None else {TierName.SSD: admission},
+    )  # fmt: skip
+    cache, hits = TieredCache(tiers, settings), 0
     for request in trace:
         keys, stop = request.keys, request.keys.num_blocks
         cache.tiers.advance(request.time_s)
@@ -237,15 +244,15 @@ def long_prompt(number: int) -> EngineBlockKeys:
     return EngineBlockKeys(ROOT, keys, LONG_PROMPT)
 
 
-def filled(policy: str, capacity: int) -> tuple[Admission, count[int]]:
+def filled(capacity: int) -> tuple[Selective, count[int]]:
     """An admission that has seen so much that each further prompt makes it forget another."""
-    admission, numbers = make_admission(policy, capacity), count()
+    admission, numbers = Selective(capacity, 2), count()
     for _ in range(5 * capacity // LONG_PROMPT + 2):
         admission.admit(long_prompt(next(numbers)), LONG_PROMPT)
     return admission, numbers
 
 
-def median_us(admission: Admission, prompts: Sequence[EngineBlockKeys]) -> float:
+def median_us(admission: Selective, prompts: Sequence[EngineBlockKeys]) -> float:
     times = []
     for keys in prompts:
         started = time.perf_counter()
@@ -256,24 +263,22 @@ def median_us(admission: Admission, prompts: Sequence[EngineBlockKeys]) -> float
 
 def print_cost(capacities: Sequence[int]) -> None:
     table = Table(
-        "tier, blocks", "policy", "admit, new prompt", "admit, prompt seen before",
+        "tier, blocks", "admit, new prompt", "admit, prompt seen before",
         "memory per block of the tier", title=f"Cost of an admission, prompts of {LONG_PROMPT:,}",
     )  # fmt: skip
     for capacity in capacities:
-        for policy in ("selective",):
-            admission, numbers = filled(policy, capacity)
-            new = [long_prompt(next(numbers)) for _ in range(21)]
-            first = median_us(admission, new)
-            again = median_us(admission, [new[-1]] * 21)
-            tracemalloc.start()
-            kept = filled(policy, capacity)
-            held = tracemalloc.get_traced_memory()[0]
-            tracemalloc.stop()
-            del kept
-            table.add_row(
-                f"{capacity:,}", policy, f"{first:.0f} us", f"{again:.1f} us",
-                f"{held / capacity:.0f} bytes",
-            )  # fmt: skip
+        admission, numbers = filled(capacity)
+        new = [long_prompt(next(numbers)) for _ in range(21)]
+        first = median_us(admission, new)
+        again = median_us(admission, [new[-1]] * 21)
+        tracemalloc.start()
+        kept = filled(capacity)
+        held = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        del kept
+        table.add_row(
+            f"{capacity:,}", f"{first:.0f} us", f"{again:.1f} us", f"{held / capacity:.0f} bytes"
+        )
     console.print(table)
 
 

@@ -1,9 +1,9 @@
 """Admission: decides which blocks are worth writing to a tier below the host.
 
-    write_through   every block, at once
-    selective       blocks seen for the n-th time; old sightings do not count
+    Selective     blocks seen for the n-th time; old sightings do not count
+    ReuseWatch    every block, except while nothing that is written comes back
 
-`ReuseWatch` has a third: every block, except while nothing that is written comes back.
+A tier without an admission is written through: it gets every block, at once.
 
 A key stands for a whole prefix, and seeing a prompt means seeing all its prefixes: the number of
 sightings never grows along a prompt. The blocks seen often enough are therefore a prefix too, and
@@ -37,8 +37,6 @@ MAX_STRIDE = 32
 SIGHTINGS_PER_BLOCK = 4
 """Blocks whose sightings are remembered, per block of the tier: for a small tier it helps to know
 which blocks came back after several times its size."""
-UNBOUNDED_CAPACITY = 1 << 20
-"""Size assumed for a tier without a bound: the memory of sightings must have one."""
 
 
 class Admission(Protocol):
@@ -134,43 +132,12 @@ class GhostTier:
         self.index.evict(self.index.num_blocks - self.capacity)
 
 
-class Sightings:
-    """Number of recent sightings of blocks, up to ``count``, for a tier of ``capacity``.
-
-    The k-th ghost holds the blocks seen k times; a sighting moves a block on to the next one.
-    """
-
-    def __init__(self, count: int, capacity: int) -> None:
-        self._ghosts = [GhostTier(SIGHTINGS_PER_BLOCK * capacity) for _ in range(count)]
-
-    def record(self, keys: BlockKeys, start: int = 0) -> int:
-        """Count a sighting of the prompt's blocks from ``start`` on, where those before it were
-        just counted; return how many of its blocks had ``count`` before: 0 if none of these."""
-        reach = keys.num_blocks
-        for ghost in self._ghosts:
-            reach = ghost.see(keys, reach)
-            if start and reach <= start:
-                return 0
-        return reach
-
-
-class WriteThrough:
-    """Admits every block, at once."""
-
-    why_refused = None
-
-    def admit(self, keys: BlockKeys, stop: int, start: int = 0, retain_s: float = 0.0) -> int:
-        return stop
-
-    def stats(self) -> dict[str, int]:
-        return {}
-
-
 class Selective:
     """Admits blocks that are seen for the ``min_sightings``-th time.
 
     Prompts are sampled: the blocks between two sampled ones count as seen if the first does, and a
-    prompt too short to have one is admitted.
+    prompt too short to have one is admitted. The k-th ghost holds the blocks seen k times; a
+    sighting moves a block on to the next one.
 
     Args:
         capacity: Blocks of the tier.
@@ -181,17 +148,28 @@ class Selective:
 
     def __init__(self, capacity: int, min_sightings: int) -> None:
         self._stride = stride_for(capacity)
-        self._sightings = Sightings(min_sightings - 1, capacity // self._stride)
+        remembered = SIGHTINGS_PER_BLOCK * (capacity // self._stride)
+        self._ghosts = [GhostTier(remembered) for _ in range(min_sightings - 1)]
         self._seen_blocks = 0
         self._refused_blocks = 0
 
     def admit(self, keys: BlockKeys, stop: int, start: int = 0, retain_s: float = 0.0) -> int:
         sample = Sample(keys, stop, self._stride)
-        num_proven = self._sightings.record(sample, sample.num_before(start))
-        admitted = sample.num_represented(num_proven)
+        admitted = sample.num_represented(self._record(sample, sample.num_before(start)))
         self._seen_blocks += stop - start
         self._refused_blocks += stop - max(start, admitted)
         return admitted
+
+    def _record(self, keys: BlockKeys, start: int) -> int:
+        """Count a sighting of the prompt's blocks from ``start`` on, where those before it were
+        just counted; return how many of its blocks were seen often enough before: 0 if none of
+        these."""
+        reach = keys.num_blocks
+        for ghost in self._ghosts:
+            reach = ghost.see(keys, reach)
+            if start and reach <= start:
+                return 0
+        return reach
 
     def stats(self) -> dict[str, int]:
         return {"seen_blocks": self._seen_blocks, "refused_blocks": self._refused_blocks}
@@ -200,22 +178,6 @@ class Selective:
 def stride_for(capacity: int) -> int:
     """Return the distance between sampled blocks of a tier."""
     return min(max(1, capacity // SAMPLED_BLOCKS), MAX_STRIDE)
-
-
-def make_admission(policy: str, capacity: int | None, min_sightings: int = 2) -> Admission:
-    """Make the admission of a tier of ``capacity`` blocks; 0 or None if it has no bound.
-
-    Raises:
-        ValueError: There is no such policy, or ``min_sightings`` is less than one.
-    """
-    if min_sightings < 1:
-        raise ValueError(f"min_sightings must be at least 1, not {min_sightings}")
-    match policy:
-        case "write_through":
-            return WriteThrough()
-        case "selective":
-            return Selective(capacity or UNBOUNDED_CAPACITY, min_sightings)
-    raise ValueError(f"no admission policy {policy!r}: write_through or selective")
 
 
 MIN_MISSED_BLOCKS = 8192

@@ -14,21 +14,28 @@ Pure: no I/O, no clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from flexcache.cache.block_keys import BlockKeys
-from flexcache.cache.load_cost import LoadCost, LoadWays, Way, why_recomputed
-from flexcache.cache.plan import LOAD_OP, EarlyTerms, Plan, PlannedTail, block_names, chunks
+from flexcache.cache.load_cost import Way, why_recomputed
+from flexcache.cache.plan import (
+    LOAD_OP,
+    EarlyTerms,
+    Plan,
+    PlannedTail,
+    PlannerSettings,
+    block_names,
+    chunks,
+)
 from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.retention import Seconds
 from flexcache.cache.tail_index import TAIL_FIRST, Tail, last_tail_key
 from flexcache.cache.tier import BlockIds, Tier
 from flexcache.cache.tiers import RemoteTier, Tiers
 from flexcache.config.model import UnitShape
-from flexcache.ids import BlockKey, OpId, OpKind, TaskKind, TierName
+from flexcache.ids import BlockKey, OpKind, TaskKind, TierName
 
 _KEYS_AT_ONCE = 256
 _MAX_ASKED = 1024  # of one look-up: those behind most of the prompt count
@@ -59,15 +66,13 @@ class AskedTail(NamedTuple):
 
 
 class TailLoads:
-    """Finds and loads tails over a cache's tiers. Arguments as for `LoadPlanner`."""
+    """Finds and loads tails over a cache's tiers."""
 
-    def __init__(
-        self, tiers: Tiers, op_ids: Iterator[OpId], chunk_blocks: int, shape: UnitShape
-    ) -> None:
+    def __init__(self, tiers: Tiers, settings: PlannerSettings, shape: UnitShape) -> None:
         self._tiers = tiers
         self._host = tiers.host
-        self._op_ids = op_ids
-        self._chunk_blocks = chunk_blocks
+        self._op_ids = settings.op_ids
+        self._chunk_blocks = settings.chunk_blocks
         self._shape = shape
 
     def last(self, keys: BlockKeys, start: int, stop: int) -> FoundTail | None:
@@ -175,36 +180,20 @@ class _Segment(NamedTuple):
 
 
 class LoadPlanner:
-    """Plans gets and prefetches over a cache's tiers.
+    """Plans gets and prefetches over a cache's tiers."""
 
-    Args:
-        op_ids: Shared with the cache's other planner.
-        chunk_blocks: Blocks per op if one tier feeds another, so that both work at once.
-        ways: Chooses between loads through DRAM and past it.
-        load_cost: Estimates which loads would take longer than recomputing; None to load all.
-        shape: How the blocks of several groups fill the cache's units; None for a single group.
-    """
-
-    def __init__(
-        self,
-        tiers: Tiers,
-        op_ids: Iterator[OpId],
-        chunk_blocks: int,
-        ways: LoadWays,
-        load_cost: LoadCost | None = None,
-        shape: UnitShape | None = None,
-    ) -> None:
+    def __init__(self, tiers: Tiers, settings: PlannerSettings) -> None:
         self._tiers = tiers
         self._host = tiers.host
-        self._op_ids = op_ids
-        self._chunk_blocks = chunk_blocks
-        self.cost = load_cost
-        self.ways = ways
-        self._shape = shape
+        self._op_ids = settings.op_ids
+        self._chunk_blocks = settings.chunk_blocks
+        self.cost = settings.load_cost
+        self.ways = settings.ways
+        self._shape = shape = settings.shape
         self.tails: TailLoads | None = None
         """Finds and loads tails, if the model has any."""
         if shape is not None and shape.sparse:
-            self.tails = TailLoads(tiers, op_ids, chunk_blocks, shape)
+            self.tails = TailLoads(tiers, settings, shape)
 
     def plan_get(
         self, keys: BlockKeys, start: int, stop: int, prefill_blocks_per_s: float = 0.0,
@@ -218,7 +207,8 @@ class LoadPlanner:
             may_go_direct: As in `Plan`.
         """
         plan = Plan(TaskKind.GET, keys.root, start, start, may_go_direct=may_go_direct)
-        self._fill(plan, keys, start, stop, prefill_blocks_per_s)
+        plan.prefill_blocks_per_s = prefill_blocks_per_s
+        self._fill(plan, keys, start, stop)
         last = self._tiers.last
         for tier in self._tiers:
             num_hits = plan.sources.get(tier.name, 0)
@@ -251,35 +241,29 @@ class LoadPlanner:
         if terms is not None:
             stop = min(stop, max(start, have) + terms.num_blocks)
         plan = Plan(TaskKind.PREFETCH, keys.root, start, start, terms=terms)
-        self._fill(plan, keys, start, stop, prefill_blocks_per_s)
+        plan.prefill_blocks_per_s = prefill_blocks_per_s
+        self._fill(plan, keys, start, stop)
         return plan
 
-    def _fill(
-        self,
-        plan: Plan,
-        keys: BlockKeys,
-        start: int,
-        stop: int,
-        prefill_blocks_per_s: float = 0.0,
-    ) -> None:
+    def _fill(self, plan: Plan, keys: BlockKeys, start: int, stop: int) -> None:
         self._tiers.num_holders += 1
         if self._shape is not None:
             plan.take_shape(self._shape)
         if self.tails is None:
-            self._add_blocks(plan, keys, start, stop, prefill_blocks_per_s)
+            self._add_blocks(plan, keys, start, stop)
         else:
-            self._add_up_to_tail(self.tails, plan, keys, start, stop, prefill_blocks_per_s)
+            self._add_up_to_tail(self.tails, plan, keys, start, stop)
         if plan.kind is TaskKind.GET:  # what is loaded early is looked up by its get
             self._tiers.look_up(keys, plan.num_cached)
 
     def _add_up_to_tail(
-        self, tails: TailLoads, plan: Plan, keys: BlockKeys, start: int, stop: int, rate: float
+        self, tails: TailLoads, plan: Plan, keys: BlockKeys, start: int, stop: int
     ) -> None:
         """Load up to the last tail that can be loaded with all that is before it; or nothing."""
         while (found := tails.last(keys, start, stop)) is not None:
             tails.begin(plan, found)
             if plan.has_dense:
-                self._add_blocks(plan, keys, start, found.position, rate)
+                self._add_blocks(plan, keys, start, found.position)
             else:
                 plan.stop = found.position
             if plan.stop == found.position and tails.add(plan, keys, found):
@@ -287,9 +271,7 @@ class LoadPlanner:
             stop = min(plan.stop, found.position - 1)
             plan.take_back(self._host)
 
-    def _add_blocks(
-        self, plan: Plan, keys: BlockKeys, start: int, stop: int, prefill_blocks_per_s: float
-    ) -> None:
+    def _add_blocks(self, plan: Plan, keys: BlockKeys, start: int, stop: int) -> None:
         """Load the cached part of blocks ``[start, stop)``."""
         is_use = plan.kind is TaskKind.GET  # a prefetch may be for nothing
         on_host = self._host.match(keys, is_use=is_use)
@@ -306,7 +288,7 @@ class LoadPlanner:
             begin, end = max(covered, start), min(match.num_blocks, stop)
             if begin >= end:
                 continue
-            if not self._is_loaded(plan, tier.name, end - begin, prefill_blocks_per_s):
+            if not self._is_loaded(plan, tier.name, end - begin):
                 plan.skipped[why_recomputed(tier.name)] = end - begin
                 continue
             segments.append(_Segment(tier, match, begin, end))
@@ -328,24 +310,17 @@ class LoadPlanner:
         if segments:
             self._add_loads(plan, keys, on_host, segments, covered)
 
-    def _is_loaded(
-        self, plan: Plan, name: TierName, num_blocks: int, prefill_blocks_per_s: float
-    ) -> bool:
+    def _is_loaded(self, plan: Plan, name: TierName, num_blocks: int) -> bool:
         """Whether blocks are loaded, not recomputed; chooses the way of those on SSD."""
+        cost, now, rate = self.cost, self._tiers.now, plan.prefill_blocks_per_s
         if not plan.may_go_direct or name is not TierName.SSD:
             wait_s = None if plan.terms is None else plan.terms.wait_s
-            return self._pays(LOAD_OP[name], num_blocks, prefill_blocks_per_s, wait_s)
+            return cost is None or cost.pays(LOAD_OP[name], num_blocks, rate, now, wait_s)
         for way in self.ways.choose():
-            if self._pays(_SSD_LOAD[way], num_blocks, prefill_blocks_per_s):
+            if cost is None or cost.pays(_SSD_LOAD[way], num_blocks, rate, now):
                 plan.way = way
                 return True
         return False
-
-    def _pays(
-        self, kind: OpKind, num_blocks: int, rate: float, wait_s: float | None = None
-    ) -> bool:
-        cost = self.cost
-        return cost is None or cost.pays(kind, num_blocks, rate, self._tiers.now, wait_s)
 
     def _add_loads(
         self,

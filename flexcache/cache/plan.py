@@ -2,24 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.eviction_policy import Outlook
-from flexcache.cache.load_cost import Way
+from flexcache.cache.load_cost import LoadCost, LoadWays, Way
 from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.tail_index import TAIL_FIRST, Tail, tail_keys
 from flexcache.cache.tier import BlockIds, Lease, Tier
 from flexcache.cache.tiers import RemoteTier
 from flexcache.config.model import UnitShape
-from flexcache.ids import BlockKey, OpKind, RootId, TaskKind, TierName
+from flexcache.ids import BlockKey, OpId, OpKind, RootId, TaskKind, TierName
 from flexcache.transfer.messages import BlockNames
 from flexcache.transfer.scheduler import TransferOpGraph
 
+if TYPE_CHECKING:
+    from flexcache.cache.admission import Admission, ReuseWatch
+    from flexcache.cache.write_back import DirtyQueue, WriteBudget
+
 LOAD_OP = {TierName.SSD: OpKind.DISK2H, TierName.REMOTE: OpKind.REMOTE2H}
 STORE_OP = {TierName.SSD: OpKind.H2DISK, TierName.REMOTE: OpKind.H2REMOTE}
+
+
+def number_ops() -> Iterator[OpId]:
+    """Number the ops of one server, from 1."""
+    return map(OpId, itertools.count(1))
+
+
+@dataclass(kw_only=True, slots=True)
+class PlannerSettings:
+    """What the planners of one cache go by.
+
+    Attributes:
+        chunk_blocks: Blocks per op if one tier feeds another, so that both work at once.
+        max_store_backlog: Host blocks that may wait to be written below; blocks of a put beyond it
+            stay on the host tier only.
+        admissions: Policies of the tiers that do not take every block.
+        write_back: Queues of the tiers with write-back.
+        write_budgets: Those of the tiers whose writes per second are limited.
+        reuse: The SSD tier's admission, if that depends on which prompts come back.
+        ways: Chooses between loads through DRAM and past it.
+        load_cost: Estimates which loads would take longer than recomputing; None to load all.
+        shape: How the blocks of several groups fill its units; None for a single group.
+        early_load_share: Share of the host tier that early loads may take.
+        early_load_ttl_s: How long their blocks wait for the requests that need them.
+        keeps_on_host: Whether the host tier is a cache; else it only stages.
+        op_ids: Numbers the ops.
+    """
+
+    chunk_blocks: int
+    max_store_backlog: int
+    admissions: Mapping[TierName, Admission] = field(default_factory=dict)
+    write_back: Mapping[TierName, DirtyQueue] = field(default_factory=dict)
+    write_budgets: Mapping[TierName, WriteBudget] = field(default_factory=dict)
+    reuse: ReuseWatch | None = None
+    ways: LoadWays = field(default_factory=LoadWays)
+    load_cost: LoadCost | None = None
+    shape: UnitShape | None = None
+    early_load_share: float = 0.5
+    early_load_ttl_s: float = 120.0
+    keeps_on_host: bool = True
+    op_ids: Iterator[OpId] = field(default_factory=number_ops)
 
 
 class EarlyTerms(NamedTuple):
@@ -92,6 +138,7 @@ class Plan:
         may_go_direct: Whether the engine's ranks also move blocks between GPU and SSD past DRAM.
         way: How such a get loads its blocks from SSD, if there are any.
         terms: What a prefetch may take; None without limits.
+        prefill_blocks_per_s: How fast the engine computes; 0 if unknown.
         num_cached: For a load, how many of the prompt's blocks some tier has, among those that were
             asked; None if none was.
     """
@@ -123,6 +170,7 @@ class Plan:
     may_go_direct: bool = False
     way: Way | None = None
     terms: EarlyTerms | None = None
+    prefill_blocks_per_s: float = 0.0
     num_cached: int | None = None
 
     @property

@@ -8,18 +8,16 @@ Pure: no I/O, no clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-from flexcache.cache.admission import Admission
 from flexcache.cache.block_keys import BlockKeys, EngineBlockKeys
-from flexcache.cache.plan import STORE_OP, Plan, PlannedTail, block_names, chunks
+from flexcache.cache.plan import STORE_OP, Plan, PlannedTail, PlannerSettings, block_names, chunks
 from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.tail_index import TAIL_FIRST
-from flexcache.cache.tier import Lease, Tier
+from flexcache.cache.tier import Tier
 from flexcache.cache.tiers import RemoteTier, Tiers
-from flexcache.cache.write_back import DirtyQueue, StoreBacklog, WriteBack, WriteBudget
-from flexcache.config.model import UnitShape
+from flexcache.cache.write_back import StoreBacklog, WriteBack
 from flexcache.ids import BlockKey, OpId, OpKind, RootId, TaskKind, TierName
 from flexcache.transfer.scheduler import BlockIds
 
@@ -49,141 +47,8 @@ def begin_put(
     return plan, cached
 
 
-class TailStores:
-    """Plans stores of tails. Arguments as for `StorePlanner`."""
-
-    def __init__(
-        self,
-        host: Tier,
-        op_ids: Iterator[OpId],
-        chunk_blocks: int,
-        backlog: StoreBacklog,
-        shape: UnitShape,
-    ) -> None:
-        self._host = host
-        self._backlog = backlog
-        self._op_ids = op_ids
-        self._chunk_blocks = chunk_blocks
-        self._shape = shape
-
-    def find(self, plan: Plan, keys: BlockKeys, position: int, retain_s: float) -> bool:
-        """Plan for a tail that the host tier has, without copying it; whether it has it."""
-        tail = self._host.tails.find(keys.root, keys.key(position - 1))
-        if tail is None:
-            return False
-        self._host.use_tail(tail, retain_s)
-        self._host.pin_tail(tail)
-        plan.tail = PlannedTail(position, tail.key, tail.units, pins=[(self._host, tail)])
-        return True
-
-    def copy(
-        self, plan: Plan, keys: BlockKeys, position: int, retain_s: float
-    ) -> dict[OpId, range]:
-        """Copy a tail off the GPU unless the host tier has or awaits it.
-
-        Returns:
-            The copies, and which of its units each copies.
-        """
-        if self.find(plan, keys, position, retain_s):
-            return {}
-        key, count = keys.key(position - 1), self._shape.tail_units(position)
-        if self._host.is_tail_in_flight(keys.root, key, count):
-            return {}
-        lease = self._host.reserve_tail(keys.root, key, count)
-        if lease is None:
-            plan.drop("host_tier_full", count)
-            return {}
-        lease.retain_s = retain_s
-        units = lease.blocks.copy()
-        plan.tail = PlannedTail(position, key, units, num_copied=count, staging=lease)
-        copies = {}
-        for chunk in chunks(0, count, self._chunk_blocks):
-            landing = units[chunk.start : chunk.stop]
-            first = TAIL_FIRST + chunk.start
-            copies[plan.graph.add(next(self._op_ids), OpKind.D2H, first, None, landing)] = chunk
-        return copies
-
-    def are_throttled(
-        self, plan: Plan, tier: Tier, num_blocks: int, has_tail: bool, retain_s: float
-    ) -> bool:
-        """Whether a tier's budget does not allow the blocks and the tail of a put, which it drops.
-
-        Neither is of use without the other: they are written together or not at all.
-
-        Args:
-            has_tail: Whether the tail is to be written too, if the plan has one.
-        """
-        count, name = num_blocks, tier.name
-        if has_tail and plan.tail is not None and not self._is_stored(plan, tier, retain_s):
-            count += len(plan.tail.units)
-        if not count or self._backlog.affordable_at(name, count) is None:
-            return False
-        plan.drop(f"{name.value.lower()}_write_throttled", count)
-        return True
-
-    def store(
-        self, plan: Plan, tier: Tier, copies: dict[OpId, range], era: int,
-        max_backlog: int | None, retain_s: float,
-    ) -> None:  # fmt: skip
-        """Write the plan's tail to a tier that lacks it, if there is room for all of it.
-
-        Whether the tier's budget allows it was asked before (`are_throttled`).
-
-        Args:
-            copies: Ops that copy it off the GPU; empty if the host tier has it.
-            era: See `StorePlanner`.
-        """
-        assert plan.tail is not None
-        if self._is_stored(plan, tier, retain_s):
-            return
-        count = len(plan.tail.units)
-        _, reason = self._backlog.room_for(plan, tier, count, max_backlog, is_paid=True)
-        lease = None
-        if reason is None:
-            lease = tier.reserve_tail(plan.root, plan.tail.key, count)
-        if lease is None:
-            plan.drop(reason or f"{tier.name.value.lower()}_tier_full", count)
-            return
-        lease.retain_s = retain_s
-        plan.tail.stores[tier.name] = lease
-        self._backlog.reserve(plan, tier.name, count)
-        if isinstance(tier, RemoteTier):
-            plan.remote_root = tier.root_at_store(plan.root)
-        for depends_on, chunk in self._pieces(tier, copies, count):
-            names = plan.tail.names(tier, plan.root, chunk, era)
-            source = plan.tail.units[chunk.start : chunk.stop]
-            target = lease.blocks[chunk.start : chunk.stop]
-            first = TAIL_FIRST + chunk.start
-            plan.graph.add(
-                next(self._op_ids), STORE_OP[tier.name], first, source, target, depends_on, names
-            )
-
-    def _pieces(
-        self, tier: Tier, copies: dict[OpId, range], count: int
-    ) -> Iterator[tuple[list[OpId], range]]:
-        """Yield the units of each op that writes a tail, and what that op waits for.
-
-        A remote store gets them in order, by one op: its last unit tells others that all are there.
-        """
-        if isinstance(tier, RemoteTier):
-            yield list(copies), range(count)
-        elif copies:
-            yield from (([op], chunk) for op, chunk in copies.items())
-        else:
-            yield from (([], chunk) for chunk in chunks(0, count, self._chunk_blocks))
-
-    def _is_stored(self, plan: Plan, tier: Tier, retain_s: float) -> bool:
-        """Whether a tier has or awaits the plan's tail, which then counts as used."""
-        assert plan.tail is not None
-        tail = tier.tails.find(plan.root, plan.tail.key)
-        if tail is not None:
-            tier.use_tail(tail, retain_s)
-            return True
-        return tier.is_tail_in_flight(plan.root, plan.tail.key, len(plan.tail.units))
-
-
 class DirectStores:
-    """Plans puts on the SSD tier. Arguments as for `StorePlanner`; ``budget`` is that of the tier.
+    """Plans puts on the SSD tier.
 
         put, blocks of the prompt:   0            first             end
                                      |--------------|----------------|
@@ -194,20 +59,13 @@ class DirectStores:
         tier: The SSD tier.
     """
 
-    def __init__(
-        self,
-        tiers: Tiers,
-        op_ids: Iterator[OpId],
-        chunk_blocks: int,
-        admission: Admission | None = None,
-        budget: WriteBudget | None = None,
-    ) -> None:
+    def __init__(self, tiers: Tiers, settings: PlannerSettings) -> None:
         self._tiers = tiers
         self.tier = tiers.by_name[TierName.SSD]
-        self._admission = admission
-        self._budget = budget
-        self._op_ids = op_ids
-        self._chunk_blocks = chunk_blocks
+        self._admission = settings.admissions.get(TierName.SSD)
+        self._budget = settings.write_budgets.get(TierName.SSD)
+        self._op_ids = settings.op_ids
+        self._chunk_blocks = settings.chunk_blocks
 
     def plan_put(
         self, keys: BlockKeys, start: int, stop: int, retain_s: float = 0.0, era: int = 0
@@ -265,48 +123,52 @@ class _Copy:
     landing: BlockIds
 
 
+@dataclass(slots=True)
+class _Offer:
+    """What a plan has for the tiers below the host.
+
+    Attributes:
+        cached: The blocks of the prompt that the host tier has.
+        copies: Ops that copy blocks ``[plan.start, plan.stop)`` to the host.
+        tail_copies: Ops that copy the plan's tail to the host, and which of its units each copies.
+        max_backlog: At most this many blocks are written to a tier.
+        retain_s: The prompt counts as used this much later.
+        start: The blocks before it were offered by an earlier put of the request.
+    """
+
+    plan: Plan
+    keys: BlockKeys
+    cached: PrefixMatch
+    copies: list[_Copy] = field(default_factory=list)
+    tail_copies: dict[OpId, range] = field(default_factory=dict)
+    max_backlog: int | None = None
+    retain_s: float = 0.0
+    start: int = 0
+
+
 class StorePlanner:
     """Plans puts, and writes to lower tiers, over a cache's tiers.
 
-    Args:
-        op_ids: Shared with the cache's other planner.
-        chunk_blocks: Blocks per op if one tier feeds another, so that both work at once.
-        max_backlog: Host blocks that may wait to be written below; blocks of a put beyond it stay
-            on the host tier only.
-        budgets: Those of the tiers whose writes per second are limited.
-        admissions: Policies of the tiers that do not take every block.
-        write_back: Queues of the tiers with write-back.
-        shape: How the blocks of several groups fill the cache's units; None for a single group.
+    In models with tails a tail is written as a whole, at once: tiers with write-back get it with
+    the put too.
     """
 
-    def __init__(
-        self,
-        tiers: Tiers,
-        op_ids: Iterator[OpId],
-        chunk_blocks: int,
-        max_backlog: int,
-        budgets: Mapping[TierName, WriteBudget],
-        admissions: Mapping[TierName, Admission],
-        write_back: Mapping[TierName, DirtyQueue],
-        shape: UnitShape | None = None,
-    ) -> None:
+    def __init__(self, tiers: Tiers, settings: PlannerSettings) -> None:
         self._tiers = tiers
         self._host = tiers.host
-        self._op_ids = op_ids
-        self._chunk_blocks = chunk_blocks
-        self.max_backlog = max_backlog
-        self._backlog = StoreBacklog(tiers, max_backlog, budgets)
+        self._op_ids = settings.op_ids
+        self._chunk_blocks = settings.chunk_blocks
+        self.max_backlog = settings.max_store_backlog
+        self._backlog = StoreBacklog(tiers, self.max_backlog, settings.write_budgets)
         self.era = 0
         """How often the SSD tier was reset: what was planned before is not recorded for good."""
-        self._admissions = dict(admissions)
+        self._admissions = settings.admissions
         self._write_back = {
             name: WriteBack(self._host, tiers.by_name[name], dirty, tiers.lose)
-            for name, dirty in write_back.items()
+            for name, dirty in settings.write_back.items()
         }
-        self._shape = shape
-        self._tails: TailStores | None = None
-        if shape is not None and shape.sparse:
-            self._tails = TailStores(tiers.host, op_ids, chunk_blocks, self._backlog, shape)
+        self._shape = shape = settings.shape
+        self._tail_shape = shape if shape is not None and shape.sparse else None
 
     @property
     def backlog(self) -> int:
@@ -335,7 +197,7 @@ class StorePlanner:
         first = plan.start
         if self._shape is not None:
             plan.take_shape(self._shape)
-        copies: list[_Copy] = []
+        offer = _Offer(plan, keys, cached, [], {}, max_backlog, retain_s, start)
         if first >= stop or not plan.has_dense:
             plan.start = plan.stop = stop
             if not tail_at:
@@ -348,15 +210,12 @@ class StorePlanner:
             plan.stop = first + len(plan.staging)
             if plan.stop < stop:
                 plan.dropped[plan.staging.why_short("host")] = stop - plan.stop
-            copies = self._add_copies(plan)
-        tail_copies: dict[OpId, range] = {}
-        if self._tails is not None and 0 < tail_at <= plan.stop:
+            offer.copies = self._add_copies(plan)
+        if self._tail_shape is not None and 0 < tail_at <= plan.stop:
             plan.pin(self._host, cached)
-            tail_copies = self._tails.copy(plan, keys, tail_at, retain_s)
-        if copies or tail_copies:
-            self._add_stores(
-                plan, keys, cached, copies, tail_copies, None, max_backlog, retain_s, start
-            )
+            self._copy_tail(offer, tail_at, self._tail_shape.tail_units(tail_at))
+        if offer.copies or offer.tail_copies:
+            self._add_stores(offer)
         return plan
 
     def plan_store(
@@ -377,9 +236,10 @@ class StorePlanner:
             stop = min(stop, cached.num_blocks)
         plan = Plan(TaskKind.STORE, keys.root, stop, stop, is_write_back=tiers is not None)
         self._tiers.num_holders += 1
-        if self._tails is not None and 0 < tail_at <= plan.stop:
-            self._tails.find(plan, keys, tail_at, retain_s)
-        self._add_stores(plan, keys, cached, [], {}, tiers, max_backlog, retain_s, start)
+        offer = _Offer(plan, keys, cached, [], {}, max_backlog, retain_s, start)
+        if self._tail_shape is not None and 0 < tail_at <= plan.stop:
+            self._find_tail(offer, tail_at)
+        self._add_stores(offer, tiers)
         return plan
 
     def plan_write_back(self) -> Plan | None:
@@ -466,19 +326,13 @@ class StorePlanner:
             copies.append(_Copy(op, chunk, landing))
         return copies
 
-    def _add_stores(
-        self, plan: Plan, keys: BlockKeys, cached: PrefixMatch, copies: Sequence[_Copy],
-        tail_copies: dict[OpId, range], tiers: Iterable[Tier] | None, max_backlog: int | None,
-        retain_s: float, start: int,
-    ) -> None:  # fmt: skip
+    def _add_stores(self, offer: _Offer, tiers: Iterable[Tier] | None = None) -> None:
         """Write to the tiers below what they lack of the host's blocks and of those being copied.
 
         Args:
-            copies: Ops that copy blocks ``[plan.start, plan.stop)`` to the host.
-            tail_copies: Ops that copy the units of ``plan.tail`` to the host.
             tiers: None for all, each by its own policy.
-            start: The blocks before it were offered by an earlier put of the request.
         """
+        plan, keys, cached, retain_s = offer.plan, offer.keys, offer.cached, offer.retain_s
         tail_end = 0 if plan.tail is None else plan.tail.position
         for tier in self._tiers.lower if tiers is None else tiers:
             begin = tier.match(keys, plan.outlook, retain_s, not plan.is_write_back).num_blocks
@@ -486,38 +340,36 @@ class StorePlanner:
             late = self._write_back.get(tier.name) if tiers is None else None
             end = plan.stop if late is None else 0
             if tiers is None and (admission := self._admissions.get(tier.name)) is not None:
-                end = _admit(admission, plan, keys, begin, start, retain_s)
+                end = admission.admit(keys, plan.stop, offer.start, retain_s)
+                num_refused = plan.stop - max(begin, offer.start, end)
+                if admission.why_refused is not None and num_refused > 0:
+                    plan.drop(admission.why_refused, num_refused)
             is_admitted = late is not None or tail_end <= end
-            if tiers is None and self._tails is not None:
-                num_blocks = max(0, end - begin)
-                if self._tails.are_throttled(plan, tier, num_blocks, is_admitted, retain_s):
-                    end, is_admitted = 0, False
+            has_tails = tiers is None and self._tail_shape is not None
+            if has_tails and self._are_throttled(offer, tier, max(0, end - begin), is_admitted):
+                end, is_admitted = 0, False
             if begin < end:
-                self._add_blocks(
-                    plan, tier, keys, cached, copies, begin, end, max_backlog, retain_s
-                )
+                self._add_blocks(offer, tier, begin, end)
             elif late is not None and begin < plan.start <= cached.num_blocks:
                 # the host has them, the tier lacks them: a write failed, for example
                 late.mark(keys.root, keys.slice(begin, plan.start), keys.content, begin)
-            if self._tails is not None and plan.tail is not None and is_admitted:
-                self._tails.store(plan, tier, tail_copies, self.era, max_backlog, retain_s)
+            if plan.tail is not None and is_admitted:
+                self._store_tail(offer, tier, plan.tail)
 
-    def _add_blocks(
-        self, plan: Plan, tier: Tier, keys: BlockKeys, cached: PrefixMatch, copies: Sequence[_Copy],
-        begin: int, end: int, max_backlog: int | None, retain_s: float,
-    ) -> None:  # fmt: skip
+    def _add_blocks(self, offer: _Offer, tier: Tier, begin: int, end: int) -> None:
         """Write blocks ``[begin, end)`` to a tier, as far as there is room."""
+        plan, keys, cached = offer.plan, offer.keys, offer.cached
         if begin < plan.start and cached.num_blocks < plan.start:
             return  # earlier blocks are still being copied to the host: their put writes them
-        is_paid = self._tails is not None and tier.name not in self._write_back
-        room, reason = self._backlog.room_for(plan, tier, end - begin, max_backlog, is_paid)
+        is_paid = self._tail_shape is not None and tier.name not in self._write_back
+        room, reason = self._backlog.room_for(plan, tier, end - begin, offer.max_backlog, is_paid)
         if reason is not None:
             plan.dropped[reason] = end - begin - room
         if not room:
             return
         end = begin + room
         outlook = self._tiers.recall(keys) if plan.outlook is None else plan.outlook
-        lease = tier.reserve(keys, begin, end, outlook, retain_s)
+        lease = tier.reserve(keys, begin, end, outlook, offer.retain_s)
         lease.used_s = self._host.last_used(cached, begin) if plan.is_write_back else None
         plan.stores[tier.name] = lease
         plan.store_starts[tier.name] = begin
@@ -527,53 +379,116 @@ class StorePlanner:
         if begin + len(lease) < end:
             plan.dropped[lease.why_short(tier.name.value.lower())] = end - begin - len(lease)
         end = begin + len(lease)
-        self._add_back_fill(plan, tier, keys, lease, cached, begin, min(end, plan.start))
-        for copy in copies:
+        filled = min(end, plan.start)
+        if begin < filled:  # blocks that the host tier has and this one lacks
+            plan.pin(self._host, cached)
+            blocks = self._host.index.blocks(cached, begin)
+            for chunk in chunks(begin, filled, self._chunk_blocks):
+                part = slice(chunk.start - begin, chunk.stop - begin)
+                used_s = None if lease.used_s is None else float(lease.used_s[part.stop - 1])
+                names = block_names(tier, keys, chunk.start, chunk.stop, used_s, self.era)
+                plan.graph.add(
+                    next(self._op_ids), STORE_OP[tier.name], chunk.start, blocks[part],
+                    lease.blocks[part], [], names,
+                )  # fmt: skip
+        for copy in offer.copies:
             low, high = max(copy.chunk.start, begin), min(copy.chunk.stop, end)
             if low < high:
                 source = copy.landing[low - copy.chunk.start : high - copy.chunk.start]
                 target = lease.blocks[low - begin : high - begin]
-                self._add_store(plan, tier, keys, low, source, target, [copy.op])
+                names = block_names(tier, keys, low, high, era=self.era)
+                plan.graph.add(
+                    next(self._op_ids), STORE_OP[tier.name], low, source, target, [copy.op], names
+                )
 
-    def _add_back_fill(
-        self, plan: Plan, tier: Tier, keys: BlockKeys, lease: Lease, cached: PrefixMatch,
-        begin: int, end: int,
-    ) -> None:  # fmt: skip
-        """Write blocks that the host tier has and a lower one lacks."""
-        if begin >= end:
+    # -- tails ----------------------------------------------------------------------------------
+
+    def _find_tail(self, offer: _Offer, position: int) -> bool:
+        """Plan for a tail that the host tier has, without copying it; whether it has it."""
+        keys, host = offer.keys, self._host
+        tail = host.tails.find(keys.root, keys.key(position - 1))
+        if tail is None:
+            return False
+        host.use_tail(tail, offer.retain_s)
+        host.pin_tail(tail)
+        offer.plan.tail = PlannedTail(position, tail.key, tail.units, pins=[(host, tail)])
+        return True
+
+    def _copy_tail(self, offer: _Offer, position: int, count: int) -> None:
+        """Copy a tail of so many units off the GPU unless the host tier has or awaits it."""
+        plan, keys, key = offer.plan, offer.keys, offer.keys.key(position - 1)
+        if self._find_tail(offer, position) or self._host.is_tail_in_flight(keys.root, key, count):
             return
-        plan.pin(self._host, cached)
-        source = self._host.index.blocks(cached, begin)
-        for chunk in chunks(begin, end, self._chunk_blocks):
-            low, high = chunk.start - begin, chunk.stop - begin
-            used_s = None if lease.used_s is None else float(lease.used_s[high - 1])
-            target = lease.blocks[low:high]
-            self._add_store(plan, tier, keys, chunk.start, source[low:high], target, [], used_s)
+        lease = self._host.reserve_tail(keys.root, key, count)
+        if lease is None:
+            plan.drop("host_tier_full", count)
+            return
+        lease.retain_s = offer.retain_s
+        units = lease.blocks.copy()
+        plan.tail = PlannedTail(position, key, units, num_copied=count, staging=lease)
+        for chunk in chunks(0, count, self._chunk_blocks):
+            landing = units[chunk.start : chunk.stop]
+            first = TAIL_FIRST + chunk.start
+            op = plan.graph.add(next(self._op_ids), OpKind.D2H, first, None, landing)
+            offer.tail_copies[op] = chunk
 
-    def _add_store(
-        self, plan: Plan, tier: Tier, keys: BlockKeys, first: int, source: BlockIds,
-        target: BlockIds, depends_on: Sequence[OpId], used_s: float | None = None,
-    ) -> None:  # fmt: skip
-        names = block_names(tier, keys, first, first + len(target), used_s, self.era)
-        plan.graph.add(
-            next(self._op_ids), STORE_OP[tier.name], first, source, target, depends_on, names
-        )
+    def _are_throttled(self, offer: _Offer, tier: Tier, num_blocks: int, has_tail: bool) -> bool:
+        """Whether a tier's budget does not allow the blocks and the tail of a put, which it drops.
 
+        Neither is of use without the other: they are written together or not at all.
 
-def _admit(
-    admission: Admission, plan: Plan, keys: BlockKeys, begin: int, start: int, retain_s: float
-) -> int:
-    """Return how many of a prompt's first blocks a tier's policy writes now.
+        Args:
+            has_tail: Whether the tail is to be written too, if the plan has one.
+        """
+        count, name, tail = num_blocks, tier.name, offer.plan.tail
+        if has_tail and tail is not None and not self._is_tail_stored(offer, tier, tail):
+            count += len(tail.units)
+        if not count or self._backlog.affordable_at(name, count) is None:
+            return False
+        offer.plan.drop(f"{name.value.lower()}_write_throttled", count)
+        return True
 
-    Args:
-        begin: The blocks before it are in the tier.
-        start: The blocks before it were offered by an earlier put of the request.
-    """
-    end = admission.admit(keys, plan.stop, start, retain_s)
-    num_refused = plan.stop - max(begin, start, end)
-    if admission.why_refused is not None and num_refused > 0:
-        plan.drop(admission.why_refused, num_refused)
-    return end
+    def _store_tail(self, offer: _Offer, tier: Tier, tail: PlannedTail) -> None:
+        """Write the plan's tail to a tier that lacks it, if there is room for all of it.
+
+        Whether the tier's budget allows it was asked before (`_are_throttled`).
+        """
+        if self._is_tail_stored(offer, tier, tail):
+            return
+        plan, count, lease = offer.plan, len(tail.units), None
+        _, reason = self._backlog.room_for(plan, tier, count, offer.max_backlog, is_paid=True)
+        if reason is None:
+            lease = tier.reserve_tail(plan.root, tail.key, count)
+        if lease is None:
+            plan.drop(reason or f"{tier.name.value.lower()}_tier_full", count)
+            return
+        lease.retain_s = offer.retain_s
+        tail.stores[tier.name] = lease
+        self._backlog.reserve(plan, tier.name, count)
+        pieces: Iterable[tuple[list[OpId], range]]
+        if isinstance(tier, RemoteTier):
+            plan.remote_root = tier.root_at_store(plan.root)
+            # In order, by one op: its last unit tells others that all are there.
+            pieces = [(list(offer.tail_copies), range(count))]
+        elif offer.tail_copies:
+            pieces = [([op], chunk) for op, chunk in offer.tail_copies.items()]
+        else:
+            pieces = [([], chunk) for chunk in chunks(0, count, self._chunk_blocks)]
+        for depends_on, chunk in pieces:
+            part = slice(chunk.start, chunk.stop)
+            plan.graph.add(
+                next(self._op_ids), STORE_OP[tier.name], TAIL_FIRST + chunk.start,
+                tail.units[part], lease.blocks[part], depends_on,
+                tail.names(tier, plan.root, chunk, self.era),
+            )  # fmt: skip
+
+    def _is_tail_stored(self, offer: _Offer, tier: Tier, planned: PlannedTail) -> bool:
+        """Whether a tier has or awaits the plan's tail, which then counts as used."""
+        tail = tier.tails.find(offer.plan.root, planned.key)
+        if tail is not None:
+            tier.use_tail(tail, offer.retain_s)
+            return True
+        return tier.is_tail_in_flight(offer.plan.root, planned.key, len(planned.units))
 
 
 def _why_later(name: TierName) -> tuple[str, str]:

@@ -9,19 +9,18 @@ Pure: no I/O, no clock.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from flexcache.cache.admission import Admission, ReuseWatch, make_admission
+from flexcache.cache.admission import Admission, ReuseWatch, Selective
 from flexcache.cache.block_keys import BlockKeys, EngineBlockKeys
 from flexcache.cache.block_pool import NO_ROOT, Quotas
 from flexcache.cache.early_loads import EarlyLoads
 from flexcache.cache.eviction_policy import make_policy
 from flexcache.cache.load_cost import LoadCost, LoadWays
 from flexcache.cache.load_plan import LoadPlanner
-from flexcache.cache.plan import Plan
+from flexcache.cache.plan import Plan, PlannerSettings, number_ops
 from flexcache.cache.prompt_sessions import PromptSessions
 from flexcache.cache.restore import Records, Restoration, RestoreReport, Seconds
 from flexcache.cache.store_plan import DirectStores, StorePlanner
@@ -41,72 +40,26 @@ _RESTORED_A_TURN, _RESTORE_PAUSE_S = 1 << 11, 0.008
 """Blocks that follow at a time, which takes 2 to 4 ms, and the time from one turn to the next."""
 
 
-def number_ops() -> Iterator[OpId]:
-    """Number the ops of one server, from 1."""
-    return map(OpId, itertools.count(1))
-
-
 class TieredCache:
     """Tiers and the planners over them. `build_cache` wires one from a config.
-
-    Args:
-        chunk_blocks: Blocks per op if one tier feeds another, so that both work at once.
-        max_store_backlog: Host blocks that may wait to be written below; blocks of a put beyond it
-            stay on the host tier only.
-        admissions: Policies of the tiers that do not take every block.
-        write_back: Queues of the tiers with write-back.
-        ways: Chooses between loads through DRAM and past it.
-        load_cost: Estimates which loads would take longer than recomputing; None to load all.
-        shape: How the blocks of several groups fill its units; None for a single group.
-        early_load_share: Share of the host tier that early loads may take.
-        early_load_ttl_s: How long their blocks wait for the requests that need them.
-        keeps_on_host: Whether the host tier is a cache; else it only stages.
-        write_budgets: Those of the tiers whose writes per second are limited.
-        reuse: The SSD tier's admission, if that depends on which prompts come back.
-        op_ids: Numbers the ops.
 
     Attributes:
         remake: Makes an empty cache of the same kind, whose ops have other numbers.
     """
 
-    def __init__(
-        self,
-        tiers: Tiers,
-        chunk_blocks: int,
-        max_store_backlog: int,
-        admissions: Mapping[TierName, Admission] | None = None,
-        write_back: Mapping[TierName, DirtyQueue] | None = None,
-        ways: LoadWays | None = None,
-        load_cost: LoadCost | None = None,
-        shape: UnitShape | None = None,
-        early_load_share: float = 0.5,
-        early_load_ttl_s: float = 120.0,
-        keeps_on_host: bool = True,
-        write_budgets: Mapping[TierName, WriteBudget] | None = None,
-        reuse: ReuseWatch | None = None,
-        op_ids: Iterator[OpId] | None = None,
-    ) -> None:
-        op_ids = number_ops() if op_ids is None else op_ids
-        chunk_blocks = max(1, chunk_blocks)
+    def __init__(self, tiers: Tiers, settings: PlannerSettings) -> None:
         self.tiers = tiers
         self.remake: Callable[[], TieredCache] | None = None
-        self._write_budgets = write_budgets or {}
-        self.loads = LoadPlanner(tiers, op_ids, chunk_blocks, ways or LoadWays(), load_cost, shape)
-        self.stores = StorePlanner(
-            tiers, op_ids, chunk_blocks, max_store_backlog, write_budgets or {}, admissions or {},
-            write_back or {}, shape,
-        )  # fmt: skip
-        self.sessions = PromptSessions(tiers, load_cost)
-        self.early = EarlyLoads(tiers.host, early_load_share, early_load_ttl_s)
-        self.reuse = reuse
+        self.loads = LoadPlanner(tiers, settings)
+        self.stores = StorePlanner(tiers, settings)
+        self.direct_stores = None if settings.keeps_on_host else DirectStores(tiers, settings)
+        """Plans puts past the host tier, if that only stages."""
+        self.sessions = PromptSessions(tiers, settings.load_cost)
+        self.early = EarlyLoads(tiers.host, settings.early_load_share, settings.early_load_ttl_s)
+        self.reuse = settings.reuse
+        self._write_budgets = settings.write_budgets
         self._restoration: Restoration | None = None
         self._restore_at = 0.0
-        self.direct_stores: DirectStores | None = None
-        """Plans puts past the host tier, if that only stages."""
-        if not keeps_on_host:
-            admission = (admissions or {}).get(TierName.SSD)
-            budget = self._write_budgets.get(TierName.SSD)
-            self.direct_stores = DirectStores(tiers, op_ids, chunk_blocks, admission, budget)
 
     def successor(self, busy: Mapping[TierName, BlockIds]) -> tuple[TieredCache, Plan]:
         """Return an empty cache in place of this one, which an error has left in doubt.
@@ -266,6 +219,8 @@ class TieredCache:
             raise InternalError(f"backlog without a plan: {self.stores.backlog} blocks")
 
 
+_STORE_BLOCKS = 1 << 20
+"""Size assumed for a remote store: the memory of sightings must have a bound."""
 _UNFED_CHUNKS = 4  # copied by one op if no tier feeds another
 _STAGING_CHUNKS = 8  # held by a host tier that only stages
 
@@ -339,7 +294,6 @@ def build_cache(
     """
     op_ids = number_ops() if op_ids is None else op_ids
     policy = make_policy(config.eviction_policy, config.tokens_per_block)
-
     num_host_blocks = sizes.num_host_blocks
     # Blocks pass through the host to the tiers below: it takes them all if there are any.
     keep_s = config.retention_s
@@ -349,52 +303,47 @@ def build_cache(
             _quotas(num_host_blocks, sizes.host_quotas), keep_s,
         )
     ]  # fmt: skip
-    policies: dict[TierName, str] = {}
+    writes: dict[TierName, str] = {}
     if sizes.num_slots:
         quotas = _quotas(sizes.num_slots, sizes.ssd_quotas)
         make_queue = policy.for_tier(sizes.num_slots)
         tiers.append(Tier(TierName.SSD, sizes.num_slots, make_queue, False, quotas, keep_s))
-        policies[TierName.SSD] = config.ssd_write_policy
+        writes[TierName.SSD] = config.ssd_write_policy
     if config.remote_url is not None:
         known, absent_s = config.remote_index_blocks, config.remote_absent_ttl_s
         tiers.append(RemoteTier(absent_s, known, keep_s))
-        policies[TierName.REMOTE] = config.remote_write_policy
-    capacities = {TierName.SSD: sizes.num_slots}
+        writes[TierName.REMOTE] = config.remote_write_policy
     limits = {TierName.SSD: config.ssd_write_mb_s, TierName.REMOTE: config.remote_write_mb_s}
-    max_dirty = int(config.write_back_max_dirty * sizes.num_host_blocks)
-    admissions = {
-        name: make_admission(policy, capacities.get(name), config.write_min_sightings)
-        for name, policy in policies.items()
-        if policy != "write_back"
-    }
+    capacities = {TierName.SSD: sizes.num_slots, TierName.REMOTE: _STORE_BLOCKS}
+    max_dirty = int(config.write_back_max_dirty * num_host_blocks)
     ordered, reuse = Tiers(tiers, policy), None
+    admissions: dict[TierName, Admission] = {
+        name: Selective(capacities[name], config.write_min_sightings)
+        for name, how in writes.items()
+        if how == "selective"
+    }
     if _skips_useless_writes(config, sizes):
-        reuse = ReuseWatch(ordered)
-        admissions[TierName.SSD] = reuse
-    cache = TieredCache(
-        ordered,
-        sizes.chunk_blocks,
-        sizes.max_store_backlog,
+        reuse = admissions[TierName.SSD] = ReuseWatch(ordered)
+    settings = PlannerSettings(
+        chunk_blocks=sizes.chunk_blocks,
+        max_store_backlog=sizes.max_store_backlog,
         admissions=admissions,
-        write_back={
-            name: DirtyQueue(max_dirty)
-            for name, policy in policies.items()
-            if policy == "write_back"
+        write_back={n: DirtyQueue(max_dirty) for n, how in writes.items() if how == "write_back"},
+        write_budgets={
+            name: WriteBudget(rate * 1e6, sizes.stored_bytes)
+            for name, rate in limits.items()
+            if name in writes and rate is not None
         },
+        reuse=reuse,
         ways=LoadWays(config.ssd_past_dram if sizes.keeps_on_host else "always"),
         load_cost=LoadCost() if config.skip_slow_loads else None,
         shape=shape,
         early_load_share=config.early_load_share,
         early_load_ttl_s=config.match_ttl_s,
         keeps_on_host=sizes.keeps_on_host,
-        write_budgets={
-            name: WriteBudget(rate * 1e6, sizes.stored_bytes)
-            for name, rate in limits.items()
-            if name in policies and rate is not None
-        },
-        reuse=reuse,
         op_ids=op_ids,
     )
+    cache = TieredCache(ordered, settings)
     cache.remake = partial(build_cache, config, sizes, shape, op_ids)
     if config.records_changes:
         cache.keep_journal(config.tokens_per_block)

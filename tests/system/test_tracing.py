@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from flexcache import CacheConfig
 from flexcache.cache.block_keys import EngineBlockKeys, make_root
+from flexcache.cache.plan import PlannerSettings
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.cache.tiers import Tiers
@@ -474,7 +475,8 @@ def test_a_trace_in_mooncakes_format_is_replayed(tmp_path: Path) -> None:
     path.write_text("\n".join(lines) + "\n")
 
     tier = Tier(TierName.CPU, capacity)
-    cache, root, expected = TieredCache(Tiers([tier]), 1000, capacity), make_root("m", (), "k"), 0
+    settings = PlannerSettings(chunk_blocks=1000, max_store_backlog=capacity)
+    cache, root, expected = TieredCache(Tiers([tier]), settings), make_root("m", (), "k"), 0
     for request in read_requests(path):
         keys = [number.to_bytes(8, "big") for number in request.hash_ids]
         prompt = EngineBlockKeys(root, keys, len(keys))

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 
-import pytest
 from builders import ROOT, ROOTS, key_of, prompt
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,9 +14,8 @@ from hypothesis import strategies as st
 from flexcache.cache.admission import (
     SAMPLED_BLOCKS,
     SIGHTINGS_PER_BLOCK,
-    Admission,
     GhostTier,
-    make_admission,
+    Selective,
     stride_for,
 )
 from flexcache.cache.block_keys import EngineBlockKeys
@@ -43,7 +41,7 @@ def test_selective_admits_up_to_the_first_sampled_block_that_was_not_seen_often_
 ) -> None:
     capacity = stride * SAMPLED_BLOCKS  # nothing is forgotten
     assert stride_for(capacity) == stride
-    admission = make_admission("selective", capacity, min_sightings)
+    admission = Selective(capacity, min_sightings)
     seen: Counter[tuple[RootId, str]] = Counter()
     for root, word, offered in sights:
         stop = min(offered, len(word))
@@ -59,7 +57,7 @@ def test_selective_admits_up_to_the_first_sampled_block_that_was_not_seen_often_
 def test_blocks_seen_too_rarely_are_never_admitted_however_small_the_memory(
     sights: list[Sight], min_sightings: int, capacity: int
 ) -> None:
-    admission = make_admission("selective", capacity, min_sightings)
+    admission = Selective(capacity, min_sightings)
     seen: Counter[tuple[RootId, str]] = Counter()
     for root, word, offered in sights:
         stop = min(offered, len(word))
@@ -78,7 +76,7 @@ def test_a_request_that_is_offered_in_two_puts_is_seen_once(
     sights: list[tuple[Sight, int]], min_sightings: int, stride: int
 ) -> None:
     capacity = stride * SAMPLED_BLOCKS  # nothing is forgotten
-    whole, parts = (make_admission("selective", capacity, min_sightings) for _ in range(2))
+    whole, parts = (Selective(capacity, min_sightings) for _ in range(2))
     for (root, word, offered), split in sights:
         keys, stop = prompt(word, root), min(offered, len(word))
         expected = whole.admit(keys, stop)
@@ -95,7 +93,7 @@ def test_a_request_that_is_offered_in_two_puts_is_seen_once(
 def test_old_sightings_do_not_count() -> None:
     remembered = SIGHTINGS_PER_BLOCK * CAPACITY
     for others, admitted in ((remembered - 1, 1), (remembered, 0)):
-        admission, names = make_admission("selective", CAPACITY), count()
+        admission, names = Selective(CAPACITY, 2), count()
         returning = one_off(names, 1)
         assert admission.admit(returning, 1) == 0
         for _ in range(others):
@@ -104,7 +102,7 @@ def test_old_sightings_do_not_count() -> None:
 
 
 def test_an_unbounded_tier_too_is_written_to_on_the_second_sighting() -> None:
-    admission = make_admission("selective", None)
+    admission = Selective(1 << 20, 2)
     keys = one_off(count(), 4096)
     assert admission.admit(keys, 4096) == 0
     assert admission.admit(keys, 4096) == 4096
@@ -134,7 +132,7 @@ def test_a_ghost_holds_what_an_lru_tier_would(sights: list[Sight], capacity: int
 
 @given(st.lists(st.lists(st.sampled_from([b"a", b"b", b"c", b"d"]), max_size=6), max_size=20))
 def test_keys_that_do_not_chain_break_nothing(prompts: list[list[bytes]]) -> None:
-    ghost, admission = GhostTier(3), make_admission("selective", 3)
+    ghost, admission = GhostTier(3), Selective(3, 2)
     for keys in prompts:
         unchained = EngineBlockKeys(ROOT, keys, len(keys))
         assert 0 <= admission.admit(unchained, len(keys)) <= len(keys)
@@ -170,13 +168,13 @@ def seen_twice(names: Iterator[int], rounds: int) -> Iterator[EngineBlockKeys]:
         yield from loop
 
 
-def num_hits(admission: Admission, stream: Iterable[EngineBlockKeys]) -> int:
+def num_hits(admission: Selective | None, stream: Iterable[EngineBlockKeys]) -> int:
     """Return the blocks a tier hits when it stores what the policy admits."""
     tier, hits = Tier(TierName.SSD, CAPACITY), 0
     for keys in stream:
         there = tier.match(keys).num_blocks
         hits += there
-        admitted = admission.admit(keys, keys.num_blocks)
+        admitted = keys.num_blocks if admission is None else admission.admit(keys, keys.num_blocks)
         assert 0 <= admitted <= keys.num_blocks
         if there < admitted:
             lease = tier.reserve(keys, there, admitted)
@@ -192,7 +190,8 @@ def hits_by_policy(*patterns: tuple[Pattern, int]) -> dict[str, int]:
     for policy in POLICIES:
         names = count()
         stream = (keys for pattern, rounds in patterns for keys in pattern(names, rounds))
-        hits[policy] = num_hits(make_admission(policy, CAPACITY), stream)
+        admission = Selective(CAPACITY, 2) if policy == "selective" else None
+        hits[policy] = num_hits(admission, stream)
     return hits
 
 
@@ -208,26 +207,11 @@ def test_selective_misses_what_comes_back_once() -> None:
     assert hits["write_through"] == 40 * 50
 
 
-def test_an_unbounded_tier_is_given_everything() -> None:
-    admission = make_admission("write_through", None)
-    assert all(admission.admit(keys, 10) == 10 for keys in hot_set_in_a_scan(count(), 3))
-
-
-# Counters and mistakes
+# Counters
 
 
 def test_refused_blocks_are_counted() -> None:
-    admission, keys = make_admission("selective", CAPACITY), one_off(count(), 10)
+    admission, keys = Selective(CAPACITY, 2), one_off(count(), 10)
     admission.admit(keys, 6)
     admission.admit(keys, 10)
     assert admission.stats() == {"seen_blocks": 16, "refused_blocks": 6 + 4}
-
-
-def test_an_unknown_policy_is_named() -> None:
-    with pytest.raises(ValueError, match=r"'sometimes'.*write_through or selective"):
-        make_admission("sometimes", CAPACITY)
-
-
-def test_less_than_one_sighting_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"min_sightings.*not 0"):
-        make_admission("selective", CAPACITY, 0)

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from flexcache.cache.block_keys import EngineBlockKeys, PromptContent
 from flexcache.cache.journal import MEDIUM_OF, Cleared, Medium, Removed, Stored
-from flexcache.cache.plan import Plan
+from flexcache.cache.plan import Plan, PlannerSettings
 from flexcache.cache.tier import RestoredRun, Tier
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.cache.tiers import Tiers
@@ -198,7 +198,10 @@ def test_clearing_every_tier_is_recorded_as_one_change() -> None:
 def test_blocks_written_back_are_recorded_with_their_tokens_and_no_others_are_kept() -> None:
     dirty = DirtyQueue(2)
     tiers = [Tier(TierName.CPU, 6), Tier(TierName.SSD, 6)]
-    cache = TieredCache(Tiers(tiers), 2, 100, write_back={TierName.SSD: dirty})
+    settings = PlannerSettings(
+        chunk_blocks=2, max_store_backlog=100, write_back={TierName.SSD: dirty}
+    )
+    cache = TieredCache(Tiers(tiers), settings)
     cache.keep_journal(SIZE)
     for word in ("a", "ab", "aba"):  # one conversation, that goes on
         plan = cache.stores.plan_put(described(word), 0, len(word))
