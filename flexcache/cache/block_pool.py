@@ -15,7 +15,7 @@ from flexcache.ids import RootId
 BlockIds = npt.NDArray[np.int64]
 
 
-class BlockPool:
+class BlockIdPool:
     """A stack of free block ids. Not thread-safe.
 
     Invariant: an id is either on the stack once, or was taken and not given back.

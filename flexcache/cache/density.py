@@ -36,7 +36,7 @@ from flexcache.cache.density_hazards import (
     gains,
     make_kinds,
 )
-from flexcache.cache.density_history import NUM_LEVELS, NUM_SPELLS, History, Snapshot, Visit
+from flexcache.cache.density_history import NUM_LEVELS, NUM_SPELLS, History, Visit, VisitSpells
 from flexcache.cache.eviction_policy import (
     Entry,
     EvictionPolicy,
@@ -94,6 +94,11 @@ class DensityRanking:
         if self.is_lru:
             return math.inf
         return min(self.worths[outlook.front][0], self.worths[outlook.rear][0])
+
+
+# What is left to decide is the worst of 256 ends, whatever the number of blocks, and recency keeps
+# its meaning: closure under prefixes, hints and discards are as under LRU. LFU, ARC, S3-FIFO and
+# SIEVE were each far below LRU on some traffic.
 
 
 class DensityQueue(EvictionQueue):
@@ -405,6 +410,7 @@ class Guard:
         if self.is_lru:
             self.is_lru = self._lead <= max(_CLEAR_LEAD * self._compared, chance)
         else:
+            # Capped, so that the order is dropped soon after traffic changes.
             self._lead = min(self._lead, max(_MAX_LEAD * self._compared, _MAX_CHANCES * chance))
             self.is_lru = self._lead <= 0.0
 
@@ -439,7 +445,7 @@ class DensityStudy(Study):
     """
 
     def __init__(
-        self, guards: Sequence[Guard], seen: Sequence[Seen], spells: Snapshot | None,
+        self, guards: Sequence[Guard], seen: Sequence[Seen], spells: VisitSpells | None,
         kinds: Kinds | None,
     ) -> None:  # fmt: skip
         self._guards = guards
@@ -564,6 +570,8 @@ class DensityPolicy(EvictionPolicy):
         for ranking, guard in zip(self._rankings, self._guards, strict=True):
             if study.kinds is not None and is_new:
                 ranking.set_worths(study.kinds.worths)
+            # Shadows alone follow chance: where all prompts return alike, they lost half a point.
+            # Features that foretell nothing on visits they were not fitted to keep LRU.
             ranking.set_lru(guard.is_lru or not self._is_telling)
         if study.kinds is not None and is_new:
             self._shadow_ranking.set_worths(study.kinds.worths)

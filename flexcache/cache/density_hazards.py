@@ -303,6 +303,8 @@ def make_kinds(
         front: The fit for fronts of prompts, and levels of recent ones; ``rear`` likewise.
         before: The kinds so far.
     """
+    # In common kinds the high rates of return of system prompts, within a second, made everything
+    # new look worth storing: a third of the gain at 1,000 blocks was lost, writes rose fivefold.
     half = NUM_KINDS // 2
     parts = [
         _divide(*part, first, None if before is None else before.worths[first : first + half])

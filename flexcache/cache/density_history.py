@@ -135,7 +135,7 @@ class Stretches:
         return [self.key(index) for index in range(start, stop)]
 
 
-class Snapshot(NamedTuple):
+class VisitSpells(NamedTuple):
     """Spells of the last visits, oldest first: of their fronts and of their rears."""
 
     fronts: Spells
@@ -212,6 +212,8 @@ class History:
         if generated > visit.generated:
             visit.generated = generated
             self._note_levels(visit)
+        # No use of its blocks: a request looks up and then stores, and to count both would teach
+        # that everything returns after one prefill.
         visit.is_stored = True
         if match.num_blocks < stretches.num_blocks:
             new = stretches.slice(match.num_blocks, stretches.num_blocks)
@@ -253,7 +255,7 @@ class History:
         stretches = Stretches(keys, keys.num_blocks, self.blocks_each)
         return self._last_visit(self._match(stretches, near))
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> VisitSpells:
         """Copy the spells of the last visits. O(spells), at C speed."""
         count = min(self.num_visits, NUM_SPELLS)
         slots = (np.arange(count) + self.num_visits) % max(1, count)  # oldest first
@@ -266,7 +268,7 @@ class History:
             lasted = np.minimum(end, self._now)[exists] - times[exists]
             returned = np.isfinite(end[exists])
             spells.append(Spells(levels[exists], np.maximum(lasted, 1e-3), returned))
-        return Snapshot(*spells)
+        return VisitSpells(*spells)
 
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold. O(stretches)."""

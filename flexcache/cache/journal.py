@@ -22,6 +22,8 @@ class Medium(str, Enum):
     STORAGE = "STORAGE"
 
 
+# One medium for two tiers: vLLM's wire format knows three, and consumers track blocks by medium.
+# With two tiers of the same name the first removal would hide what the second still holds.
 MEDIUM_OF = {
     TierName.CPU: Medium.CPU,
     TierName.SSD: Medium.STORAGE,

@@ -123,7 +123,7 @@ _RETRY_EVERY = 32  # loads: the other way may have become faster
 WayRule = Literal["auto", "always", "never"]
 
 
-class Way(Enum):
+class LoadWay(Enum):
     """A way from SSD to the GPU."""
 
     STAGED = "through DRAM"
@@ -150,37 +150,37 @@ class LoadWays:
 
     def __init__(self, rule: WayRule = "auto") -> None:
         self._rule = rule
-        self._timed = {way: _Timed() for way in Way}
+        self._timed = {way: _Timed() for way in LoadWay}
         self._num_chosen = 0
         self._is_failing = False
         """Whether the last load past DRAM failed."""
 
-    def choose(self) -> list[Way]:
+    def choose(self) -> list[LoadWay]:
         """Return the way of the next load, if its engine's ranks can take either, then the other
         one if it may be taken instead.
 
         Until both were timed it is the one that was timed less.
         """
         if self._rule != "auto":
-            return [Way.DIRECT if self._rule == "always" else Way.STAGED]
+            return [LoadWay.DIRECT if self._rule == "always" else LoadWay.STAGED]
         self._num_chosen += 1
         is_retry = self._num_chosen % _RETRY_EVERY == 0
         if self._is_failing:
-            return [Way.DIRECT, Way.STAGED] if is_retry else [Way.STAGED]
+            return [LoadWay.DIRECT, LoadWay.STAGED] if is_retry else [LoadWay.STAGED]
         is_direct = self._is_direct_next(is_retry)
-        return [Way.DIRECT, Way.STAGED] if is_direct else [Way.STAGED, Way.DIRECT]
+        return [LoadWay.DIRECT, LoadWay.STAGED] if is_direct else [LoadWay.STAGED, LoadWay.DIRECT]
 
     def _is_direct_next(self, is_retry: bool) -> bool:
         for way, timed in self._timed.items():
             if timed.loads < _MIN_LOADS:
-                return way is Way.DIRECT
-        speed = self.blocks_per_s(Way.DIRECT)
-        return (speed > _GAIN * self.blocks_per_s(Way.STAGED)) is not is_retry
+                return way is LoadWay.DIRECT
+        speed = self.blocks_per_s(LoadWay.DIRECT)
+        return (speed > _GAIN * self.blocks_per_s(LoadWay.STAGED)) is not is_retry
 
-    def ended(self, way: Way, num_blocks: int, seconds: float) -> None:
+    def ended(self, way: LoadWay, num_blocks: int, seconds: float) -> None:
         """Record a load of so many blocks from SSD, all of which arrived."""
         timed = self._timed[way]
-        self._is_failing &= way is not Way.DIRECT
+        self._is_failing &= way is not LoadWay.DIRECT
         timed.loads += 1
         timed.blocks = _KEEP * timed.blocks + num_blocks
         timed.seconds = _KEEP * timed.seconds + seconds
@@ -189,7 +189,7 @@ class LoadWays:
         """Record that a load past DRAM failed, or that it hangs."""
         self._is_failing, self._num_chosen = True, 0
 
-    def blocks_per_s(self, way: Way) -> float:
+    def blocks_per_s(self, way: LoadWay) -> float:
         """Return the speed of a way; 0 if it was never timed."""
         timed = self._timed[way]
         return timed.blocks / timed.seconds if timed.seconds > 0 else 0.0

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flexcache.cache.block_keys import BlockKeys
-from flexcache.cache.load_cost import Way, why_recomputed
+from flexcache.cache.load_cost import LoadWay, why_recomputed
 from flexcache.cache.plan import (
     LOAD_OP,
     EarlyTerms,
@@ -167,7 +167,7 @@ class TailLoads:
             plan.graph.add(upload, OpKind.H2D, first, landing, None, depends_on)
 
 
-_SSD_LOAD = {Way.STAGED: LOAD_OP[TierName.SSD], Way.DIRECT: OpKind.DISK2D}
+_SSD_LOAD = {LoadWay.STAGED: LOAD_OP[TierName.SSD], LoadWay.DIRECT: OpKind.DISK2D}
 
 
 class _Segment(NamedTuple):
@@ -332,7 +332,7 @@ class LoadPlanner:
     ) -> None:
         """Load what the host tier lacks: past it, or through it."""
         plan.load_start = plan.stop
-        if plan.way is Way.DIRECT:
+        if plan.way is LoadWay.DIRECT:
             self._add_direct_loads(plan, segments.pop(0))
         if segments:
             self._add_staged_loads(plan, keys, on_host, segments, stop)
@@ -367,7 +367,10 @@ class LoadPlanner:
             plan.staging = self._host.reserve(keys, begin, stop, outlook, hold_s=hold_s)
             if plan.staging.is_refused:
                 plan.skipped[plan.staging.why_short("host")] = stop - begin - len(plan.staging)
-        else:  # another task is loading them, or only the engine has the blocks before them
+        else:
+            # Another task is loading them, or only the engine has the blocks before them. They are
+            # read into blocks of its own: simple, never late, and sometimes one read too many. To
+            # wait for the other task's op would tie this get to its fate.
             plan.staging = self._host.reserve_private(keys.root, stop - begin)
         if plan.kind is TaskKind.PREFETCH:
             plan.staging.used_s = _last_used(segments)

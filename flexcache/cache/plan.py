@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.eviction_policy import Outlook
-from flexcache.cache.load_cost import LoadCost, LoadWays, Way
+from flexcache.cache.load_cost import LoadCost, LoadWay, LoadWays
 from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.tail_index import TAIL_FIRST, Tail, tail_keys
 from flexcache.cache.tier import BlockIds, Lease, Tier
@@ -168,7 +168,7 @@ class Plan:
     num_before: int = 0
     outlook: Outlook | None = None
     may_go_direct: bool = False
-    way: Way | None = None
+    way: LoadWay | None = None
     terms: EarlyTerms | None = None
     prefill_blocks_per_s: float = 0.0
     num_cached: int | None = None

@@ -198,6 +198,8 @@ class Run:
         count = self.holds.get(length)
         self.holds[length] = 1 if count is None else count + 1
         if count is None:
+            # A dict beside a heap: hold, longest and release take 0.6 to 2.1 us, with a SortedDict
+            # 2.1 to 6.8. Every match pins, so each would get slower.
             heapq.heappush(self.longest_holds, -length)
 
     def release(self, length: int) -> None:
@@ -289,6 +291,14 @@ class PrefixMatch(NamedTuple):
 
 
 EMPTY_MATCH = PrefixMatch(None, 0, 0)
+
+
+# Runs and bisection, and no radix tree: with keys over the whole prefix and leaves evicted first no
+# tree has to be walked. One node per block would cost one Python step per block.
+#
+# It stays interpreted. mypyc compiles it nearly unchanged: `match` then costs half and an
+# allocation 0.6, but `get_match` 0.95, since numpy, dictionaries, locks and messages are most of
+# that. No user would feel it, and every fault would have to be sought in two forms of the code.
 
 
 class PrefixIndex:

@@ -15,7 +15,7 @@ from flexcache.cache.block_keys import BlockKeys, EngineBlockKeys
 from flexcache.cache.plan import STORE_OP, Plan, PlannedTail, PlannerSettings, block_names, chunks
 from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.tail_index import TAIL_FIRST
-from flexcache.cache.tier import Tier
+from flexcache.cache.tier import Lease, Tier
 from flexcache.cache.tiers import RemoteTier, Tiers
 from flexcache.cache.write_back import StoreBacklog, WriteBack
 from flexcache.ids import BlockKey, OpId, OpKind, RootId, TaskKind, TierName
@@ -37,6 +37,7 @@ def begin_put(
     cached = tier.index.match(keys)
     first = cached.num_blocks
     first += tier.num_in_flight(keys, first, stop)
+    # What is in flight is not copied again: its put makes it findable, or neither put does.
     plan = Plan(TaskKind.PUT, keys.root, first, first)
     tiers.num_holders += 1
     if first < stop:
@@ -206,6 +207,8 @@ class StorePlanner:
             plan.dropped["prefix_not_cached"] = stop - start
             return plan
         else:
+            # Also what the SSD has: copying off the GPU is cheap, and the host stays closed under
+            # prefixes.
             plan.staging = self._host.reserve(keys, first, stop, plan.outlook, retain_s)
             plan.stop = first + len(plan.staging)
             if plan.stop < stop:
@@ -264,6 +267,8 @@ class StorePlanner:
                 plan = self.plan_store(keys, len(path), tiers=[tier])
                 num_beyond = sum(plan.dropped.pop(why, 0) for why in _why_later(name))
                 if num_beyond:
+                    # Old: what could not be written in its turn must not queue up behind all
+                    # others.
                     late.dirty.add(root, path[-num_beyond:], content, is_old=True)
                 if plan.graph.ops or plan.dropped:
                     return plan
@@ -354,6 +359,8 @@ class StorePlanner:
                 # the host has them, the tier lacks them: a write failed, for example
                 late.mark(keys.root, keys.slice(begin, plan.start), keys.content, begin)
             if plan.tail is not None and is_admitted:
+                # At once even where blocks are written back: a tail is lost as a whole when the
+                # host evicts it, and there are few of them.
                 self._store_tail(offer, tier, plan.tail)
 
     def _add_blocks(self, offer: _Offer, tier: Tier, begin: int, end: int) -> None:
@@ -379,6 +386,11 @@ class StorePlanner:
         if begin + len(lease) < end:
             plan.dropped[lease.why_short(tier.name.value.lower())] = end - begin - len(lease)
         end = begin + len(lease)
+        self._add_ops(offer, tier, lease, begin, end)
+
+    def _add_ops(self, offer: _Offer, tier: Tier, lease: Lease, begin: int, end: int) -> None:
+        """Write blocks ``[begin, end)`` into a lease on a tier."""
+        plan, keys, cached = offer.plan, offer.keys, offer.cached
         filled = min(end, plan.start)
         if begin < filled:  # blocks that the host tier has and this one lacks
             plan.pin(self._host, cached)

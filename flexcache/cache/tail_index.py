@@ -48,6 +48,15 @@ def _tail_key(key: BlockKey, count: int, number: int) -> BlockKey:
     return BlockKey(xxhash.xxh3_128_digest(names))
 
 
+# One unit, not an entry per group and block: an index of such entries allows holes, its look-up is
+# a fixed point over groups and tiers, and eviction leaves halves that are of no use. Windows that
+# overlap are stored twice; to share their blocks by reference counts is not worth its code.
+#
+# Tails have the root of their prompt's blocks. Their units' keys are digests with a domain of their
+# own, so a second root gains nothing, and a restart learns from the record which block one is
+# behind.
+
+
 class Tail:
     """The units of one tail. Internal to a tier; `is_indexed` says whether it can be found."""
 

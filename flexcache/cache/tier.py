@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcache.cache.block_keys import BlockKeys, PromptContent
-from flexcache.cache.block_pool import NO_ROOT, BlockPool, Quotas
+from flexcache.cache.block_pool import NO_ROOT, BlockIdPool, Quotas
 from flexcache.cache.eviction_policy import RETIRED, LruQueue, MakeQueue, Outlook
 from flexcache.cache.prefix_index import EMPTY_MATCH, NO_BLOCKS, PrefixIndex, PrefixMatch
 from flexcache.cache.retention import Retention, Seconds
@@ -141,7 +141,7 @@ class Tier:
             retention_s: What was not used for this long is dropped; None to keep it.
         """
         self.name = name
-        self.pool = BlockPool(capacity)
+        self.pool = BlockIdPool(capacity)
         self.quotas = quotas
         parts = (1, lambda root: 0) if quotas is None else (quotas.num_tenants, quotas.tenant)
         self.index = PrefixIndex(make_queue, *parts)
@@ -207,6 +207,8 @@ class Tier:
             outlook: Their kinds from now on; None to give all the kind of the last.
         """
         if match.run is not None:
+            # Retention shifts recency and creates no class: a strict priority class can fill a tier
+            # for good. Recency in the future needs no timer and no second queue, and wears off.
             self.index.touch(match, self._tick(), retain_s, outlook)
             if self._retention is not None:
                 self._retention.used(match, self._now)
@@ -428,6 +430,8 @@ class Tier:
 
         What is held is freed when it is let go.
         """
+        # A write, a load or a lease may hold blocks now, and who clears knows nothing of them: so
+        # leases of earlier eras are never published.
         self._era += 1
         for root, key in self.index.starts():
             self._give_back(self.index.discard(root, key))

@@ -34,6 +34,8 @@ from flexcache.config.quotas import blocks_of
 from flexcache.errors import InternalError
 from flexcache.ids import OpId, TaskKind, TierName
 
+# All of them take 1.2 s a million, half of it the dictionary of their keys. Without any at the
+# start every match would be a miss, and every put would duplicate what is there.
 _RESTORED_AT_ONCE = 1 << 16
 """Blocks of a restart that are found from the start; fewer if their prompts are short."""
 _RESTORED_A_TURN, _RESTORE_PAUSE_S = 1 << 11, 0.008
@@ -273,7 +275,8 @@ class CacheSizes:
             num_host_blocks=num_host_blocks,
             num_slots=num_slots,
             chunk_blocks=chunk_blocks,
-            # Blocks that wait to be written are pinned: an eighth remains for gets to stage in.
+            # Blocks that wait to be written are pinned: an eighth remains for gets to stage in. A
+            # put beyond it keeps the prefix that fits, and counts the rest (`ssd_write_backlog`).
             max_store_backlog=max(1, num_host_blocks - num_host_blocks // 8),
             keeps_on_host=keeps_on_host,
             stored_bytes=stored_bytes,
@@ -313,18 +316,35 @@ def build_cache(
         known, absent_s = config.remote_index_blocks, config.remote_absent_ttl_s
         tiers.append(RemoteTier(absent_s, known, keep_s))
         writes[TierName.REMOTE] = config.remote_write_policy
+    ordered = Tiers(tiers, policy)
+    cache = TieredCache(ordered, _settings(config, sizes, ordered, writes, shape, op_ids))
+    cache.remake = partial(build_cache, config, sizes, shape, op_ids)
+    if config.records_changes:
+        cache.keep_journal(config.tokens_per_block)
+    return cache
+
+
+def _settings(
+    config: CacheConfig, sizes: CacheSizes, tiers: Tiers, writes: Mapping[TierName, str],
+    shape: UnitShape | None, op_ids: Iterator[OpId],
+) -> PlannerSettings:  # fmt: skip
+    """Return what the planners go by.
+
+    Args:
+        writes: The write policy of each tier below the host.
+    """
     limits = {TierName.SSD: config.ssd_write_mb_s, TierName.REMOTE: config.remote_write_mb_s}
     capacities = {TierName.SSD: sizes.num_slots, TierName.REMOTE: _STORE_BLOCKS}
-    max_dirty = int(config.write_back_max_dirty * num_host_blocks)
-    ordered, reuse = Tiers(tiers, policy), None
+    max_dirty = int(config.write_back_max_dirty * sizes.num_host_blocks)
+    reuse: ReuseWatch | None = None
     admissions: dict[TierName, Admission] = {
         name: Selective(capacities[name], config.write_min_sightings)
         for name, how in writes.items()
         if how == "selective"
     }
     if _skips_useless_writes(config, sizes):
-        reuse = admissions[TierName.SSD] = ReuseWatch(ordered)
-    settings = PlannerSettings(
+        reuse = admissions[TierName.SSD] = ReuseWatch(tiers)
+    return PlannerSettings(
         chunk_blocks=sizes.chunk_blocks,
         max_store_backlog=sizes.max_store_backlog,
         admissions=admissions,
@@ -343,11 +363,6 @@ def build_cache(
         keeps_on_host=sizes.keeps_on_host,
         op_ids=op_ids,
     )
-    cache = TieredCache(ordered, settings)
-    cache.remake = partial(build_cache, config, sizes, shape, op_ids)
-    if config.records_changes:
-        cache.keep_journal(config.tokens_per_block)
-    return cache
 
 
 def _skips_useless_writes(config: CacheConfig, sizes: CacheSizes) -> bool:

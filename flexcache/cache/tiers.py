@@ -119,6 +119,8 @@ class RemoteTier(Tier):
 
     def learn_absent(self, root: RootId, key: BlockKey, now: float) -> None:
         """Remember that a block is missing, or that nothing could be learned about it."""
+        # Only absence expires. What was there costs one failed read once it is gone, whereas to ask
+        # again each time would cost every hit a round trip.
         self._absent[root, key] = now + self._absent_ttl_s
         self._absent.move_to_end((root, key))
         while len(self._absent) > _MAX_ABSENT:
@@ -249,6 +251,8 @@ class Tiers:
                 tier.sort(keys, outlook)
 
     def _defer(self, keys: BlockKeys, record: Callable[[], None]) -> None:
+        # A get only notes that a prompt was looked up: the history is searched by the next put, or
+        # by the server's thread. So a look-up costs no more than under LRU.
         self._deferred.append(record)
         is_borrowed = isinstance(keys, TokenBlockKeys) and keys.is_borrowed
         if is_borrowed or len(self._deferred) > _MAX_DEFERRED:

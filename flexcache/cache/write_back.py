@@ -302,7 +302,7 @@ class WriteBack:
     def _unwritten(self, lease: Lease) -> None:
         """Handle a lease on the tier that ended without some of its blocks."""
         if lease.is_given_up:
-            return
+            return  # the disk rejected it and lives on: it would be rejected again
         root, at_tier, on_host = lease.root, self._tier.index, self._host.index
         lacking = [key for key in lease.keys if not at_tier.contains(root, key)]
         held = [key for key in lacking if on_host.contains(root, key)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from flexcache.cache.load_cost import Way
+from flexcache.cache.load_cost import LoadWay
 from flexcache.cache.load_plan import LoadPlanner
 from flexcache.cache.prompt import Prompt
 from flexcache.ids import KVStatus, OpKind, SessionId, TaskKind, TierName
@@ -97,7 +97,7 @@ class Accounts:
             return
         seconds, plan = now - task.launched_s, task.plan
         self.task_seconds[plan.kind].observe(seconds)
-        if plan.way is Way.DIRECT and task.state.is_overdue:
+        if plan.way is LoadWay.DIRECT and task.state.is_overdue:
             self._ways.failed()
         if plan.way is not None and TierName.REMOTE not in plan.sources and task.has_arrived:
             self._ways.ended(plan.way, plan.sources[TierName.SSD], seconds)

@@ -10,14 +10,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from flexcache.cache.block_pool import BlockPool
+from flexcache.cache.block_pool import BlockIdPool
 from flexcache.errors import InternalError
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
     @initialize(capacity=st.integers(0, 9))
     def make(self, capacity: int) -> None:
-        self.pool = BlockPool(capacity)
+        self.pool = BlockIdPool(capacity)
         self.given_out: set[int] = set()
 
     @rule(count=st.integers(0, 9))
@@ -67,13 +67,13 @@ TestBlockPoolMachine.settings = settings(stateful_step_count=30)
 
 
 def test_a_fresh_pool_hands_out_neighbours_in_ascending_order() -> None:
-    pool = BlockPool(5)
+    pool = BlockIdPool(5)
     assert pool.take(3).tolist() == [0, 1, 2]
     assert pool.take(2).tolist() == [3, 4]
 
 
 def test_blocks_given_back_last_are_handed_out_first_and_in_the_same_order() -> None:
-    pool = BlockPool(6)
+    pool = BlockIdPool(6)
     pool.take(6)
     pool.give_back(ids(4, 1))
     pool.give_back(ids(5, 2))
@@ -81,14 +81,14 @@ def test_blocks_given_back_last_are_handed_out_first_and_in_the_same_order() -> 
 
 
 def test_taken_ids_do_not_change_when_the_pool_does() -> None:
-    pool = BlockPool(4)
+    pool = BlockIdPool(4)
     taken = pool.take(4)
     pool.give_back(ids(3, 2, 1, 0))
     assert taken.tolist() == [0, 1, 2, 3]
 
 
 def test_taking_more_than_is_free_changes_nothing() -> None:
-    pool = BlockPool(3)
+    pool = BlockIdPool(3)
     pool.take(2)
     with pytest.raises(InternalError, match="2 blocks wanted, 1 free"):
         pool.take(2)
@@ -97,7 +97,7 @@ def test_taking_more_than_is_free_changes_nothing() -> None:
 
 
 def test_giving_back_a_free_block_names_it_and_changes_nothing() -> None:
-    pool = BlockPool(4)
+    pool = BlockIdPool(4)
     pool.take(2)
     with pytest.raises(InternalError, match=r"freed twice: \[3\]"):
         pool.give_back(ids(1, 3))
@@ -108,30 +108,30 @@ def test_giving_back_a_free_block_names_it_and_changes_nothing() -> None:
 
 @pytest.mark.parametrize("wanted", [[0], [2, 3, 3]])
 def test_taking_exactly_what_is_not_free_is_refused(wanted: list[int]) -> None:
-    pool = BlockPool(5)
+    pool = BlockIdPool(5)
     pool.take(2)
     with pytest.raises(InternalError, match="not free, or occur twice"):
         pool.take_exactly(ids(*wanted))
 
 
-def _put_an_id_on_the_stack_twice(pool: BlockPool) -> None:
+def _put_an_id_on_the_stack_twice(pool: BlockIdPool) -> None:
     pool._stack[0] = pool._stack[1]
 
 
-def _forget_a_flag(pool: BlockPool) -> None:
+def _forget_a_flag(pool: BlockIdPool) -> None:
     pool._is_free[int(pool._stack[0])] = False
 
 
-def _raise_a_flag(pool: BlockPool) -> None:
+def _raise_a_flag(pool: BlockIdPool) -> None:
     pool._is_free[0] = True
 
 
-def _swap_a_flag(pool: BlockPool) -> None:
+def _swap_a_flag(pool: BlockIdPool) -> None:
     pool._is_free[int(pool._stack[0])] = False
     pool._is_free[0] = True
 
 
-def _count_one_less(pool: BlockPool) -> None:
+def _count_one_less(pool: BlockIdPool) -> None:
     pool._num_free -= 1
 
 
@@ -145,8 +145,8 @@ def _count_one_less(pool: BlockPool) -> None:
         _count_one_less,
     ],
 )
-def test_check_notices_damage(damage: Callable[[BlockPool], None]) -> None:
-    pool = BlockPool(6)
+def test_check_notices_damage(damage: Callable[[BlockIdPool], None]) -> None:
+    pool = BlockIdPool(6)
     pool.take(2)  # ids 0 and 1
     pool.check()
     damage(pool)
