@@ -262,6 +262,10 @@ class CudaDirectIO:
 
     def _make_buffer(self) -> torch.Tensor:
         """Return memory for the blocks in flight, a page of zeros behind them, and to align it."""
+        # Not straight into the KV tensors: cuFile pins the memory that it moves directly, in a
+        # window (BAR1) that is smaller than many GPUs' memory; an engine may unmap its KV (sleep
+        # mode); and what is unaligned or small it bounces through memory of its own, as most
+        # layouts would make of a block. The copy within the GPU costs next to nothing.
         size = self.depth * self._block_bytes
         with torch.cuda.stream(self._streams[CopyLane.STORES]):
             memory = torch.empty(size + 2 * PAGE_BYTES, dtype=torch.uint8, device=self._device)
