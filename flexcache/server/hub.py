@@ -262,9 +262,9 @@ class Hub:
                 del ending[session]
                 self.state.tell(engine, SessionOver(session))
         if (begun := tasks.begin_study()) is not None:
-            forecaster, study = begun
+            policy, study = begun
             # One that could not be run has learned nothing.
-            job = BackgroundJob(study.run, lambda _: tasks.adopt_study(forecaster, study))
+            job = BackgroundJob(study.run, lambda _: tasks.adopt_study(policy, study))
             self.outbox.begin(job)
         if has_news or self._seen_readiness != self.greeter.num_changes:
             self._seen_readiness = self.greeter.num_changes
