@@ -11,10 +11,12 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +32,7 @@ from flexcache.bench.gpu_pool import (
     pinning_copier,
 )
 from flexcache.bench.ssd import beside_raw, raw_disks
-from flexcache.bench.suite import Case, Result, Unsupported, sample, sample_beside
+from flexcache.bench.suite import Case, Result, Unsupported, rates_beside, sample, sample_beside
 from flexcache.errors import NoDirectPathError
 from flexcache.ids import OpKind
 from flexcache.storage.block_io import Direction, open_block_io
@@ -42,6 +44,63 @@ from flexcache.transfer.workers.direct_transfer import Transfer
 from flexcache.transfer.workers.hip_driver import load_driver
 from flexcache.transfer.workers.lane import Lane
 from flexcache.transfer.workers.permit import CopyPermit
+
+BLOCK_BYTES = (64 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 20)
+OP_BYTES = 256 << 20
+REACH = 0.9
+SLOWDOWN_REACH = 0.97
+
+
+def cases(thorough: bool, directory: Path, seed: int) -> list[Case]:
+    """Return the cases of the section. Raises `Unsupported` without a CUDA device."""
+    if not torch.cuda.is_available():
+        raise Unsupported("no CUDA device")
+    rounds = 50 if thorough else 10
+    op_bytes = OP_BYTES * (8 if thorough else 1)
+    return [
+        *(
+            Case(
+                f"blocks of {block_bytes >> 10} KiB",
+                partial(scattered_blocks, block_bytes, op_bytes, rounds, seed),
+            )
+            for block_bytes in BLOCK_BYTES
+        ),
+        Case("layouts", partial(arrangements, op_bytes, rounds, seed)),
+        Case("programs of the kernel", partial(kernel_programs, op_bytes, rounds, seed)),
+        Case("driver without batches", partial(without_batches, op_bytes, rounds, seed)),
+        Case("load by layer behind others", partial(behind_large_load, 4 * OP_BYTES, rounds, seed)),
+        Case("SSD past DRAM", partial(past_dram, directory, op_bytes, 3, seed)),
+        Case("both directions at once", partial(both_directions, op_bytes, rounds, seed)),
+        Case("small ops", partial(small_ops, 4 * rounds, seed)),
+        Case("beside the model's work", partial(beside_compute, rounds, seed)),
+        Case("pinning", partial(pinning, 4 if thorough else 1)),
+    ]
+
+
+def scattered_blocks(block_bytes: int, op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
+    """Measure each copy method and direction against the contiguous copy, and submission itself."""
+    with open_pool(block_bytes, op_bytes, seed) as pool:
+        for kind in KINDS:
+            runs, contiguous = pool.runs(kind), pool.contiguous(kind)
+            chosen = pool.copier.choose(*runs, kind).value
+            for way in (None, *pool.copier.ways):
+                yield rates_beside(
+                    f"{kind.name}, {way.value if way else 'as chosen'}", op_bytes,
+                    partial(pool.copy, runs, kind, way), contiguous, rounds=rounds,
+                    reach=None if way else REACH, note="" if way else f"by the {chosen}",
+                    parameter="KiB per block", at=block_bytes >> 10,
+                )  # fmt: skip
+            handed_over = sample(
+                partial(pool.start, runs, kind),
+                lambda landed: landed.synchronize(),
+                rounds=rounds,
+                scale=1e6 / len(runs[2]),
+            )
+            yield Result(
+                f"{kind.name}, handing over, per copy", "us", handed_over,
+                parameter="KiB per block", at=block_bytes >> 10,
+            )  # fmt: skip
+
 
 RUN_BYTES = (8 << 10, 16 << 10, 32 << 10, 64 << 10)
 _SINGLE_COPIES_BYTES = 64 << 10
@@ -64,15 +123,10 @@ def kernel_programs(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
             for kind in KINDS:
                 runs = pool.runs(kind)
                 for programs in copy_kernel.PROGRAMS:
-                    copy = partial(_copy_by_kernel, tables, runs, programs)
-                    seconds, bound = sample_beside(
-                        copy, pool.contiguous(kind), rounds=rounds, scale=1
-                    )
-                    yield Result(
-                        f"{kind.name} by the kernel, {programs} programs", "GB/s",
-                        [op_bytes / s / 1e9 for s in seconds], op_bytes / bound / 1e9,
-                        "one contiguous pinned copy", parameter="KiB per copy",
-                        at=run_bytes >> 10,
+                    yield rates_beside(
+                        f"{kind.name} by the kernel, {programs} programs", op_bytes,
+                        partial(_copy_by_kernel, tables, runs, programs), pool.contiguous(kind),
+                        rounds=rounds, parameter="KiB per copy", at=run_bytes >> 10,
                     )  # fmt: skip
 
 
@@ -93,32 +147,52 @@ def without_batches(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
     with open_pool(_SINGLE_COPIES_BYTES * NUM_LAYERS, op_bytes, seed) as pool:
         for kind in KINDS:
             copy = partial(pool.copy, pool.runs(kind), kind, CopyWay.SINGLE)
-            alone, bound = sample_beside(copy, pool.contiguous(kind), rounds=rounds, scale=1)
-            with _busy_interpreter():
-                beside = sample(copy, rounds=rounds, scale=1)
-            for how, seconds in (("alone", alone), ("beside a busy thread", beside)):
-                yield Result(
-                    f"{kind.name} by single copies of 64 KiB, {how}", "GB/s",
-                    [op_bytes / s / 1e9 for s in seconds], op_bytes / bound / 1e9,
-                    "one contiguous pinned copy",
-                )  # fmt: skip
+            name = f"{kind.name} by single copies of 64 KiB"
+            alone = rates_beside(
+                f"{name}, alone", op_bytes, copy, pool.contiguous(kind), rounds=rounds
+            )
+            yield alone
+            with _beside_threads([lambda: sum(range(1000))]):
+                seconds = sample(copy, rounds=rounds, scale=1)
+            yield replace(
+                alone, name=f"{name}, beside a busy thread",
+                samples=[op_bytes / s / 1e9 for s in seconds],
+            )  # fmt: skip
 
 
 @contextmanager
-def _busy_interpreter() -> Iterator[None]:
+def _beside_threads(works: Sequence[Callable[[], object]]) -> Iterator[None]:
+    """Call each of these over and over on a thread of its own, once it was called.
+
+    Raises:
+        Exception: What one of them raised.
+    """
     ending = threading.Event()
+    under_way = threading.Barrier(len(works) + 1)
+    failures: list[Exception] = []
 
-    def work() -> None:
-        while not ending.is_set():
-            sum(range(1000))
+    def drive(work: Callable[[], object]) -> None:
+        try:
+            work()
+            under_way.wait()
+            while not ending.is_set():
+                work()
+        except Exception as error:
+            failures.append(error)
+            under_way.abort()
 
-    thread = threading.Thread(target=work)
-    thread.start()
+    threads = [threading.Thread(target=drive, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
     try:
+        under_way.wait()
         yield
     finally:
         ending.set()
-        thread.join()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
 
 
 SSD_BLOCK_BYTES = 2 << 20
@@ -204,71 +278,6 @@ def past_dram(path: Path, op_bytes: int, rounds: int, seed: int) -> Iterator[Res
         yield from beside_raw({"SSD and GPU past DRAM": disk.run}, raw, rounds)
 
 
-BLOCK_BYTES = (64 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 20)
-OP_BYTES = 256 << 20
-REACH = 0.9
-SLOWDOWN_REACH = 0.97
-
-
-def cases(thorough: bool, directory: Path, seed: int) -> list[Case]:
-    """Return the cases of the section. Raises `Unsupported` without a CUDA device."""
-    if not torch.cuda.is_available():
-        raise Unsupported("no CUDA device")
-    rounds = 50 if thorough else 10
-    op_bytes = OP_BYTES * (8 if thorough else 1)
-    return [
-        *(
-            Case(
-                f"blocks of {block_bytes >> 10} KiB",
-                partial(scattered_blocks, block_bytes, op_bytes, rounds, seed),
-            )
-            for block_bytes in BLOCK_BYTES
-        ),
-        Case("layouts", partial(arrangements, op_bytes, rounds, seed)),
-        Case("programs of the kernel", partial(kernel_programs, op_bytes, rounds, seed)),
-        Case("driver without batches", partial(without_batches, op_bytes, rounds, seed)),
-        Case("load by layer behind others", partial(behind_large_load, 4 * OP_BYTES, rounds, seed)),
-        Case("SSD past DRAM", partial(past_dram, directory, op_bytes, 3, seed)),
-        Case("both directions at once", partial(both_directions, op_bytes, rounds, seed)),
-        Case("small ops", partial(small_ops, 4 * rounds, seed)),
-        Case("beside the model's work", partial(beside_compute, rounds, seed)),
-        Case("pinning", partial(pinning, 4 if thorough else 1)),
-    ]
-
-
-def scattered_blocks(block_bytes: int, op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
-    """Measure each copy method and direction against the contiguous copy, and submission itself."""
-    with open_pool(block_bytes, op_bytes, seed) as pool:
-        for kind in KINDS:
-            runs, contiguous = pool.runs(kind), pool.contiguous(kind)
-            chosen = pool.copier.choose(*runs, kind).value
-            for way in (None, *pool.copier.ways):
-                seconds, bound = sample_beside(
-                    partial(pool.copy, runs, kind, way), contiguous, rounds=rounds, scale=1
-                )
-                yield Result(
-                    f"{kind.name}, {way.value if way else 'as chosen'}",
-                    "GB/s",
-                    [op_bytes / s / 1e9 for s in seconds],
-                    op_bytes / bound / 1e9,
-                    "one contiguous pinned copy",
-                    None if way else REACH,
-                    note="" if way else f"by the {chosen}",
-                    parameter="KiB per block",
-                    at=block_bytes >> 10,
-                )
-            handed_over = sample(
-                partial(pool.start, runs, kind),
-                lambda landed: landed.synchronize(),
-                rounds=rounds,
-                scale=1e6 / len(runs[2]),
-            )
-            yield Result(
-                f"{kind.name}, handing over, per copy", "us", handed_over,
-                parameter="KiB per block", at=block_bytes >> 10,
-            )  # fmt: skip
-
-
 def both_directions(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
     """Measure a simultaneous load and store of different blocks against two contiguous copies, as
     chosen and in each way."""
@@ -295,14 +304,11 @@ def both_directions(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
                 stream.synchronize()
 
         for way in (None, *pool.copier.ways):
-            seconds, bound = sample_beside(
-                partial(scattered, way), contiguous, rounds=rounds, scale=1
-            )
             name = "as chosen" if way is None else way.value
-            yield Result(
-                f"H2D and D2H together, blocks of 2 MiB, {name}", "GB/s",
-                [2 * op_bytes / s / 1e9 for s in seconds], 2 * op_bytes / bound / 1e9,
-                "two contiguous pinned copies together", REACH if way is None else None,
+            yield rates_beside(
+                f"H2D and D2H together, blocks of 2 MiB, {name}", 2 * op_bytes,
+                partial(scattered, way), contiguous, "two contiguous pinned copies together",
+                rounds=rounds, reach=REACH if way is None else None,
             )  # fmt: skip
 
 
@@ -312,23 +318,9 @@ def small_ops(rounds: int, seed: int) -> Iterable[Result]:
         for kind in KINDS:
             for count in (1, 8):
                 runs = pool.runs(kind, 0, count)
-                num_bytes = count * pool.block_bytes
-                on_gpu = torch.empty(num_bytes, dtype=torch.uint8, device=pool.device)
-                on_host = pool.host.view(-1)[:num_bytes]
-                target, source = (on_gpu, on_host) if kind is OpKind.H2D else (on_host, on_gpu)
-                stream = torch.cuda.current_stream()
-
-                def contiguous(
-                    target: torch.Tensor = target,
-                    source: torch.Tensor = source,
-                    stream: torch.cuda.Stream = stream,
-                ) -> None:
-                    target.copy_(source, non_blocking=True)
-                    stream.synchronize()
-
-                times, bound = sample_beside(
-                    partial(pool.copy, runs, kind), contiguous, rounds=rounds
-                )
+                contiguous = pool.contiguous(kind, count)
+                copy = partial(pool.copy, runs, kind)
+                times, bound = sample_beside(copy, contiguous, rounds=rounds)
                 yield Result(
                     f"{kind.name} of few blocks of 2 MiB, to its landing", "us", times, bound,
                     "one contiguous pinned copy", parameter="blocks", at=count,
@@ -354,15 +346,10 @@ def beside_compute(rounds: int, seed: int) -> Iterable[Result]:
                 for name, work in (("matmul", multiply), ("attention", attend)):
                     alone, beside = _paces(work, pool, way, rounds)
                     yield Result(
-                        f"{name} beside the {way.value}, both directions",
-                        "1/s",
-                        beside,
-                        statistics.median(alone),
-                        "the same alone",
-                        SLOWDOWN_REACH,
-                        parameter="KiB per block",
-                        at=block_bytes >> 10,
-                    )
+                        f"{name} beside the {way.value}, both directions", "1/s", beside,
+                        statistics.median(alone), "the same alone", SLOWDOWN_REACH,
+                        parameter="KiB per block", at=block_bytes >> 10,
+                    )  # fmt: skip
 
 
 def _paces(
@@ -394,38 +381,25 @@ def _pace(work: Callable[[], None], calls: int = 20) -> float:
 @contextmanager
 def _copying(pool: Pool, way: CopyWay) -> Iterator[None]:
     """Keep copies running both ways, each direction driven by its own thread."""
-    ending = threading.Event()
-    under_way = threading.Barrier(len(KINDS) + 1)
     half = pool.num_blocks // 2
-    failures: list[Exception] = []
 
-    def drive(kind: OpKind) -> None:
+    def copies(kind: OpKind) -> Callable[[], None]:
         # Separate blocks, or each direction would change what the other reads.
         runs = pool.runs(kind, 0, half) if kind is OpKind.H2D else pool.runs(kind, half)
-        try:
-            landed = pool.copier.start(*runs, kind, None, way=way)
-            under_way.wait()
-            while not ending.is_set():
-                following = pool.copier.start(*runs, kind, None, way=way)
-                landed.synchronize()
-                landed = following
-            landed.synchronize()
-        except Exception as error:
-            failures.append(error)
-            under_way.abort()
+        under_way: deque[Any] = deque()
 
-    threads = [threading.Thread(target=drive, args=(kind,)) for kind in KINDS]
-    for thread in threads:
-        thread.start()
+        def copy() -> None:  # one is always waiting while another runs
+            under_way.append(pool.copier.start(*runs, kind, None, way=way))
+            if len(under_way) > 1:
+                under_way.popleft().synchronize()
+
+        return copy
+
     try:
-        under_way.wait()
-        yield
+        with _beside_threads([copies(kind) for kind in KINDS]):
+            yield
     finally:
-        ending.set()
-        for thread in threads:
-            thread.join()
-        if failures:
-            raise failures[0]
+        torch.cuda.synchronize(pool.device)  # the last copies
 
 
 def pinning(rounds: int) -> Iterable[Result]:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flexcache.bench.suite import Result, Unsupported, sample, sample_beside
+from flexcache.bench.suite import Result, Unsupported, rates_beside, sample, sample_beside
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import describe_kv_caches
@@ -130,17 +130,17 @@ class Pool:
             after = on_gpu()
             assert torch.equal(after, before), "a load moved wrong bytes"
 
-    def contiguous(self, kind: OpKind) -> Callable[[], None]:
-        """Return a function that makes one pinned copy of as many bytes and waits for it."""
-        num_bytes = self.num_blocks * self.block_bytes
+    def contiguous(self, kind: OpKind, num_blocks: int | None = None) -> Callable[[], None]:
+        """Return a function that makes one pinned copy of as many bytes as that many blocks have,
+        by default all, and waits for it."""
+        num_bytes = (num_blocks or self.num_blocks) * self.block_bytes
         on_gpu = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         on_host = self.host.view(-1)[:num_bytes]
         target, source = (on_gpu, on_host) if kind is OpKind.H2D else (on_host, on_gpu)
-        stream = torch.cuda.Stream(self.device)
+        stream = torch.cuda.current_stream(self.device)
 
         def copy() -> None:
-            with torch.cuda.stream(stream):
-                target.copy_(source, non_blocking=True)
+            target.copy_(source, non_blocking=True)
             stream.synchronize()
 
         return copy
@@ -251,11 +251,9 @@ def _arranged(pool: Pool, rank: Rank, name: str, page_bytes: int, rounds: int) -
             rank.order(kind, blocks)
             rank.wait()
 
-        seconds, bound = sample_beside(copy, pool.contiguous(kind), rounds=rounds, scale=1)
-        yield Result(
-            f"{kind.name}, {name}", "GB/s", [num_bytes / s / 1e9 for s in seconds],
-            num_bytes / bound / 1e9, "one contiguous pinned copy", parameter="KiB per page",
-            at=page_bytes >> 10,
+        yield rates_beside(
+            f"{kind.name}, {name}", num_bytes, copy, pool.contiguous(kind), rounds=rounds,
+            parameter="KiB per page", at=page_bytes >> 10,
         )  # fmt: skip
     for name_of, layer in (("first", "layer 0"), ("last", f"layer {NUM_LAYERS - 1}")):
         times = sample(

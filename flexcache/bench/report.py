@@ -88,17 +88,8 @@ def _show_section(section: str, cases: Sequence[CaseReport], console: Console) -
     results = results_of(cases)
     if results:
         table = Table(title=section, title_justify="left", title_style="bold")
-        for heading in (
-            "figure",
-            "p50",
-            *_PERCENTS,
-            "unit",
-            "bound",
-            "of",
-            "ratio",
-            "target",
-            "reached",
-        ):
+        columns = ("figure", "p50", *_PERCENTS, "unit", "bound", "of", "ratio", "target", "reached")
+        for heading in columns:
             is_text = heading in ("figure", "unit", "of", "target", "reached")
             table.add_column(heading, justify="left" if is_text else "right",
                              overflow="fold", no_wrap=heading in ("p50", *_PERCENTS))  # fmt: skip
@@ -233,27 +224,13 @@ def _summary(report: Report) -> str:
 
 
 def _as_plain(report: Report) -> dict[str, Any]:
-    settings = asdict(report.settings)
-    settings["sections"] = list(report.settings.sections)
-    settings["directory"] = report.machine["directory"]["path"]
-    return {
-        "started_at": report.started_at,
-        "took_s": report.took_s,
-        "was_interrupted": report.was_interrupted,
-        "settings": settings,
-        "machine": report.machine,
-        "cases": [
-            {
-                "section": case.section,
-                "title": case.title,
-                "outcome": case.outcome.value,
-                "reason": case.reason,
-                "took_s": case.took_s,
-                "results": [_plain_result(result) for result in case.results],
-            }
-            for case in report.cases
-        ],
-    }
+    plain = asdict(report)
+    plain["settings"]["sections"] = list(report.settings.sections)
+    plain["settings"]["directory"] = report.machine["directory"]["path"]
+    for case, of_case in zip(report.cases, plain["cases"], strict=True):
+        of_case["outcome"] = case.outcome.value
+        of_case["results"] = [_plain_result(result) for result in case.results]
+    return plain
 
 
 def _plain_result(result: Result) -> dict[str, Any]:
@@ -304,12 +281,8 @@ def _bar(result: Result) -> Bar | None:
     def speed(value: float) -> float:
         return bound / value if result.less_is_better else value / bound
 
-    return Bar(
-        f"{result.title}  |  {name}",
-        speed(result.median),
-        speed(strictest),
-        is_reached,
-    )
+    label = f"{result.title}  |  {name}"
+    return Bar(label, speed(result.median), speed(strictest), is_reached)
 
 
 def check_plot_file(path: Path) -> None:

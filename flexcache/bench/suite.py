@@ -138,6 +138,18 @@ def sample_beside(
     return times[warm_up:], statistics.median(bounds[warm_up:])
 
 
+def rates_beside(
+    name: str, num_bytes: int, call: Callable[[], object], bound: Callable[[], object],
+    bound_name: str = "one contiguous pinned copy", *, rounds: int,
+    undo: Callable[[object], object] = lambda _: None, warm_up: int = 5, **more: Any,
+) -> Result:  # fmt: skip
+    """Return how many GB/s a call moves, beside its bound; ``more`` are fields of the result."""
+    times, bound_s = sample_beside(call, bound, undo, rounds, warm_up, scale=1.0)
+    gigabytes = num_bytes / 1e9
+    return Result(name, "GB/s", [gigabytes / s for s in times], gigabytes / bound_s, bound_name,
+                  **more)  # fmt: skip
+
+
 def _timed(call: Callable[[], T], undo: Callable[[T], object]) -> float:
     started = time.perf_counter()
     made = call()

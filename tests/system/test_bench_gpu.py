@@ -39,11 +39,11 @@ def create_small(block_bytes, num_blocks, *options):
 
 def is_available():
     if bench := sys.modules.get("flexcache.bench.gpu"):
-        from flexcache.bench import gpu_loads, gpu_ways
+        from flexcache.bench import gpu_pool
         bench.OP_BYTES = 4 << 20
         bench.BLOCK_BYTES = bench.BLOCK_BYTES[-1:]
-        gpu_loads.PAGE_BYTES = gpu_loads.PAGE_BYTES[:1]
-        gpu_ways.RUN_BYTES = gpu_ways.RUN_BYTES[:1]
+        bench.RUN_BYTES = bench.RUN_BYTES[:1]
+        gpu_pool.PAGE_BYTES = gpu_pool.PAGE_BYTES[:1]
     return True
 
 HostSegment.create = create_small
