@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -133,11 +133,28 @@ _APART = (*_NAMESPACE, "apart")
 """Chains of pages whose prefix was not cached when they were stored."""
 
 
+class Pages(NamedTuple):
+    """Pages of a prompt. SGLang names only those that it asks about.
+
+    Attributes:
+        parent_key: Key of the page before them; None at the start of the prompt.
+        num_before: How many pages are before them.
+        content: What is known of the prompt from the first of them on, for KV events.
+        session_id: Whose prompt it is.
+    """
+
+    keys: Sequence[bytes]
+    parent_key: bytes | None = None
+    num_before: int = 0
+    content: PromptContent | None = None
+    session_id: str | None = None
+
+    def first(self, count: int) -> Pages:
+        return self._replace(keys=self.keys[:count])
+
+
 class RankCache:
     """A `KVManager`, and the client that lends it the rank's KV.
-
-    SGLang names only the pages that it asks about. ``parent_key`` is the key of the page before
-    them; None at the start of a prompt.
 
     Args:
         kv_caches: Tensors that count pages in their first dimension.
@@ -216,20 +233,13 @@ class RankCache:
         if is_present and self._of_tree is not None:
             self._of_tree = self.manager.weights_generation
 
-    def prompt(
-        self,
-        keys: Sequence[bytes],
-        parent_key: bytes | None,
-        apart: bool = False,
-        content: PromptContent | None = None,
-    ) -> dict[str, Any]:
+    def prompt(self, pages: Pages, apart: bool = False) -> dict[str, Any]:
         """Return the arguments that name pages in calls of the manager.
 
         Args:
             apart: Whether the pages are among those stored without their prefix.
-            content: What is known of the prompt from the first of the pages on.
         """
-        num_tokens = len(keys) * self.page_size
+        content, num_tokens = pages.content, len(pages.keys) * self.page_size
         # SGLang has left a prompt's last token out, which a hit in a model with states must leave.
         tokens = np.full(num_tokens + self.manager.model_config.has_states, _UNKNOWN_TOKEN)
         if content is not None and len(content.token_ids) >= num_tokens:
@@ -237,19 +247,20 @@ class RankCache:
         return {
             "token_ids": tokens,
             "namespace": _APART if apart else _NAMESPACE,
-            "block_keys": keys,
-            "parent_key": parent_key,
+            "block_keys": pages.keys,
+            "parent_key": pages.parent_key,
             "request_info": None if content is None else content.info,
+            "session_id": pages.session_id,
             "weights": self.weights,
         }
 
-    def places(self, keys: Sequence[bytes], parent_key: bytes | None) -> Iterator[dict[str, Any]]:
+    def places(self, pages: Pages) -> Iterator[dict[str, Any]]:
         """Yield the arguments for each place where the pages may be: behind their prefix, behind
         pages that were stored without it, or without any before them."""
-        yield self.prompt(keys, parent_key)
-        if parent_key is not None:
-            yield self.prompt(keys, parent_key, apart=True)
-            yield self.prompt(keys, None, apart=True)
+        yield self.prompt(pages)
+        if pages.parent_key is not None:
+            yield self.prompt(pages, apart=True)
+            yield self.prompt(Pages(pages.keys), apart=True)
 
     def num_pages(self, mask: np.ndarray) -> int:
         """Return how many pages a mask of a prefix covers."""
