@@ -21,12 +21,10 @@ from flexcache.integration.tensorrt_llm.engine import (
     Saves,
     StepMetadata,
     When,
-    announce,
     check_supported,
     read_cache_config,
     read_model_config,
     read_model_id,
-    withdraw,
 )
 from flexcache.logs import log_event
 from flexcache.manager import KVManager
@@ -254,9 +252,8 @@ class FlexCacheConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[mi
         model = read_model_config(llm_args, model_id)
         self.manager = KVManager(model, config, endpoint=config.endpoint)
         self.manager.start()
-        announce(llm_args, self.manager.endpoint)
         self._cache = RequestCalls(self.manager, self._block_size)
-        self._saves = Saves(self._cache, self.manager.endpoint)
+        self._saves = Saves(self._cache, llm_args)
         self._scopes = Scopes()
         self._begun: dict[int, int] = {}
         """Generation of the weights that each request began with."""
@@ -428,5 +425,4 @@ class FlexCacheConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[mi
 
     def shutdown(self) -> None:
         self._saves.close()
-        withdraw(self.manager.endpoint)
         self.manager.shutdown()
