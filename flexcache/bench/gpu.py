@@ -6,44 +6,174 @@ a request waits for.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import statistics
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from flexcache.bench.gpu_pool import (
-    KINDS,
-    NUM_LAYERS,
-    Pool,
-    Runs,
-    arrangements,
-    behind_large_load,
-    open_pool,
-    pinning_copier,
-)
 from flexcache.bench.ssd import beside_raw, raw_disks
 from flexcache.bench.suite import Case, Result, Unsupported, rates_beside, sample, sample_beside
 from flexcache.errors import NoDirectPathError
 from flexcache.ids import OpKind
 from flexcache.storage.block_io import Direction, open_block_io
 from flexcache.storage.host_pool import HostSegment
+from flexcache.storage.layout import describe_kv_caches
 from flexcache.transfer.workers.copy_choice import CopyWay
-from flexcache.transfer.workers.copy_cuda import KernelTables, split_by_table
+from flexcache.transfer.workers.copy_cuda import CudaCopier
 from flexcache.transfer.workers.direct_cuda import CudaDirectIO
 from flexcache.transfer.workers.direct_transfer import Transfer
-from flexcache.transfer.workers.hip_driver import load_driver
-from flexcache.transfer.workers.lane import Lane
 from flexcache.transfer.workers.permit import CopyPermit
+
+Runs = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]
+
+NUM_LAYERS = 32
+KINDS = (OpKind.H2D, OpKind.D2H)
+
+
+def pinning_copier(device: torch.device, segment: HostSegment) -> CudaCopier:
+    """Return a copier with the segment pinned, since the bound is a copy of pinned memory.
+
+    Raises:
+        Unsupported: The segment cannot be pinned.
+    """
+    copier = CudaCopier(device)
+    copier.attach(segment)
+    if not copier.is_pinned:
+        raise Unsupported(f"{segment.size >> 20} MiB of host memory cannot be pinned")
+    return copier
+
+
+class Arrangement(Enum):
+    """How an engine's memory is divided among layers and blocks."""
+
+    LAYERS_APART = "layers apart (LBNHC)"
+    BLOCKS_OUTERMOST = "blocks outermost (BLNHC, BLHNC)"
+
+    def make_layers(
+        self, num_blocks: int, block_bytes: int, device: torch.device
+    ) -> list[torch.Tensor]:
+        """Make each layer's tensor ``(blocks, bytes)``, of random bytes."""
+        shape = [NUM_LAYERS, num_blocks, block_bytes // NUM_LAYERS]
+        if self is Arrangement.BLOCKS_OUTERMOST:
+            shape[:2] = shape[1::-1]
+        whole = torch.empty(shape, dtype=torch.uint8, device=device)
+        whole.random_(0, 256)
+        return list(whole.unbind(0 if self is Arrangement.LAYERS_APART else 1))
+
+
+class Pool:
+    """An engine's tensors, a host pool of as many blocks, and a copier between the two.
+
+    The tensors are like vLLM's: one per layer, so that a block of 2 MiB over 32 layers is 32 copies
+    of 64 KiB, or views of one buffer. Blocks are in random order on both sides.
+    """
+
+    def __init__(
+        self, segment: HostSegment, block_bytes: int, num_blocks: int, seed: int,
+        arrangement: Arrangement,
+    ) -> None:  # fmt: skip
+        self.segment = segment
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        torch.manual_seed(seed)
+        self.layers = arrangement.make_layers(num_blocks, block_bytes, self.device)
+        tensors = {f"layer {i}": layer for i, layer in enumerate(self.layers)}
+        self.layout = describe_kv_caches(tensors, block_bytes)
+        random = np.random.default_rng(seed)
+        self._on_gpu = random.permutation(num_blocks)
+        self._on_host = random.permutation(num_blocks)
+        memory = (ctypes.c_uint8 * segment.size).from_address(segment.address)
+        self.host = torch.frombuffer(memory, dtype=torch.uint8).view(num_blocks, segment.stride)
+        torch.cuda.synchronize()
+        self.copier = pinning_copier(self.device, segment)
+
+    def runs(self, kind: OpKind, first: int = 0, count: int | None = None) -> Runs:
+        """Return the copies of some of the blocks, as the device worker would submit them."""
+        chosen = slice(first, None if count is None else first + count)
+        gpu, host = self._on_gpu[chosen], self._on_host[chosen]
+        on_gpu = self.layout.gpu_addresses(gpu).ravel()
+        starts = self.segment.address + host * self.segment.stride
+        on_host = self.layout.host_addresses(starts).ravel()
+        sizes = np.tile(self.layout.sizes, len(gpu))
+        return (on_gpu, on_host, sizes) if kind is OpKind.H2D else (on_host, on_gpu, sizes)
+
+    def start(self, runs: Runs, kind: OpKind, way: CopyWay | None = None) -> torch.cuda.Event:
+        """Submit copies behind the current stream, by default with the copier's choice."""
+        return self.copier.start(*runs, kind, self.copier.fence(), way=way)
+
+    def copy(self, runs: Runs, kind: OpKind, way: CopyWay | None = None) -> None:
+        """Submit copies and wait for their completion."""
+        self.start(runs, kind, way).synchronize()
+
+    def check(self) -> None:
+        """Check that blocks come back byte for byte with each available copy method.
+
+        Raises:
+            AssertionError: They do not.
+        """
+        gpu = torch.from_numpy(self._on_gpu)
+
+        def on_gpu() -> torch.Tensor:
+            return torch.stack([layer.cpu()[gpu] for layer in self.layers], 1).flatten(1)
+
+        for way in self.copier.ways:
+            self.host.fill_(0)
+            before = on_gpu()
+            self.copy(self.runs(OpKind.D2H), OpKind.D2H, way)
+            stored = self.host[torch.from_numpy(self._on_host), : self.block_bytes]
+            assert torch.equal(stored, before), "a store moved wrong bytes"
+            for layer in self.layers:
+                layer.fill_(0)
+            self.copy(self.runs(OpKind.H2D), OpKind.H2D, way)
+            after = on_gpu()
+            assert torch.equal(after, before), "a load moved wrong bytes"
+
+    def contiguous(self, kind: OpKind, num_blocks: int | None = None) -> Callable[[], None]:
+        """Return a function that makes one pinned copy of as many bytes as that many blocks have,
+        by default all, and waits for it."""
+        num_bytes = (num_blocks or self.num_blocks) * self.block_bytes
+        on_gpu = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        on_host = self.host.view(-1)[:num_bytes]
+        target, source = (on_gpu, on_host) if kind is OpKind.H2D else (on_host, on_gpu)
+        stream = torch.cuda.current_stream(self.device)
+
+        def copy() -> None:
+            target.copy_(source, non_blocking=True)
+            stream.synchronize()
+
+        return copy
+
+
+@contextmanager
+def open_pool(
+    block_bytes: int, num_bytes: int, seed: int,
+    arrangement: Arrangement = Arrangement.LAYERS_APART,
+) -> Iterator[Pool]:  # fmt: skip
+    """Yield a checked pool of ``num_bytes`` bytes."""
+    num_blocks = num_bytes // block_bytes
+    with HostSegment.create(block_bytes, num_blocks) as segment:
+        device = torch.device("cuda", torch.cuda.current_device())
+        segment.map(node=CudaCopier(device).numa_node)
+        pool = Pool(segment, block_bytes, num_blocks, seed, arrangement)
+        try:
+            pool.check()
+            yield pool
+        finally:
+            pool.copier.close()
+
 
 BLOCK_BYTES = (64 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 20)
 OP_BYTES = 256 << 20
@@ -65,10 +195,6 @@ def cases(thorough: bool, directory: Path, seed: int) -> list[Case]:
             )
             for block_bytes in BLOCK_BYTES
         ),
-        Case("layouts", partial(arrangements, op_bytes, rounds, seed)),
-        Case("programs of the kernel", partial(kernel_programs, op_bytes, rounds, seed)),
-        Case("driver without batches", partial(without_batches, op_bytes, rounds, seed)),
-        Case("load by layer behind others", partial(behind_large_load, 4 * OP_BYTES, rounds, seed)),
         Case("SSD past DRAM", partial(past_dram, directory, op_bytes, 3, seed)),
         Case("both directions at once", partial(both_directions, op_bytes, rounds, seed)),
         Case("small ops", partial(small_ops, 4 * rounds, seed)),
@@ -102,66 +228,8 @@ def scattered_blocks(block_bytes: int, op_bytes: int, rounds: int, seed: int) ->
             )  # fmt: skip
 
 
-RUN_BYTES = (8 << 10, 16 << 10, 32 << 10, 64 << 10)
-_SINGLE_COPIES_BYTES = 64 << 10
-
-
-def kernel_programs(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
-    """Measure the kernel with each number of programs against one contiguous copy.
-
-    Raises:
-        Unsupported: The kernel cannot be used here.
-    """
-    for run_bytes in RUN_BYTES:
-        with ExitStack() as stack:
-            pool = stack.enter_context(open_pool(run_bytes * NUM_LAYERS, op_bytes, seed))
-            if CopyWay.KERNEL not in pool.copier.ways:
-                raise Unsupported("; ".join(map(str, pool.copier.verdicts)))
-            from flexcache.transfer.workers import copy_kernel
-
-            tables = stack.enter_context(closing(KernelTables(load_driver(), pool.device)))
-            for kind in KINDS:
-                runs = pool.runs(kind)
-                for programs in copy_kernel.PROGRAMS:
-                    yield rates_beside(
-                        f"{kind.name} by the kernel, {programs} programs", op_bytes,
-                        partial(_copy_by_kernel, tables, runs, programs), pool.contiguous(kind),
-                        rounds=rounds, parameter="KiB per copy", at=run_bytes >> 10,
-                    )  # fmt: skip
-
-
-def _copy_by_kernel(tables: KernelTables, runs: Runs, programs: int) -> None:
-    from flexcache.transfer.workers import copy_kernel
-
-    for part in split_by_table(runs):
-        table = tables.fill(Lane.LOADS, part)
-        assert table is not None
-        copy_kernel.launch(table, tables.scratch[Lane.LOADS], programs)
-    torch.cuda.current_stream().synchronize()
-    tables.clear(Lane.LOADS)
-
-
-def without_batches(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
-    """Measure single copies, as a driver before 12.8 takes them: alone, and beside a thread that
-    keeps the interpreter busy."""
-    with open_pool(_SINGLE_COPIES_BYTES * NUM_LAYERS, op_bytes, seed) as pool:
-        for kind in KINDS:
-            copy = partial(pool.copy, pool.runs(kind), kind, CopyWay.SINGLE)
-            name = f"{kind.name} by single copies of 64 KiB"
-            alone = rates_beside(
-                f"{name}, alone", op_bytes, copy, pool.contiguous(kind), rounds=rounds
-            )
-            yield alone
-            with _beside_threads([lambda: sum(range(1000))]):
-                seconds = sample(copy, rounds=rounds, scale=1)
-            yield replace(
-                alone, name=f"{name}, beside a busy thread",
-                samples=[op_bytes / s / 1e9 for s in seconds],
-            )  # fmt: skip
-
-
 @contextmanager
-def _beside_threads(works: Sequence[Callable[[], object]]) -> Iterator[None]:
+def beside_threads(works: Sequence[Callable[[], object]]) -> Iterator[None]:
     """Call each of these over and over on a thread of its own, once it was called.
 
     Raises:
@@ -396,7 +464,7 @@ def _copying(pool: Pool, way: CopyWay) -> Iterator[None]:
         return copy
 
     try:
-        with _beside_threads([copies(kind) for kind in KINDS]):
+        with beside_threads([copies(kind) for kind in KINDS]):
             yield
     finally:
         torch.cuda.synchronize(pool.device)  # the last copies

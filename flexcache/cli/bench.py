@@ -10,13 +10,10 @@ import typer
 from rich.console import Console
 
 from flexcache.errors import ConfigError
-from flexcache.terminal import user_errors
+from flexcache.terminal import user_errors, wide_console
 
 if TYPE_CHECKING:
     from flexcache.bench.suite import Settings
-
-_UNBOUNDED_WIDTH = 180
-"""Width of tables in a file or a pipe, in characters."""
 
 Only = Annotated[str, typer.Option(help="Run only cases whose title contains this.")]
 Thorough = Annotated[
@@ -78,7 +75,7 @@ def run_and_report(
             check_plot_file(plot_file)
         with CaseProgress(Console(stderr=True)) as progress:
             report = run_suite(settings, progress.announce)
-        show_report(report, console if console.is_terminal else Console(width=_UNBOUNDED_WIDTH))
+        show_report(report, wide_console(console))
         if json_file is not None:
             write_json(report, json_file)
         if plot_file is not None:
