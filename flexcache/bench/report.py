@@ -1,72 +1,23 @@
-"""Reports of a run: progress, tables, JSON and a plot."""
+"""Reports of a run: tables, JSON and a plot."""
 
 from __future__ import annotations
 
 import math
-import signal
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import msgspec
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from flexcache.bench.suite import CaseReport, Outcome, Report, Result
 from flexcache.errors import ConfigError, MissingDependencyError
-
-
-class CaseProgress:
-    """A progress bar over the cases; without a terminal, a line per case.
-
-    It is drawn only between cases: a thread that draws ten times a second would compete for the
-    interpreter with what is being timed.
-
-    Meanwhile SIGTERM ends the run like Ctrl-C. If the signal arrives during a finalizer, where
-    Python drops exceptions, the run ends before the next case.
-    """
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
-            TimeElapsedColumn(), console=console, auto_refresh=False, transient=True,
-        )  # fmt: skip
-        self._task = self._progress.add_task("preparing", total=None)
-        self._was_interrupted = False
-        self._previous: dict[int, Any] = {}
-
-    def announce(self, num_ended: int, total: int, title: str) -> None:
-        if self._was_interrupted:
-            raise KeyboardInterrupt
-        self._progress.update(self._task, completed=num_ended, total=total, description=title)
-        self._progress.refresh()
-        if not self._console.is_terminal and num_ended < total:
-            self._console.print(f"[{num_ended + 1}/{total}] {title}", markup=False, soft_wrap=True)
-
-    def __enter__(self) -> CaseProgress:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # background jobs ignore it
-                self._previous[number] = signal.signal(number, self._interrupt)
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-        for number, previous in self._previous.items():
-            signal.signal(number, previous)
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        self._was_interrupted = True
-        raise KeyboardInterrupt
-
 
 _PERCENTS = {"p90": 90, "p99": 99, "worst": 100}
 

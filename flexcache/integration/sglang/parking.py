@@ -217,4 +217,4 @@ def _metrics_logged(result: object, reporter: Any) -> None:
         owner = getattr(backend, "_backend", backend)
     cache = getattr(owner, "cache", None)
     if isinstance(cache, RankCache):
-        cache.metrics.report(reporter.metrics_collector.labels)
+        cache.report_metrics(reporter.metrics_collector.labels)

@@ -84,47 +84,10 @@ def _parts(args: Any, digests: FileDigests) -> Iterator[tuple[str, str]]:
         yield "draft", digest(dict(identify_checkpoint(draft, revision, digests)))
 
 
-_INTERVAL_S = 1.0
-
-
-class EngineMetrics:
-    """The counters of one rank's cache, ``sglang:flexcache_..._total``."""
-
-    def __init__(self, manager: KVManager, page_size: int) -> None:
-        self._manager = manager
-        self._page_size = page_size
-        self._reported: Mapping[str, float] = {}
-        self._due_s = 0.0
-
-    def report(self, labels: Mapping[str, str]) -> None:
-        """Add what has happened since the last report, once a second at most.
-
-        Args:
-            labels: Those of SGLang's scheduler.
-        """
-        now = time.monotonic()
-        if now < self._due_s:
-            return
-        self._due_s = now + _INTERVAL_S
-        stats = safely(self._manager.stats)
-        if stats is None:
-            return
-        counters = read_counters(stats, self._page_size)
-        for name, gain in increases(self._reported, counters).items():
-            _counter(name, tuple(labels)).labels(**labels).inc(gain)
-        self._reported = counters
-
-
-@cache
-def _counter(name: str, labels: tuple[str, ...]) -> Any:
-    import prometheus_client  # SGLang sets its directory before the first import
-
-    return prometheus_client.Counter(f"sglang:flexcache_{name}", COUNTERS[name], labels)
-
-
 logger = logging.getLogger(__name__)
 
 _READY_TIMEOUT_S = 60.0
+_METRICS_INTERVAL_S = 1.0
 _UNKNOWN_TOKEN = -1
 _NAMESPACE = ("sglang", "sha256")
 """SGLang's keys: digests chained over the pages' tokens, seeded with salt and adapter."""
@@ -175,6 +138,8 @@ class RankCache:
         self.page_size = config.tokens_per_block
         self._of_tree: int | None = None
         """Generation of the weights that SGLang's own cache is of; None while that is empty."""
+        self._reported: Mapping[str, float] = {}
+        self._report_due_s = 0.0
         self.manager = KVManager(model, config)
         try:
             self.manager.start()
@@ -189,7 +154,6 @@ class RankCache:
             self.client.register_kv_caches(
                 kv_caches, layout_description=layout, num_blocks=num_blocks, groups=groups
             )
-            self.metrics = EngineMetrics(self.manager, self.page_size)
             self._wait_ready()
         except BaseException:
             self.close()
@@ -262,6 +226,25 @@ class RankCache:
             yield self.prompt(pages, apart=True)
             yield self.prompt(Pages(pages.keys), apart=True)
 
+    def report_metrics(self, labels: Mapping[str, str]) -> None:
+        """Add to ``sglang:flexcache_..._total`` what has happened since the last report, once a
+        second at most.
+
+        Args:
+            labels: Those of SGLang's scheduler.
+        """
+        now = time.monotonic()
+        if now < self._report_due_s:
+            return
+        self._report_due_s = now + _METRICS_INTERVAL_S
+        stats = safely(self.manager.stats)
+        if stats is None:
+            return
+        counters = read_counters(stats, self.page_size)
+        for name, gain in increases(self._reported, counters).items():
+            _counter(name, tuple(labels)).labels(**labels).inc(gain)
+        self._reported = counters
+
     def num_pages(self, mask: np.ndarray) -> int:
         """Return how many pages a mask of a prefix covers."""
         return int(mask.sum()) // self.page_size
@@ -271,6 +254,13 @@ class RankCache:
         if (client := getattr(self, "client", None)) is not None:
             client.close()
         self.manager.shutdown()
+
+
+@cache
+def _counter(name: str, labels: tuple[str, ...]) -> Any:
+    import prometheus_client  # SGLang sets its directory before the first import
+
+    return prometheus_client.Counter(f"sglang:flexcache_{name}", COUNTERS[name], labels)
 
 
 @dataclass(frozen=True)
