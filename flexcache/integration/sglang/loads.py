@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from flexcache.client.rank import KVTPClient
@@ -153,6 +154,18 @@ class WholeLoad:
 Load = LayerLoad | WholeLoad
 
 
+@dataclass(slots=True)
+class _Forward:
+    """A forward pass: its loads, and whether it has computed with a layer before it was loaded."""
+
+    loads: Sequence[Load]
+    deadline_s: float
+    is_late: bool = False
+
+    def left_s(self) -> float:
+        return max(0.0, self.deadline_s - time.monotonic())
+
+
 class LayerWaits:
     """The loads of one forward pass at a time. Used on the model's thread only.
 
@@ -164,24 +177,20 @@ class LayerWaits:
     def __init__(self, names: Mapping[int, Sequence[str]], timeout_s: float) -> None:
         self._last_names = {layer: of_layer[-1] for layer, of_layer in names.items()}
         self._timeout_s = timeout_s
-        self._loads: dict[int, Sequence[Load]] = {}
-        self._deadlines_s: dict[int, float] = {}
-        self._late: set[int] = set()
-        """Forward passes that have computed with a layer before it was loaded."""
+        self._running: dict[int, _Forward] = {}
         self._num_batches = 0
         self.consumer_index = -1
 
     @property
     def is_busy(self) -> bool:
         """Whether a forward pass that was added has not been finished."""
-        return bool(self._loads)
+        return bool(self._running)
 
     def add(self, loads: Sequence[Load]) -> int:
         """Take the loads of the next forward pass; return its index."""
         index = self._num_batches
         self._num_batches += 1
-        self._loads[index] = loads
-        self._deadlines_s[index] = time.monotonic() + self._timeout_s
+        self._running[index] = _Forward(loads, time.monotonic() + self._timeout_s)
         return index
 
     def set_consumer(self, index: int) -> None:
@@ -190,30 +199,30 @@ class LayerWaits:
 
     def wait_until(self, layer: int) -> None:
         """Wait for a layer. If it does not come in time, `finish` says so, even if it comes yet."""
-        index = self.consumer_index
+        running = self._running.get(self.consumer_index)
+        if running is None:
+            return
         name = self._last_names.get(layer, "")
-        for load in self._loads.get(index, ()):
-            if not load.wait_layer(name, self._left_s(index)):
-                self._late.add(index)
+        for load in running.loads:
+            if not load.wait_layer(name, running.left_s()):
+                running.is_late = True
 
     def finish(self, index: int) -> bool:
         """End a forward pass; return whether every layer was loaded before the model read it. No
         copy is running afterwards."""
-        landed = index not in self._late
-        for load in self._loads.get(index, ()):
-            if not load.wait_all(self._left_s(index)):
+        running = self._running.get(index)
+        if running is None:
+            return True
+        landed = not running.is_late
+        for load in running.loads:
+            if not load.wait_all(running.left_s()):
                 load.give_up()
                 landed = False
-        self._loads.pop(index, None)
-        self._deadlines_s.pop(index, None)
-        self._late.discard(index)
+        del self._running[index]
         return landed
 
     def reset(self) -> None:
         """End every forward pass."""
-        for index in list(self._loads):
+        for index in list(self._running):
             self.finish(index)
         self.consumer_index = -1
-
-    def _left_s(self, index: int) -> float:
-        return max(0.0, self._deadlines_s[index] - time.monotonic())
