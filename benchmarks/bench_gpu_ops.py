@@ -32,7 +32,7 @@ from flexcache.bench.suite import (
     Case,
     Result,
     Unsupported,
-    rates_beside,
+    rates,
     sample,
     sample_beside,
 )
@@ -84,10 +84,11 @@ def kernel_programs(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
             for kind in KINDS:
                 runs = pool.runs(kind)
                 for programs in copy_kernel.PROGRAMS:
-                    yield rates_beside(
+                    copy = partial(_copy_by_kernel, tables, runs, programs)
+                    yield rates(
                         f"{kind.name} by the kernel, {programs} programs", op_bytes,
-                        partial(_copy_by_kernel, tables, runs, programs), pool.contiguous(kind),
-                        rounds=rounds, parameter="KiB per copy", at=run_bytes >> 10,
+                        sample_beside(copy, pool.contiguous(kind), rounds=rounds, scale=1),
+                        parameter="KiB per copy", at=run_bytes >> 10,
                     )  # fmt: skip
 
 
@@ -109,9 +110,8 @@ def without_batches(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
         for kind in KINDS:
             copy = partial(pool.copy, pool.runs(kind), kind, CopyWay.SINGLE)
             name = f"{kind.name} by single copies of 64 KiB"
-            alone = rates_beside(
-                f"{name}, alone", op_bytes, copy, pool.contiguous(kind), rounds=rounds
-            )
+            sampled = sample_beside(copy, pool.contiguous(kind), rounds=rounds, scale=1)
+            alone = rates(f"{name}, alone", op_bytes, sampled)
             yield alone
             with beside_threads([lambda: sum(range(1000))]):
                 seconds = sample(copy, rounds=rounds, scale=1)
@@ -201,8 +201,9 @@ def _arranged(pool: Pool, rank: Rank, name: str, page_bytes: int, rounds: int) -
             rank.order(kind, blocks)
             rank.wait()
 
-        yield rates_beside(
-            f"{kind.name}, {name}", num_bytes, copy, pool.contiguous(kind), rounds=rounds,
+        yield rates(
+            f"{kind.name}, {name}", num_bytes,
+            sample_beside(copy, pool.contiguous(kind), rounds=rounds, scale=1),
             parameter="KiB per page", at=page_bytes >> 10,
         )  # fmt: skip
     for name_of, layer in (("first", "layer 0"), ("last", f"layer {NUM_LAYERS - 1}")):

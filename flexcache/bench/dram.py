@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import resource
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 
@@ -13,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flexcache.bench.suite import Case, Result, rates_beside
+from flexcache.bench.suite import Case, Result, rates, sample_beside
 from flexcache.client.rank import KVTPClient
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.ids import KVStatus
@@ -170,13 +169,13 @@ def transfers(size: str, num_requests: int, rounds: int, seed: int) -> Iterator[
 
         def result(name: str, call: Callable[[], None], undo: Callable[[], None]) -> Result:
             faults.clear()
-            found = rates_beside(
-                name, engine.num_bytes, call, partial(copy_at_once, copy, engine.memory),
-                "one memcpy", rounds=rounds, undo=lambda _: undo(), warm_up=_ROUNDS_TO_FILL,
-                reach=TO_REACH.get(size),
+            sampled = sample_beside(
+                call, partial(copy_at_once, copy, engine.memory), lambda _: undo(), rounds,
+                _ROUNDS_TO_FILL, scale=1,
             )  # fmt: skip
-            count = int(np.median(faults[_ROUNDS_TO_FILL:]))
-            return replace(found, note=f"{count} page faults per round")
+            note = f"{int(np.median(faults[_ROUNDS_TO_FILL:]))} page faults per round"
+            reach = TO_REACH.get(size)
+            return rates(name, engine.num_bytes, sampled, "one memcpy", reach=reach, note=note)
 
         renew()
         yield result("store", partial(counted, engine.store, order), renew)

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from flexcache.bench.ssd import beside_raw, raw_disks
-from flexcache.bench.suite import Case, Result, Unsupported, rates_beside, sample, sample_beside
+from flexcache.bench.suite import Case, Result, Unsupported, rates, sample, sample_beside
 from flexcache.errors import NoDirectPathError
 from flexcache.ids import OpKind
 from flexcache.storage.block_io import Direction, open_block_io
@@ -210,9 +210,10 @@ def scattered_blocks(block_bytes: int, op_bytes: int, rounds: int, seed: int) ->
             runs, contiguous = pool.runs(kind), pool.contiguous(kind)
             chosen = pool.copier.choose(*runs, kind).value
             for way in (None, *pool.copier.ways):
-                yield rates_beside(
+                copy = partial(pool.copy, runs, kind, way)
+                yield rates(
                     f"{kind.name}, {way.value if way else 'as chosen'}", op_bytes,
-                    partial(pool.copy, runs, kind, way), contiguous, rounds=rounds,
+                    sample_beside(copy, contiguous, rounds=rounds, scale=1),
                     reach=None if way else REACH, note="" if way else f"by the {chosen}",
                     parameter="KiB per block", at=block_bytes >> 10,
                 )  # fmt: skip
@@ -373,10 +374,10 @@ def both_directions(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
 
         for way in (None, *pool.copier.ways):
             name = "as chosen" if way is None else way.value
-            yield rates_beside(
+            yield rates(
                 f"H2D and D2H together, blocks of 2 MiB, {name}", 2 * op_bytes,
-                partial(scattered, way), contiguous, "two contiguous pinned copies together",
-                rounds=rounds, reach=REACH if way is None else None,
+                sample_beside(partial(scattered, way), contiguous, rounds=rounds, scale=1),
+                "two contiguous pinned copies together", reach=REACH if way is None else None,
             )  # fmt: skip
 
 

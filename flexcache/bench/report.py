@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flexcache.bench.suite import CaseReport, Outcome, Report, Result
+from flexcache.bench.suite import CaseOutcome, CaseReport, Report, Result
 from flexcache.errors import ConfigError, MissingDependencyError
 
 _PERCENTS = {"p90": 90, "p99": 99, "worst": 100}
@@ -50,9 +50,9 @@ def _show_section(section: str, cases: Sequence[CaseReport], console: Console) -
         _show_growth(results, console)
     for case in cases:
         name = escape(f"{section}, {case.title}")
-        if case.outcome is Outcome.FAILED:
+        if case.outcome is CaseOutcome.FAILED:
             console.print(f"[red]FAILED[/] {name}: {escape(case.reason)}", soft_wrap=True)
-        elif case.outcome is Outcome.UNSUPPORTED:
+        elif case.outcome is CaseOutcome.UNSUPPORTED:
             console.print(f"[yellow]unsupported[/] {name}: {escape(case.reason)}", soft_wrap=True)
     for note in dict.fromkeys(result.note for result in results if result.note):
         names = [result.name for result in results if result.note == note]
@@ -165,11 +165,13 @@ def _machine_line(machine: dict[str, Any]) -> str:
 
 def _summary(report: Report) -> str:
     judged = [result.is_reached for result in report.results if result.is_reached is not None]
-    counts = {outcome: sum(case.outcome is outcome for case in report.cases) for outcome in Outcome}
+    counts = {
+        outcome: sum(case.outcome is outcome for case in report.cases) for outcome in CaseOutcome
+    }
     text = (
         f"{len(report.results)} figures in {report.took_s:.0f} s; targets reached: "
-        f"{sum(judged)} of {len(judged)}; cases failed: {counts[Outcome.FAILED]}, "
-        f"unsupported: {counts[Outcome.UNSUPPORTED]}"
+        f"{sum(judged)} of {len(judged)}; cases failed: {counts[CaseOutcome.FAILED]}, "
+        f"unsupported: {counts[CaseOutcome.UNSUPPORTED]}"
     )
     return f"[red]interrupted[/] {text}" if report.was_interrupted else text
 

@@ -138,13 +138,12 @@ def sample_beside(
     return times[warm_up:], statistics.median(bounds[warm_up:])
 
 
-def rates_beside(
-    name: str, num_bytes: int, call: Callable[[], object], bound: Callable[[], object],
-    bound_name: str = "one contiguous pinned copy", *, rounds: int,
-    undo: Callable[[object], object] = lambda _: None, warm_up: int = 5, **more: Any,
+def rates(
+    name: str, num_bytes: int, sampled: tuple[list[float], float],
+    bound_name: str = "one contiguous pinned copy", **more: Any,
 ) -> Result:  # fmt: skip
-    """Return how many GB/s a call moves, beside its bound; ``more`` are fields of the result."""
-    times, bound_s = sample_beside(call, bound, undo, rounds, warm_up, scale=1.0)
+    """Return GB/s of what `sample_beside` has timed in seconds; ``more`` are fields of the result."""
+    times, bound_s = sampled
     gigabytes = num_bytes / 1e9
     return Result(name, "GB/s", [gigabytes / s for s in times], gigabytes / bound_s, bound_name,
                   **more)  # fmt: skip
@@ -311,7 +310,7 @@ def choose_sections(names: Sequence[str], available: Mapping[str, str]) -> Mappi
     return {name: available[name] for name in names or available}
 
 
-class Outcome(Enum):
+class CaseOutcome(Enum):
     DONE = "done"
     UNSUPPORTED = "unsupported"
     FAILED = "failed"
@@ -319,11 +318,11 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class CaseReport:
-    """Outcome of a case; ``reason`` says why it is unsupported, or how it failed."""
+    """CaseOutcome of a case; ``reason`` says why it is unsupported, or how it failed."""
 
     section: str
     title: str
-    outcome: Outcome
+    outcome: CaseOutcome
     results: Sequence[Result] = ()
     reason: str = ""
     took_s: float = 0.0
@@ -346,7 +345,7 @@ class Report:
 
     @property
     def has_failed(self) -> bool:
-        return any(case.outcome is Outcome.FAILED for case in self.cases)
+        return any(case.outcome is CaseOutcome.FAILED for case in self.cases)
 
     @property
     def misses_targets(self) -> bool:
@@ -433,13 +432,13 @@ def _give_reason(error: Exception) -> NoReturn:
 def run_case(section: str, case: Case) -> CaseReport:
     """Run a case and catch its errors."""
     started = time.monotonic()
-    outcome, results, reason = Outcome.DONE, list[Result](), ""
+    outcome, results, reason = CaseOutcome.DONE, list[Result](), ""
     try:
         results.extend(case.run())
     except (Unsupported, MissingDependencyError) as error:
-        outcome, reason = Outcome.UNSUPPORTED, str(error)
+        outcome, reason = CaseOutcome.UNSUPPORTED, str(error)
     except Exception as error:
         logger.debug("%s, %s", section, case.title, exc_info=True)
-        outcome, reason = Outcome.FAILED, f"{type(error).__name__}: {error}"
+        outcome, reason = CaseOutcome.FAILED, f"{type(error).__name__}: {error}"
     took_s = time.monotonic() - started
     return CaseReport(section, case.title, outcome, results, reason, took_s)

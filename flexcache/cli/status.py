@@ -69,7 +69,7 @@ Tree = TypeVar("Tree")
 Rates = TypeVar("Rates")
 
 
-class View(Generic[Tree, Rates]):
+class StatusView(Generic[Tree, Rates]):
     """Reads statistics and renders them, with their rates since the last reading.
 
     Args:
@@ -106,7 +106,7 @@ class View(Generic[Tree, Rates]):
 
 
 def watch(
-    view: View[Tree, Rates], console: Console, interval_s: float, *, rounds: int | None = None
+    view: StatusView[Tree, Rates], console: Console, interval_s: float, *, rounds: int | None = None
 ) -> None:
     """Show a view until interrupted.
 
@@ -157,7 +157,7 @@ def status(
                 watch(view, console, interval)
 
 
-def _of_server(endpoint: str | None) -> View[Any, Any]:
+def _of_server(endpoint: str | None) -> StatusView[Any, Any]:
     from flexcache.client.link import read_status
     from flexcache.config import CacheConfig
     from flexcache.protocol.endpoints import private_endpoint
@@ -170,7 +170,7 @@ def _of_server(endpoint: str | None) -> View[Any, Any]:
     )
 
 
-def _over_http(url: str) -> View[Any, Any]:
+def _over_http(url: str) -> StatusView[Any, Any]:
     """Return a view of whatever serves HTTP there."""
     refusal = FlexCacheError(
         f"{url} is neither the http_endpoint of a cache nor the control port of a router"
@@ -195,15 +195,15 @@ def _over_http(url: str) -> View[Any, Any]:
     raise refusal
 
 
-def _of_cache(fetch: Callable[[], Any]) -> View[Any, Any]:
+def _of_cache(fetch: Callable[[], Any]) -> StatusView[Any, Any]:
     from flexcache.status.view import rates_between, render
     from flexcache.tasks.stats import from_plain
 
-    return View(fetch, from_plain, rates_between, render)
+    return StatusView(fetch, from_plain, rates_between, render)
 
 
-def _of_router(body: Callable[[], bytes]) -> View[Any, Any]:
+def _of_router(body: Callable[[], bytes]) -> StatusView[Any, Any]:
     from flexcache.router.report import from_json
     from flexcache.status.router import rates_between, render
 
-    return View(lambda: from_json(body()), lambda stats: stats, rates_between, render)
+    return StatusView(lambda: from_json(body()), lambda stats: stats, rates_between, render)

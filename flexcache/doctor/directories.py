@@ -10,7 +10,7 @@ import contextlib
 import mmap
 import os
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -238,12 +238,7 @@ class PoolDoctor:
             yield _look_at_chains(name, records)
         bad = {"records are torn": contents.torn}
         if self.verify:
-            for directory in at_hand.values():
-                directory.set_direct()  # read the device, not the kernel's page cache
-            data_fds = [at_hand[i].data_fd if i in at_hand else -1 for i in places]
-            reader = _SlotReader(data_fds, header.slot_bytes)
-            positions = self.progress(range(len(records)))
-            wrong = records["slot"][[i for i in positions if not reader.is_right(records[i])]]
+            wrong = self._verify(header, at_hand, records)
             bad["slots do not match their records"] = wrong
             if not len(wrong):
                 yield ok(f"{name}: all recorded slots match their checksums")
@@ -255,6 +250,19 @@ class PoolDoctor:
             elif len(slots):
                 erased = _erase(text, index, slots, [fd for fd in index_fds if fd >= 0])
                 yield from _errors_told(f"{text} and could not be erased", erased)
+
+    def _verify(
+        self, header: PoolHeader, at_hand: Mapping[int, PoolDirectory], records: Records
+    ) -> SlotIds:
+        """Return the recorded slots whose checksum differs, or that cannot be read."""
+        for directory in at_hand.values():
+            directory.set_direct()  # read the device, not the kernel's page cache
+        places = range(header.num_directories)
+        data_fds = [at_hand[i].data_fd if i in at_hand else -1 for i in places]
+        reader = _SlotReader(data_fds, header.slot_bytes)
+        positions = self.progress(range(len(records)))
+        wrong: SlotIds = records["slot"][[i for i in positions if not reader.is_right(records[i])]]
+        return wrong
 
 
 def _errors_told(where: str, findings: Told[T]) -> Told[T | None]:

@@ -18,7 +18,7 @@ from cluster import running_cluster
 from ports import free_port
 from rich.console import Console
 
-from flexcache.cli.status import View, watch
+from flexcache.cli.status import StatusView, watch
 from flexcache.client.link import read_status
 from flexcache.errors import ServerLostError
 from flexcache.status.view import rates_between, render
@@ -106,7 +106,7 @@ def test_watching_continues_while_a_server_is_lost_and_comes_back() -> None:
         return read_status(cluster.manager.endpoint, None, 30.0)
 
     with running_cluster() as cluster:
-        view = View(read, from_plain, rates_between, render)
+        view = StatusView(read, from_plain, rates_between, render)
         watch(view, console, interval_s=0.01, rounds=4)
     last = drawn()
     assert f"process {os.getpid()}" in last

@@ -54,7 +54,7 @@ from flexcache.integration.sglang.rank import (
     read_model_id,
     read_rank,
 )
-from flexcache.integration.sglang.requests import Requests, valid_session_id
+from flexcache.integration.sglang.requests import RankRequests, valid_session_id
 from flexcache.integration.sglang.weights import RANK
 from flexcache.manager import KVManager
 from flexcache.tasks.instructions import PromisedLoad
@@ -279,7 +279,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         to_window = getattr(allocator, "translate_loc_from_full_to_swa", None)
         self._tables = PageTables(pages.groups, params.page_size, to_window)
         self._calls = PageCalls(self.cache)
-        self.requests = Requests(self._calls, self._tables.has_tails, rank.has_peers)
+        self.requests = RankRequests(self._calls, self._tables.has_tails, rank.has_peers)
         self._queued: dict[str, Queued] = {}
         self._offloads = Offloads(self.cache)
 

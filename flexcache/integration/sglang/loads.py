@@ -15,7 +15,7 @@ from flexcache.integration.sglang.rank import Pages, RankCache
 from flexcache.transfer.workers.layer_load import LayerLoad
 
 
-class Match(NamedTuple):
+class PageMatch(NamedTuple):
     """A matched task.
 
     Attributes:
@@ -36,7 +36,7 @@ class PageCalls(TaskCalls):
         super().__init__(cache.manager, cache.page_size)
         self._cache = cache
 
-    def match(self, pages: Pages, look_up: bool = False) -> Match | None:
+    def match(self, pages: Pages, look_up: bool = False) -> PageMatch | None:
         """Find the longest prefix of some pages that can be loaded.
 
         Args:
@@ -49,14 +49,14 @@ class PageCalls(TaskCalls):
         task_id, mask, sources = found
         num_in_dram = sources.get(TierName.CPU, 0) // self._block_size
         is_in_dram = sources.keys() <= {TierName.CPU}
-        return Match(task_id, self._cache.num_pages(mask), num_in_dram, is_in_dram)
+        return PageMatch(task_id, self._cache.num_pages(mask), num_in_dram, is_in_dram)
 
     def prefetch(self, pages: Pages) -> int | None:
         """Bring pages to DRAM, where they stay until the task ends."""
         task_id: int | None = safely(self.manager.prefetch_async, **self._cache.prompt(pages))
         return task_id
 
-    def pin(self, pages: Pages) -> Match | None:
+    def pin(self, pages: Pages) -> PageMatch | None:
         """Find the longest prefix that DRAM has, which is pinned until the task ends."""
         while pages.keys:
             found = self.match(pages)

@@ -264,7 +264,7 @@ def _counter(name: str, labels: tuple[str, ...]) -> Any:
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankPlace:
     """One of an engine's ranks.
 
     Attributes:
@@ -289,7 +289,7 @@ class Rank:
         return self.count > 1 or self.num_replicas > 1
 
 
-def read_rank(parallel: Any, num_replicas: int, is_replicated: bool) -> Rank:
+def read_rank(parallel: Any, num_replicas: int, is_replicated: bool) -> RankPlace:
     """Return the rank that this process is.
 
     Args:
@@ -310,7 +310,7 @@ def read_rank(parallel: Any, num_replicas: int, is_replicated: bool) -> Rank:
     index, count = 0, 1
     for rank, size in whole.values():
         index, count = index * size + rank, count * size
-    return Rank(
+    return RankPlace(
         " ".join(f"{kind} {rank} of {size}" for kind, (rank, size) in part.items() if size > 1),
         "-".join(f"{kind}{rank}" for kind, (rank, size) in whole.items() if size > 1),
         index,
@@ -352,7 +352,7 @@ def _least(value: int, groups: Sequence[Any]) -> int:
 
 
 def read_cache_config(
-    extra: dict[str, Any], page_size: int, rank: Rank, kv_events: bool = False
+    extra: dict[str, Any], page_size: int, rank: RankPlace, kv_events: bool = False
 ) -> CacheConfig:
     """Read the rank's share of what ``FLEXCACHE_*`` and SGLang's extra config say; the latter wins.
 
@@ -382,7 +382,7 @@ def read_cache_config(
     return config if rank.count == 1 else _share(config, rank)
 
 
-def _share(config: CacheConfig, rank: Rank) -> CacheConfig:
+def _share(config: CacheConfig, rank: RankPlace) -> CacheConfig:
     """Divide what the ranks of a host would otherwise all claim."""
     addresses: dict[str, Any] = {
         name: None if (address := getattr(config, name)) is None else _own(name, address, rank)
@@ -404,7 +404,7 @@ def _share(config: CacheConfig, rank: Rank) -> CacheConfig:
     )
 
 
-def _own(name: str, address: str, rank: Rank) -> str:
+def _own(name: str, address: str, rank: RankPlace) -> str:
     """Return a rank's own address: the port plus its index, or a socket file of its name."""
     if address.startswith("ipc://"):
         return f"{address}.{rank.name}"

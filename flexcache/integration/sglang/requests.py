@@ -19,7 +19,7 @@ _MAX_PLACES = 16
 
 
 @dataclass(slots=True)
-class Request:
+class RankRequest:
     """One request, from its arrival or first look-up until it is computed, or gone.
 
     Attributes:
@@ -44,7 +44,7 @@ class Request:
     give_up_s: float = 0.0
 
 
-class Requests:
+class RankRequests:
     """The requests of one rank.
 
         arrived --nothing below DRAM--> ready
@@ -69,7 +69,7 @@ class Requests:
         self._config = calls.manager.cache_config
         self._has_tails = has_tails
         self._max_places = _MAX_PLACES if has_tails and has_peers else 1
-        self._known: dict[str, Request] = {}
+        self._known: dict[str, RankRequest] = {}
         self.parked: set[str] = set()
         self.prefill_pages_per_s = 0.0
         self._looked_up: str | None = None
@@ -86,7 +86,7 @@ class Requests:
         if session is not None:
             request.session_id = session.session_id  # SGLang passes it on with what it offloads
         self._looked_up = None
-        own = self._known.setdefault(request.rid, Request())
+        own = self._known.setdefault(request.rid, RankRequest())
         own.session_id = valid_session_id(request.session_id)
 
     def session_of(self, rid: str) -> str | None:
@@ -116,7 +116,7 @@ class Requests:
 
     def find(self, rid: str, pages: Pages) -> list[int]:
         """Pin what DRAM has of a request's pages; return how many can be loaded: all that apply."""
-        now, request = time.monotonic(), self._known.setdefault(rid, Request())
+        now, request = time.monotonic(), self._known.setdefault(rid, RankRequest())
         # A pin is good for half of the time after which the cache gives a match up.
         is_old = now - request.pinned_s > self._config.match_ttl_s / 2
         if request.asked != pages or is_old:
@@ -159,7 +159,7 @@ class Requests:
         if request.session_id is None and request.prefetch is None and rid not in self.parked:
             del self._known[rid]
 
-    def _unpin(self, request: Request) -> None:
+    def _unpin(self, request: RankRequest) -> None:
         for task_id in request.pinned.values():
             self._calls.cancel(task_id)
         request.pinned = {}
@@ -201,7 +201,7 @@ class Requests:
         self.release(rid)  # since then more has come
         return True
 
-    def _waits(self, request: Request, pages: Pages) -> bool:
+    def _waits(self, request: RankRequest, pages: Pages) -> bool:
         """Take the next step of a parked request, if it is due; return whether it still waits."""
         now = time.monotonic()
         if request.prefetch is not None:

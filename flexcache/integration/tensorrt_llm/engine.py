@@ -31,7 +31,7 @@ class When(Enum):
 
 
 @dataclass(frozen=True)
-class Load:
+class StepLoad:
     """Blocks that a task fills. ``task_id`` is None if it could not be started."""
 
     request_id: int
@@ -51,7 +51,7 @@ class StepMetadata:
     """
 
     endpoint: str
-    loads: list[Load] = field(default_factory=list)
+    loads: list[StepLoad] = field(default_factory=list)
     first_computed: list[int] = field(default_factory=list)
 
 

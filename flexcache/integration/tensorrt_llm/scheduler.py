@@ -17,8 +17,8 @@ from flexcache.integration.adapter import LayerwiseRule, TaskCalls, safely
 from flexcache.integration.checkpoint import LoadedAdapter, identify_now
 from flexcache.integration.file_digests import FileDigests
 from flexcache.integration.tensorrt_llm.engine import (
-    Load,
     Saves,
+    StepLoad,
     StepMetadata,
     When,
     check_supported,
@@ -42,7 +42,7 @@ _UNNAMED = ("prompt_embedding_table", "mrope_rotary_cos_sin", "encoder_tokens", 
 
 
 @dataclass(slots=True)
-class Get:
+class RequestMatch:
     """A match for a request's blocks ``[first, stop)``, all of them in DRAM.
 
     Attributes:
@@ -260,8 +260,8 @@ class FlexCacheConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[mi
         self._first_weights = self.manager.weights_generation
         self._asked = (0, 0)
         """The request that was asked about last, and how many tokens the engine had of it."""
-        self._gets: dict[int, Get] = {}
-        self._loads: list[Load] = []
+        self._gets: dict[int, RequestMatch] = {}
+        self._loads: list[StepLoad] = []
 
     # -- loads -----------------------------------------------------------------------------------
 
@@ -285,7 +285,7 @@ class FlexCacheConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[mi
             return 0, False
         task_id, num_found = found
         is_parked = not self._layerwise.allows(request.request_id)
-        self._gets[request.request_id] = Get(
+        self._gets[request.request_id] = RequestMatch(
             task_id, first, first + num_found, num_found, is_parked
         )
         return num_found * self._block_size, is_parked
@@ -306,7 +306,7 @@ class FlexCacheConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[mi
         get.launched = True
         if blocks or get.is_parked:
             task_id = get.task_id if is_started else None
-            self._loads.append(Load(request.request_id, task_id, len(blocks), self._when(get)))
+            self._loads.append(StepLoad(request.request_id, task_id, len(blocks), self._when(get)))
 
     def _note_weights(self, request_id: int) -> None:
         """Note which weights a request begins with. Once they have changed, blocks that the engine
@@ -325,7 +325,7 @@ class FlexCacheConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[mi
         else:
             self._narrow(request, get, get.first, start // self._block_size)
 
-    def _narrow(self, request: Any, get: Get, first: int, stop: int) -> None:
+    def _narrow(self, request: Any, get: RequestMatch, first: int, stop: int) -> None:
         """Match fewer of the blocks, before the others are let go."""
         former, scope, found = get.task_id, self._scopes.read(request), None
         get.first, get.stop = first, max(first, min(stop, get.stop))
@@ -334,7 +334,7 @@ class FlexCacheConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[mi
         get.task_id, get.num_found = found or (former, 0)
         self._cache.cancel(former)
 
-    def _when(self, get: Get) -> When:
+    def _when(self, get: RequestMatch) -> When:
         if get.is_parked:
             return When.BETWEEN
         return When.BY_LAYER if self._is_one_rank else When.FIRST
