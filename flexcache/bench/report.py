@@ -48,15 +48,20 @@ def _show_section(section: str, cases: Sequence[CaseReport], console: Console) -
             table.add_row(*_cells(result))
         console.print(table)
         _show_growth(results, console)
+    words = {
+        CaseOutcome.FAILED: "[red]FAILED[/]",
+        CaseOutcome.UNSUPPORTED: "[yellow]unsupported[/]",
+    }
     for case in cases:
-        name = escape(f"{section}, {case.title}")
-        if case.outcome is CaseOutcome.FAILED:
-            console.print(f"[red]FAILED[/] {name}: {escape(case.reason)}", soft_wrap=True)
-        elif case.outcome is CaseOutcome.UNSUPPORTED:
-            console.print(f"[yellow]unsupported[/] {name}: {escape(case.reason)}", soft_wrap=True)
-    for note in dict.fromkeys(result.note for result in results if result.note):
-        names = [result.name for result in results if result.note == note]
-        who = names[0] if len(set(names)) == 1 else f"{names[0]}, ..."
+        if case.outcome in words:
+            name = escape(f"{section}, {case.title}: {case.reason}")
+            console.print(f"{words[case.outcome]} {name}", soft_wrap=True)
+    notes: dict[str, dict[str, None]] = {}
+    for result in results:
+        notes.setdefault(result.note, {})[result.name] = None
+    notes.pop("", None)
+    for note, names in notes.items():
+        who = next(iter(names)) + (", ..." if len(names) > 1 else "")
         console.print(f"  {escape(who)}: {escape(note)}", style="dim", soft_wrap=True)
 
 
@@ -165,9 +170,7 @@ def _machine_line(machine: dict[str, Any]) -> str:
 
 def _summary(report: Report) -> str:
     judged = [result.is_reached for result in report.results if result.is_reached is not None]
-    counts = {
-        outcome: sum(case.outcome is outcome for case in report.cases) for outcome in CaseOutcome
-    }
+    counts = Counter(case.outcome for case in report.cases)
     text = (
         f"{len(report.results)} figures in {report.took_s:.0f} s; targets reached: "
         f"{sum(judged)} of {len(judged)}; cases failed: {counts[CaseOutcome.FAILED]}, "

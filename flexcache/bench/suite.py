@@ -142,7 +142,7 @@ def rates(
     name: str, num_bytes: int, sampled: tuple[list[float], float],
     bound_name: str = "one contiguous pinned copy", **more: Any,
 ) -> Result:  # fmt: skip
-    """Return GB/s of what `sample_beside` has timed in seconds; ``more`` are fields of the result."""
+    """Return GB/s of what `sample_beside` has timed in seconds; ``more`` are other fields."""
     times, bound_s = sampled
     gigabytes = num_bytes / 1e9
     return Result(name, "GB/s", [gigabytes / s for s in times], gigabytes / bound_s, bound_name,
