@@ -11,6 +11,8 @@ the linker its hooks do nothing. They close what the interface of linkers leaves
   ``enable_lmcache`` set after the tree was made, it asks for the linker as well.
 * How fast the engine computes decides how long requests wait.
 * Sessions have names, and close.
+
+Hooks need no copy of SGLang's tree, which changes with every release.
 """
 
 from __future__ import annotations

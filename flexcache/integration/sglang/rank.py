@@ -1,7 +1,9 @@
 """Rank of an SGLang engine: its cache, its part of the KV, and what identifies that.
 
 SGLang's ranks look up, load and store by themselves, and agree afterwards: a prefix counts as found
-if every rank has it. So each rank has a cache of its own, with its share of the configured sizes.
+if every rank has it. So each rank has a cache of its own, with its share of the configured sizes. A
+cache for all ranks of an engine, as for vLLM, moves the same block ids on every rank in one task:
+ranks would have to wait for each other on threads whose order is not the same.
 """
 
 from __future__ import annotations
@@ -93,7 +95,12 @@ _NAMESPACE = ("sglang", "sha256")
 """SGLang's keys: digests chained over the pages' tokens, seeded with salt and adapter."""
 _OF_NO_WEIGHTS = -1
 _APART = (*_NAMESPACE, "apart")
-"""Chains of pages whose prefix was not cached when they were stored."""
+"""Chains of pages whose prefix was not cached when they were stored.
+
+HiCache with ``write_back`` evicts, and so stores, the end of a prompt before its beginning. In the
+prompts' own namespace such pages would stand at two places of the index. Dropping them would leave
+``write_back`` with one page per prompt.
+"""
 
 
 class Pages(NamedTuple):

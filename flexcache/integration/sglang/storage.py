@@ -53,8 +53,10 @@ def page_tensors(pool: Any) -> dict[str, torch.Tensor]:
         layer_first         page 0: K, V     of layer 0, of layer 1, ...
         MLA                 page 0: the latent vectors of all layers
 
-    Whatever the layout, a piece of the next page is a fixed distance further on. So each piece
-    becomes a tensor ``[page, byte]`` over the pool's own memory, and nothing is copied on the way.
+    The pool knows the address of every piece in every layout, also in a new one, which the shapes
+    of its tensors do not tell. Whatever the layout, a piece of the next page is a fixed distance
+    further on. So each piece becomes a tensor ``[page, byte]`` over the pool's own memory, and
+    nothing is copied on the way.
 
     Raises:
         UnsupportedLayoutError: Pages do not lie at fixed distances.
