@@ -1,4 +1,9 @@
-"""Miniature engine: KV tensors in this process's memory, their cache, and the only rank."""
+"""DRAM tier on the CPU device: store and retrieve, compared with one memcpy of the same bytes.
+
+Times are from the call to the end of the wait: tokens are hashed, blocks are found or evicted and
+leased, ops are sent and answered, and every layer's part of every block is copied from or to
+scattered places. Prompts are new each round and the tier is full, so that every store evicts.
+"""
 
 from __future__ import annotations
 

@@ -27,6 +27,8 @@ from flexcache.errors import ConfigError, MissingDependencyError
 from flexcache.storage.memory_limit import installed_memory, usable_memory
 from flexcache.storage.mounts import mount_of
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 _LESS_IS_BETTER = frozenset({"us", "ms", "s", "bytes"})
@@ -260,8 +262,6 @@ def _read(path: Path) -> str:
     except OSError:
         return ""
 
-
-logger = logging.getLogger(__name__)
 
 SECTIONS = {name: f"flexcache.bench.{name}" for name in ("dram", "ssd", "remote", "gpu")}
 """Sections of `flexcache bench`, and their modules."""

@@ -1,4 +1,4 @@
-"""Checks NVIDIA's driver, torch's CUDA build, and copies to each GPU and back.
+"""GPUs: NVIDIA's driver, torch's CUDA build, and copies to each GPU and back.
 
 All that touches a driver happens in child processes: a broken GPU kills or hangs them. The memory
 to copy from and to is made here and opened there, as a server makes it and a rank opens it.

@@ -1,4 +1,4 @@
-"""Repeats the calls of a trace on a real cache of any configuration.
+"""Replay of a trace's calls on a real cache of any configuration.
 
 The cache is a `KVManager` in this process with meaningless KV tensors; the prompts are the trace's
 own block keys. The order of calls determines everything except what the cache decides by the

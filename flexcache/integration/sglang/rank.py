@@ -31,6 +31,8 @@ from flexcache.integration.file_digests import FileDigests, digest
 from flexcache.logs import log_event
 from flexcache.manager import KVManager
 
+logger = logging.getLogger(__name__)
+
 _SETTINGS = (
     "dtype", "quantization", "modelopt_quant", "kv_cache_dtype",
     "json_model_override_args", "context_length", "mamba_ssm_dtype", "qsa_indexer_dtype",
@@ -85,8 +87,6 @@ def _parts(args: Any, digests: FileDigests) -> Iterator[tuple[str, str]]:
         revision = getattr(args, "speculative_draft_model_revision", None)
         yield "draft", digest(dict(identify_checkpoint(draft, revision, digests)))
 
-
-logger = logging.getLogger(__name__)
 
 _READY_TIMEOUT_S = 60.0
 _METRICS_INTERVAL_S = 1.0

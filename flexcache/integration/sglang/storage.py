@@ -43,6 +43,8 @@ from flexcache.integration.sglang.rank import (
 from flexcache.integration.sglang.weights import RANK
 from flexcache.logs import log_event
 
+logger = logging.getLogger(__name__)
+
 
 def page_tensors(pool: Any) -> dict[str, torch.Tensor]:
     """Return the pool's pieces of pages by name; page ``n`` has the slots from ``n * page_size``.
@@ -98,8 +100,6 @@ def _view(start: int, num_pages: int, stride: int, size: int) -> torch.Tensor:
     memory = (ctypes.c_uint8 * length).from_address(start)
     return torch.frombuffer(memory, dtype=torch.uint8).as_strided((num_pages, size), (stride, 1))
 
-
-logger = logging.getLogger(__name__)
 
 _SGLANGS_OWN = {"backend_name", "module_path", "class_name", "interface_v1"}
 """Keys of the extra config that are not settings of FlexCache."""

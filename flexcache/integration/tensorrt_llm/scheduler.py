@@ -1,4 +1,9 @@
-"""What keeps the KV of TensorRT-LLM's requests apart, and the get that a request has open."""
+"""Scheduler side of TensorRT-LLM's connector: turns its queries into FlexCache tasks.
+
+A request's get is matched when TensorRT-LLM asks, launched when it has allocated blocks, and
+announced to the ranks in the metadata of the same step. Its put begins when it ends: TensorRT-LLM
+keeps the blocks until they are copied.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +40,8 @@ try:
     )
 except ModuleNotFoundError:  # before its connectors had a package
     from tensorrt_llm._torch.pyexecutor.kv_cache_connector import KvCacheConnectorScheduler
+
+logger = logging.getLogger(__name__)
 
 _MEDIA = ("multimodal_positions", "multimodal_lengths", "multimodal_embedding")
 _UNNAMED = ("prompt_embedding_table", "mrope_rotary_cos_sin", "encoder_tokens", "input_embeds")
@@ -129,8 +136,6 @@ def _has(request: Any, name: str) -> bool:
     value = getattr(request, name, None)
     return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
 
-
-logger = logging.getLogger(__name__)
 
 _MAX_PREFETCHES = 4  # at once: they use the disk that puts write to
 
