@@ -35,23 +35,22 @@ from flexcache.client.rank_tasks import EVENT_POLL_S
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import bytes_per_block, describe_kv_caches
+from flexcache.transfer import device_worker
+from flexcache.transfer.copier import Lane, open_copier
+from flexcache.transfer.cuda_copier import CudaStreams
+from flexcache.transfer.cuda_driver import CudaDriver
+from flexcache.transfer.device_worker import DeviceWorker
 from flexcache.transfer.messages import Execute, pack_ids
-from flexcache.transfer.workers import device, in_flight
-from flexcache.transfer.workers.copier import open_copier
-from flexcache.transfer.workers.copy_driver import CudaDriver
-from flexcache.transfer.workers.cuda_streams import CudaStreams
-from flexcache.transfer.workers.device import DeviceWorker
-from flexcache.transfer.workers.lane import Lane
 
 NUM_COPIES, CALL_US, COPY_BYTES = 1024, 4, 64
 SLOWER, GB_PER_S = 25, 50
 NUM_LAYERS, LAYER_BYTES = 4, 64 << 10
 LARGE, SMALL = 640, 16  # blocks
-QUEUE_BYTES = {"all at once": 1 << 60, "pieces": in_flight.BESIDE_LAYERS // SLOWER}
+QUEUE_BYTES = {"all at once": 1 << 60, "pieces": device_worker.BESIDE_LAYERS // SLOWER}
 LOAD_BLOCKS, LOAD_LAYER_BYTES, SMALLER = 1024, 1 << 20, 250
 IN_FLIGHT = {
-    "128 MiB, in pieces of 32": (in_flight.BESIDE_LAYERS, device._PIECE_BYTES),
-    "512 MiB, in pieces of 256": (in_flight.MOST_BYTES, device._LARGE_PIECE_BYTES),
+    "128 MiB, in pieces of 32": (device_worker.BESIDE_LAYERS, device_worker._PIECE_BYTES),
+    "512 MiB, in pieces of 256": (device_worker.MOST_BYTES, device_worker._LARGE_PIECE_BYTES),
 }
 
 
@@ -117,8 +116,8 @@ def opened_worker(
     with pytest.MonkeyPatch.context() as patch, device_memory(patch) as memory:
         assert isinstance(memory, DeviceMemory)
         for module, names, size in (
-            (in_flight, ("MOST_BYTES", "BESIDE_LAYERS"), queue_bytes),
-            (device, ("_PIECE_BYTES", "_LARGE_PIECE_BYTES"), piece_bytes),
+            (device_worker, ("MOST_BYTES", "BESIDE_LAYERS"), queue_bytes),
+            (device_worker, ("_PIECE_BYTES", "_LARGE_PIECE_BYTES"), piece_bytes),
         ):
             for name in names:
                 patch.setattr(module, name, size)

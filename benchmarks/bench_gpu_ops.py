@@ -37,13 +37,13 @@ from flexcache.bench.suite import (
     sample_beside,
 )
 from flexcache.ids import OpKind
+from flexcache.transfer.copier import Lane
+from flexcache.transfer.copy_ways import CopyWay
+from flexcache.transfer.cuda_copier import KernelTables, split_by_table
+from flexcache.transfer.device_worker import DeviceWorker
+from flexcache.transfer.gates import LayerLoad
+from flexcache.transfer.hip_driver import load_driver
 from flexcache.transfer.messages import Execute, pack_ids
-from flexcache.transfer.workers.copy_choice import CopyWay
-from flexcache.transfer.workers.copy_cuda import KernelTables, split_by_table
-from flexcache.transfer.workers.device import DeviceWorker
-from flexcache.transfer.workers.hip_driver import load_driver
-from flexcache.transfer.workers.lane import Lane
-from flexcache.transfer.workers.layer_load import LayerLoad
 
 RUN_BYTES = (8 << 10, 16 << 10, 32 << 10, 64 << 10)
 _SINGLE_COPIES_BYTES = 64 << 10
@@ -78,7 +78,7 @@ def kernel_programs(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
             pool = stack.enter_context(open_pool(run_bytes * NUM_LAYERS, op_bytes, seed))
             if CopyWay.KERNEL not in pool.copier.ways:
                 raise Unsupported("; ".join(map(str, pool.copier.verdicts)))
-            from flexcache.transfer.workers import copy_kernel
+            from flexcache.transfer import copy_kernel
 
             tables = stack.enter_context(closing(KernelTables(load_driver(), pool.device)))
             for kind in KINDS:
@@ -93,7 +93,7 @@ def kernel_programs(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
 
 
 def _copy_by_kernel(tables: KernelTables, runs: Runs, programs: int) -> None:
-    from flexcache.transfer.workers import copy_kernel
+    from flexcache.transfer import copy_kernel
 
     for part in split_by_table(runs):
         table = tables.fill(Lane.LOADS, part)

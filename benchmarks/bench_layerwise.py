@@ -226,9 +226,9 @@ def main() -> None:
         VLLM_CPU_OMP_THREADS_BIND="nobind",
     )
     if args.part_mb is not None:
-        from flexcache.transfer.workers import device
+        from flexcache.transfer import device_worker
 
-        device._MIN_PART_BYTES = int(args.part_mb * 1e6)
+        device_worker._MIN_PART_BYTES = int(args.part_mb * 1e6)
     bench = Bench()
     print("| what | layerwise_load | median | quartiles | of off |")
     print("| --- | --- | ---: | ---: | ---: |")

@@ -32,10 +32,10 @@ from fake_gpu import FakeGpu
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import bytes_per_block, describe_kv_caches
+from flexcache.transfer import device_worker
+from flexcache.transfer.copier import open_copier
+from flexcache.transfer.device_worker import DeviceWorker
 from flexcache.transfer.messages import Execute, pack_ids
-from flexcache.transfer.workers import device, in_flight
-from flexcache.transfer.workers.copier import open_copier
-from flexcache.transfer.workers.device import DeviceWorker
 
 SLOWER, SMALLER = 20, 64
 GB_PER_S, START_US, RUN_US, CALL_US = 55, 10, 0.5, 4
@@ -65,11 +65,9 @@ def opened(case: Case, num_blocks: int) -> Iterator[tuple[DeviceWorker, FakeGpu]
     with pytest.MonkeyPatch.context() as patch, device_memory(patch) as memory:
         assert isinstance(memory, DeviceMemory)
         memory.gpu.set_version(case.driver)
-        for module, name in (
-            (device, "_PIECE_BYTES"), (device, "_LARGE_PIECE_BYTES"), (device, "_MIN_PART_BYTES"),
-            (in_flight, "MOST_BYTES"), (in_flight, "BESIDE_LAYERS"),
-        ):  # fmt: skip
-            patch.setattr(module, name, getattr(module, name) // SMALLER)
+        sizes = "_PIECE_BYTES _LARGE_PIECE_BYTES _MIN_PART_BYTES MOST_BYTES BESIDE_LAYERS"
+        for name in sizes.split():
+            patch.setattr(device_worker, name, getattr(device_worker, name) // SMALLER)
         tensors = memory.lend(memory.place(case.tensors(num_blocks)))
         size = bytes_per_block(tensors, num_blocks)
         with HostSegment.create(size, num_blocks) as segment:

@@ -40,7 +40,7 @@ from flexcache.storage.slot_index import (
     SlotIndex,
     make_records,
 )
-from flexcache.transfer.workers.copy_cpu import load_copy_runs
+from flexcache.transfer.cpu_copier import load_copy_runs
 
 BLOCK, KEY_BYTES = 16, 32
 HEADS = 2

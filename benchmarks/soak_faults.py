@@ -19,7 +19,7 @@ from soak_parts import Part
 from stores import StoreServer
 
 WORKERS = {
-    "disk": "flexcache.transfer.workers.disk", "remote": "flexcache.transfer.workers.remote",
+    "disk": "flexcache.transfer.disk_worker", "remote": "flexcache.transfer.remote_worker",
 }  # fmt: skip
 STOPPED_S = 6.0
 AFTER_S = 10.0

@@ -176,7 +176,7 @@ class PromptDetail(IntEnum):
 _COUNT_BITS = 32
 _SESSION_BITS = 16
 _EPOCHS_PER_S = 4
-MAX_TASK_ID = (1 << 64) - 2  # below `transfer.workers.permit.NEVER_REVOKED`
+MAX_TASK_ID = (1 << 64) - 2  # below `transfer.copier.NEVER_REVOKED`
 
 
 def new_epoch() -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from flexcache.config.settings import Setting, describe_router_settings, describe_settings
 from flexcache.metrics import catalog as server_metrics
 from flexcache.metrics import page
-from flexcache.router.metrics import catalog as router_metrics
+from flexcache.router import metrics as router_metrics
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 

@@ -30,11 +30,11 @@ from flexcache.ids import OpKind
 from flexcache.storage.block_io import Direction, open_block_io
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import describe_kv_caches
-from flexcache.transfer.workers.copy_choice import CopyWay
-from flexcache.transfer.workers.copy_cuda import CudaCopier
-from flexcache.transfer.workers.direct_cuda import CudaDirectIO
-from flexcache.transfer.workers.direct_transfer import Transfer
-from flexcache.transfer.workers.permit import CopyPermit
+from flexcache.transfer.copier import CopyPermit
+from flexcache.transfer.copy_ways import CopyWay
+from flexcache.transfer.cuda_copier import CudaCopier
+from flexcache.transfer.direct.cuda import CudaDirectIO
+from flexcache.transfer.direct.ops import Transfer
 
 Runs = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]
 

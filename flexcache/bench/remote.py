@@ -26,11 +26,12 @@ from flexcache.bench.suite import Case, Result
 from flexcache.config.remote_url import check_remote_url
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
+from flexcache.storage.pieces import address_of
 from flexcache.storage.remote import check_packages, open_remote_store
-from flexcache.storage.remote.base import RemoteStore, Status, address_of
-from flexcache.storage.remote.object_format import object_name
+from flexcache.storage.remote.base import RemoteStore, Status
+from flexcache.storage.remote.objects import object_name
 from flexcache.transfer.messages import BlockNames, Done, Execute, pack_ids
-from flexcache.transfer.workers.remote import RemoteService, RemoteWorkerConfig
+from flexcache.transfer.remote_worker import RemoteService, RemoteWorkerConfig
 
 ROUND_BYTES = 128 << 20
 CHUNK_BYTES = 16_000_000  # the default of `transfer_chunk_mb`
@@ -39,7 +40,7 @@ _FILE_THREADS = 4  # the fastest number for files in memory
 DEADLINE_S = 60.0
 REACH = 0.9
 DIRECTIONS = ("write", "read")
-_MEMORY = "a copy of the bytes"
+_STORES_OWN = "the store's calls"
 
 
 Move = Callable[[list[str], list[memoryview]], None]
@@ -61,22 +62,22 @@ def own_calls(url: str, store: Any, segment: HostSegment) -> OwnCalls:
         segment: Memory of all blocks.
     """
     scheme = check_remote_url(url).scheme
-    if scheme == "memory":
-        return _memory_calls(store)
     if scheme == "mooncake":
         return _mooncake_calls(store._client, segment)
-    return _file_calls(Path(store._directory)) if scheme == "file" else _obstore_calls(store)
+    if scheme == "file":
+        return _file_calls(Path(store._directory))
+    return _obstore_calls(store) if scheme in ("s3", "gs", "az") else _store_calls(store)
 
 
-def _memory_calls(store: RemoteStore) -> OwnCalls:
-    """Calls of the store in this process, which only copies."""
+def _store_calls(store: RemoteStore) -> OwnCalls:
+    """Calls of FlexCache's own store in memory, which only copies, or of a store of the user's."""
 
     def move(call: Callable[..., list[Any]], names: list[str], blocks: list[memoryview]) -> None:
         outcomes = call(names, [[block] for block in blocks], _deadline())
         assert all(outcome.status is Status.OK for outcome in outcomes)
 
     write, read = partial(move, store.write_from), partial(move, store.read_into)
-    return OwnCalls(_MEMORY, write, read)
+    return OwnCalls(_STORES_OWN, write, read)
 
 
 def _mooncake_calls(client: Any, segment: HostSegment) -> OwnCalls:
@@ -253,7 +254,7 @@ def measure_store(url: str, block_bytes: int, rounds: int, seed: int = 0) -> Ite
         ours = [speed[f"{direction} ours"] for speed in found]
         own = [speed[f"{direction} own"] for speed in found]
         ratio = statistics.median(a / b for a, b in zip(ours, own, strict=True))
-        is_store = bench.own.name != _MEMORY
+        is_store = bench.own.name != _STORES_OWN
         yield Result(
             f"{direction}, {url.partition(':')[0]}, blocks of {block_bytes >> 10:,} KiB", "GB/s",
             ours, statistics.median(ours) / ratio, bench.own.name,

@@ -36,14 +36,13 @@ from flexcache.bench.suite import Case, Result, Unsupported
 from flexcache.ids import OpKind
 from flexcache.storage.block_io import BlockIO, Direction, Request, open_block_io
 from flexcache.storage.compression import Codec
-from flexcache.storage.disk_pool import DiskPool, locate_slot
+from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.pool_directory import data_file_bytes, index_file_bytes, reserve_space
-from flexcache.storage.slot_index import SlotIndex
+from flexcache.storage.slot_index import SlotIndex, locate_slot
 from flexcache.storage.slot_io import SlotIO
+from flexcache.transfer.disk_worker import DiskWorker, GroupCommit
 from flexcache.transfer.messages import BlockNames, Execute, pack_ids, unpack_checksums
-from flexcache.transfer.workers.commit import GroupCommit
-from flexcache.transfer.workers.disk import DiskWorker
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,7 @@ from typing import Any, NoReturn, TypeVar
 
 from flexcache.config.remote_url import check_remote_url
 from flexcache.errors import ConfigError, MissingDependencyError
-from flexcache.storage.memory_limit import installed_memory, usable_memory
-from flexcache.storage.mounts import mount_of
+from flexcache.storage.machine import installed_memory, mount_of, usable_memory
 
 logger = logging.getLogger(__name__)
 

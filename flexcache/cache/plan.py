@@ -15,8 +15,8 @@ from flexcache.cache.tier import BlockIds, Lease, Tier
 from flexcache.cache.tiers import RemoteTier
 from flexcache.config.model import UnitShape
 from flexcache.ids import BlockKey, OpKind, RootId, TaskKind, TierName
-from flexcache.transfer.graph import TransferOpGraph
 from flexcache.transfer.messages import BlockNames
+from flexcache.transfer.scheduler import TransferOpGraph
 
 LOAD_OP = {TierName.SSD: OpKind.DISK2H, TierName.REMOTE: OpKind.REMOTE2H}
 STORE_OP = {TierName.SSD: OpKind.H2DISK, TierName.REMOTE: OpKind.H2REMOTE}

@@ -21,7 +21,7 @@ from flexcache.cache.tiers import RemoteTier, Tiers
 from flexcache.cache.write_back import DirtyQueue, StoreBacklog, WriteBack, WriteBudget
 from flexcache.config.model import UnitShape
 from flexcache.ids import BlockKey, OpId, OpKind, RootId, TaskKind, TierName
-from flexcache.transfer.graph import BlockIds
+from flexcache.transfer.scheduler import BlockIds
 
 
 def begin_put(

@@ -203,7 +203,7 @@ def _of_cache(fetch: Callable[[], Any]) -> StatusView[Any, Any]:
 
 
 def _of_router(body: Callable[[], bytes]) -> StatusView[Any, Any]:
-    from flexcache.router.report import from_json
+    from flexcache.router.stats import from_json
     from flexcache.status.router import rates_between, render
 
     return StatusView(lambda: from_json(body()), lambda stats: stats, rates_between, render)

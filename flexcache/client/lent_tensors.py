@@ -33,12 +33,10 @@ from flexcache.storage.layout import (
     bytes_per_index,
     describe_kv_caches,
 )
-from flexcache.transfer.workers.copier import Copier, open_copier
-from flexcache.transfer.workers.device import DeviceWorker
-from flexcache.transfer.workers.direct import DirectOps
-from flexcache.transfer.workers.direct_io import open_direct_io
-from flexcache.transfer.workers.life import show_life_during
-from flexcache.transfer.workers.permit import CopyPermit
+from flexcache.transfer.copier import Copier, CopyPermit, open_copier
+from flexcache.transfer.cuda_copier import show_life_during
+from flexcache.transfer.device_worker import DeviceWorker
+from flexcache.transfer.direct.ops import DirectOps, open_direct_io
 
 Tensors = Mapping[str, torch.Tensor]
 

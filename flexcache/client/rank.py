@@ -58,9 +58,9 @@ from flexcache.protocol.messages import (
     pid_namespace,
 )
 from flexcache.tasks.instructions import PromisedLoad
+from flexcache.transfer.device_worker import DeviceWorker
+from flexcache.transfer.gates import LayerLoad
 from flexcache.transfer.messages import Drop, Execute, Stop, pack_ids, unpack_ids
-from flexcache.transfer.workers.device import DeviceWorker
-from flexcache.transfer.workers.layer_load import LayerLoad
 
 logger = logging.getLogger(__name__)
 

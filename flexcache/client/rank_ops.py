@@ -23,8 +23,8 @@ from flexcache.errors import DeviceLostError, ServerLostError
 from flexcache.protocol.messages import UNKNOWN_WEIGHTS, Ended, SessionOver, WeightsChanged
 from flexcache.server.outbox import LocalLine, make_execute, open_line
 from flexcache.tasks.instructions import RunOp
+from flexcache.transfer.device_worker import DeviceWorker
 from flexcache.transfer.messages import Done, Drop, Execute
-from flexcache.transfer.workers.device import DeviceWorker
 
 _LAND_PATIENCE_S = 5.0  # for copies that were queued before the weights changed
 _NEXT_DRIVE_S = 0.2  # within this time the engine's thread is expected to drive again

@@ -12,9 +12,9 @@ from typing import TypeVar
 from flexcache.errors import InternalError
 from flexcache.ids import OpKind, epoch_of, session_of
 from flexcache.tasks.instructions import RunOp
+from flexcache.transfer.device_worker import DeviceWorker
+from flexcache.transfer.gates import LayerLoad
 from flexcache.transfer.messages import Done, Execute, unpack_ids
-from flexcache.transfer.workers.device import DeviceWorker
-from flexcache.transfer.workers.layer_load import LayerLoad
 
 _NUM_REMEMBERED = 16_384  # ended tasks that the engine's worker has not asked for
 Value = TypeVar("Value")

@@ -18,11 +18,9 @@ from typing import Any, TypeVar
 from flexcache.cache.restore import are_tails, link, reaches_start, whole_tails
 from flexcache.doctor.subject import Finding, Level, Subject, error, in_gb, ok, warning
 from flexcache.errors import MissingDependencyError
-from flexcache.storage.checksum import checksum
 from flexcache.storage.compression import Codec
-from flexcache.storage.disk_pool import locate_slot
-from flexcache.storage.mounts import mount_of
-from flexcache.storage.packed_slots import FULL, SlotPacker, filled_bytes
+from flexcache.storage.machine import mount_of
+from flexcache.storage.pieces import checksum
 from flexcache.storage.pool_directory import (
     DATA_FILE,
     INDEX_FILE,
@@ -41,7 +39,9 @@ from flexcache.storage.slot_index import (
     Records,
     SlotIds,
     SlotIndex,
+    locate_slot,
 )
+from flexcache.storage.slot_io import FULL, SlotPacker, filled_bytes
 
 T = TypeVar("T")
 

@@ -29,13 +29,12 @@ from flexcache.doctor.gpu_driver import (
 )
 from flexcache.errors import FlexCacheError, NoDirectPathError
 from flexcache.ids import OpKind
-from flexcache.storage.alignment import PAGE_BYTES
 from flexcache.storage.host_pool import HostSegment
-from flexcache.transfer.workers.copy_check import Scratch, Verdict, check_way, describe
-from flexcache.transfer.workers.copy_choice import PROBE_BYTES, CopyWay
-from flexcache.transfer.workers.copy_cuda import CudaCopier
-from flexcache.transfer.workers.direct_io import open_direct_io
-from flexcache.transfer.workers.permit import CopyPermit
+from flexcache.storage.pieces import PAGE_BYTES
+from flexcache.transfer.copier import CopyPermit
+from flexcache.transfer.copy_ways import PROBE_BYTES, CopyWay, Scratch, Verdict, check_way, describe
+from flexcache.transfer.cuda_copier import CudaCopier
+from flexcache.transfer.direct.ops import open_direct_io
 
 _NUM_PLACES = 5
 _ROUNDS = 5

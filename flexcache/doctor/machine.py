@@ -17,10 +17,10 @@ from collections.abc import Iterator, Sequence
 from flexcache.config.remote_url import check_remote_url
 from flexcache.doctor.subject import Finding, Subject, error, in_gb, ok, warning
 from flexcache.errors import MissingDependencyError
-from flexcache.storage import numa
+from flexcache.storage import machine
 from flexcache.storage.block_io import io_uring_problem
 from flexcache.storage.host_pool import HostSegment
-from flexcache.storage.memory_limit import memory_limits
+from flexcache.storage.machine import memory_limits
 
 _PIDFD = (5, 3)  # reports the death of a worker
 _POPULATE = (5, 14)  # faults in the host pool's pages in advance
@@ -276,11 +276,11 @@ def _check_reserved(subject: Subject, pool: int | None) -> Iterator[Finding]:
 def check_numa(subject: Subject) -> Iterator[Finding]:
     """Check whether memory can be had near a GPU."""
     refusal = ""
-    if numa.count_nodes() > 1:
+    if machine.count_nodes() > 1:
         with HostSegment.create(_SCRATCH_BYTES, 1) as segment:
             segment.map(populate=False)
-            refusal = numa.prefer_node(segment.address, segment.size, 0)
-    yield judge_numa(numa.count_nodes(), refusal)
+            refusal = machine.prefer_node(segment.address, segment.size, 0)
+    yield judge_numa(machine.count_nodes(), refusal)
 
 
 def judge_numa(num_nodes: int, refusal: str) -> Finding:

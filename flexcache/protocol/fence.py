@@ -6,7 +6,7 @@ in-memory file for each engine, which provides two mechanisms:
 
 * A lock: each rank holds it shared while it may touch slots on the server's behalf. The kernel
   releases it when a rank dies. If the server is lost, the scheduler waits until the lock is free.
-* Words (`transfer.workers.permit`): a task that must be answered while a rank may still be copying
+* Words (`transfer.copier`): a task that must be answered while a rank may still be copying
   is revoked first. Server and scheduler have a word each.
 
 A scheduler whose engine cannot do without a load counts on the ranks, by locks of their own:
@@ -30,7 +30,7 @@ from collections.abc import Iterable
 
 from flexcache.errors import RegistrationError
 from flexcache.processes import tell_of_forks
-from flexcache.transfer.workers.permit import NUM_WORDS, WORD_BYTES
+from flexcache.transfer.copier import NUM_WORDS, WORD_BYTES
 
 _SERVERS, _SCHEDULERS = range(NUM_WORDS)
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW

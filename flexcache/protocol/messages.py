@@ -143,7 +143,7 @@ class HelloRank(msgspec.Struct, tag=True, frozen=True):
 class WelcomeRank(msgspec.Struct, tag=True, frozen=True):
     """The rank's share of the host pool, and the required size of one of its blocks: the size of
     ``blocks_per_unit`` blocks of the GPU. With ``may_skip``, -1 stands for one not to be copied.
-    ``num_groups``: groups of layers whose blocks ops may name (`transfer.group_ids`).
+    ``num_groups``: groups of layers whose blocks ops may name (`transfer.messages`).
 
     ``epoch`` is that of the task ids that this server gives out; ``fence``: see `protocol.fence`.
     ``direct``: the files that the rank may move blocks to and from past the host pool.
@@ -324,7 +324,7 @@ class Launch(msgspec.Struct, tag=True, frozen=True):
     """Start a matched task. A problem with it is answered as the task's failure.
 
     ``gpu_blocks``: for each block, then for each unit of the tail, `WelcomeRank.blocks_per_unit`
-    blocks, each with its group (`transfer.group_ids`); -1 where there is nothing to copy.
+    blocks, each with its group (`transfer.messages`); -1 where there is nothing to copy.
     """
 
     task_id: int

@@ -48,7 +48,7 @@ from flexcache.config.values import split_tcp
 from flexcache.errors import ConfigError, UntrustedError
 from flexcache.logs import log_event
 from flexcache.processes import ServiceThread, raise_limit
-from flexcache.storage.private import make_directory
+from flexcache.storage.machine import make_directory
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Listener = frozenset[tuple[int, ...]]

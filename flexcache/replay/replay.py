@@ -31,7 +31,7 @@ from flexcache.ids import OpKind, RequestInfo, TaskKind, TierName
 from flexcache.manager import KVManager
 from flexcache.replay.history import Summary, summarise
 from flexcache.replay.traces import RecordedTrace, Trace
-from flexcache.storage.memory_limit import usable_memory
+from flexcache.storage.machine import usable_memory
 from flexcache.tracing.records import (
     KEY_BYTES,
     SETTINGS,

@@ -23,13 +23,10 @@ from flexcache.server.store import CacheStore, other_layout
 from flexcache.storage.compression import Codec, open_compressor
 from flexcache.storage.direct_files import DirectFilesRef
 from flexcache.storage.disk_pool import DiskPool
-from flexcache.storage.kv_identity import KVIdentity
-from flexcache.storage.memory_limit import check_pool_fits
+from flexcache.storage.machine import check_pool_fits
 from flexcache.storage.remote import check_packages
-from flexcache.storage.shard_layouts import ShardLayouts
-from flexcache.storage.shards import Shards
-from flexcache.storage.slot_index import Records
-from flexcache.storage.write_times import ages_s
+from flexcache.storage.shards import KVIdentity, ShardLayouts, Shards
+from flexcache.storage.slot_index import Records, ages_s
 from flexcache.tasks.engine import KVTaskEngine
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcache.cache.block_keys import PromptContent, PromptKeys, unpack_keys
-from flexcache.cache.prompt import check_hint, check_session_id, check_version, random_version
+from flexcache.cache.prompt import (
+    Prompt,
+    check_hint,
+    check_session_id,
+    check_version,
+    random_version,
+)
 from flexcache.errors import FlexCacheError, InternalError
 from flexcache.ids import (
     MAX_KEY_BYTES,
@@ -64,7 +70,7 @@ class _Parked(NamedTuple):
 
     caller: Scheduler
     request: Match
-    keys: PromptKeys
+    prompt: Prompt
     num_bytes: int
 
 
@@ -163,6 +169,27 @@ class Requests:
         self, caller: Scheduler, request: Match, data: memoryview, now: float
     ) -> Matched | None:
         _check_owner(caller, request.task_id)
+        prompt = self._read_prompt(caller, request, data)
+        lookup, tasks = None, self._slot.tasks
+        if request.look_up:
+            lookup = tasks.look_up(prompt, now, caller.session)
+        is_pending = lookup is not None
+        if request.awaits_loads and not is_pending:
+            is_pending = tasks.awaits_load(caller.session, prompt, now)
+        if is_pending and not request.may_wait:
+            return Matched(request.request_id, request.start, 0, {}, is_pending=True)
+        num_bytes = request.scratch_bytes + request.token_bytes + len(data)
+        has_room = self._parked_bytes + num_bytes <= _MAX_PARKED_BYTES
+        if lookup is not None and has_room and not caller.is_parked:
+            keys = self._read_keys(caller, request, data, copies=True)  # it may be overwritten
+            own = prompt._replace(keys=keys)
+            self._parked.setdefault(lookup, []).append(_Parked(caller, request, own, num_bytes))
+            self._parked_bytes += num_bytes
+            caller.is_parked = True
+            return None
+        return self._make_task(caller, request, prompt, now)
+
+    def _read_prompt(self, caller: Scheduler, request: Match, data: memoryview) -> Prompt:
         keys = self._read_keys(caller, request, data)
         if not 0 <= request.start <= request.stop <= keys.num_blocks:
             raise ValueError(f"blocks {request.start} to {request.stop} of {keys.num_blocks}")
@@ -172,25 +199,10 @@ class Requests:
             raise ValueError(f"a tail behind {request.tail_at} of {request.stop} blocks")
         if request.weights < 0:
             raise ValueError(f"weights of generation {request.weights}")
-        lookup, tasks = None, self._slot.tasks
-        if request.look_up:
-            lookup = tasks.look_up(
-                request.kind, keys, request.stop, now, caller.session, request.weights
-            )
-        is_pending = lookup is not None
-        if request.awaits_loads and not is_pending:
-            is_pending = tasks.awaits_load(caller.session, keys, request.stop, now)
-        if is_pending and not request.may_wait:
-            return Matched(request.request_id, request.start, 0, {}, is_pending=True)
-        num_bytes = request.scratch_bytes + request.token_bytes + len(data)
-        has_room = self._parked_bytes + num_bytes <= _MAX_PARKED_BYTES
-        if lookup is not None and has_room and not caller.is_parked:
-            own = self._read_keys(caller, request, data, copies=True)  # the client may overwrite it
-            self._parked.setdefault(lookup, []).append(_Parked(caller, request, own, num_bytes))
-            self._parked_bytes += num_bytes
-            caller.is_parked = True
-            return None
-        return self._make_task(caller, request, keys, now)
+        return Prompt(
+            request.kind, keys, request.start, request.stop, request.num_tokens, request.retain_s,
+            request.tail_at, request.session_id, request.weights, request.adapter,
+        )  # fmt: skip
 
     def _read_keys(
         self, caller: Scheduler, request: Match, data: memoryview, copies: bool = False
@@ -223,27 +235,21 @@ class Requests:
 
     def look_up_ended(self, lookup_id: int, now: float) -> None:
         """The remote store has answered, or is late: go on with the matches that waited."""
-        for caller, request, keys, num_bytes in self._parked.pop(lookup_id, ()):
+        for caller, request, prompt, num_bytes in self._parked.pop(lookup_id, ()):
             self._parked_bytes -= num_bytes
             caller.is_parked = False
             if self._registry.is_connected(caller):
-                self._reply(caller, request, partial(self._make_task, caller, request, keys, now))
+                self._reply(caller, request, partial(self._make_task, caller, request, prompt, now))
 
-    def _make_task(
-        self, caller: Scheduler, request: Match, keys: PromptKeys, now: float
-    ) -> Matched:
+    def _make_task(self, caller: Scheduler, request: Match, prompt: Prompt, now: float) -> Matched:
         tasks = self._slot.tasks
         if request.prefill_blocks_per_s > 0:
             tasks.report_prefill(caller.session, request.prefill_blocks_per_s)
-        plan = tasks.match(
-            TaskId(request.task_id), request.kind, keys, request.start, request.stop,
-            request.num_tokens, now, request.retain_s, request.tail_at, request.session_id,
-            request.weights, request.adapter,
-        )  # fmt: skip
-        sources = {tier.value: count for tier, count in plan.sources.items()}
+        offer = tasks.match(TaskId(request.task_id), prompt, now)
+        sources = {tier.value: count for tier, count in offer.sources.items()}
         return Matched(
-            request.request_id, plan.offset, plan.num_blocks, sources,
-            num_gpu_blocks=plan.num_gpu_blocks, tail_at=plan.tail_at,
+            request.request_id, offer.start, offer.num_blocks, sources,
+            num_gpu_blocks=offer.num_gpu_blocks, tail_at=offer.tail_at,
         )  # fmt: skip
 
     # -- tasks -----------------------------------------------------------------------------------

@@ -15,11 +15,10 @@ from flexcache.storage.compression import Codec, open_compressor
 from flexcache.storage.direct_files import DirectFilesRef
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.host_pool import HostSegment
-from flexcache.storage.kv_identity import KVIdentity
-from flexcache.storage.shards import Shards
+from flexcache.storage.shards import KVIdentity, Shards
 from flexcache.storage.slot_index import Records
-from flexcache.transfer.workers.disk import DiskWorkerConfig
-from flexcache.transfer.workers.remote import RemoteWorkerConfig
+from flexcache.transfer.disk_worker import DiskWorkerConfig
+from flexcache.transfer.remote_worker import RemoteWorkerConfig
 
 logger = logging.getLogger(__name__)
 

@@ -70,12 +70,12 @@ class WorkerPool:
         """
         if store.disk_pool is not None:
             self.add(
-                DISK, "flexcache.transfer.workers.disk",
+                DISK, "flexcache.transfer.disk_worker",
                 partial(store.disk_worker_config, endpoint), store.inherited_fds,
             )  # fmt: skip
         if store.has_remote:
             self.add(
-                REMOTE, "flexcache.transfer.workers.remote",
+                REMOTE, "flexcache.transfer.remote_worker",
                 partial(store.remote_worker_config, endpoint), store.segment_fds,
             )  # fmt: skip
 
@@ -258,7 +258,7 @@ class WorkerSupervisor:
         # Known to the worker alone, so that no other process can send in its name.
         self.identity = f"{self.name}-{secrets.token_hex(16)}"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", self._module],
+            [sys.executable, "-m", self._module, self.name],  # the name is for `ps`
             stdin=subprocess.PIPE,
             pass_fds=self._keep_fds,
         )

@@ -9,8 +9,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from flexcache.router.fleet import Tier, WorkerState
 from flexcache.router.stats import CacheStats, RouterStats, SourceStats, WorkerStats
-from flexcache.router.workers import Tier, WorkerState
 from flexcache.status.view import Column, duration, entry_name, listed, number, table_of, titled
 from flexcache.tasks.stats import HistogramStats
 from flexcache.transfer.breaker import BreakerState

@@ -22,12 +22,12 @@ import numpy.typing as npt
 
 from flexcache.errors import ConfigError
 from flexcache.logs import log_event
-from flexcache.storage.kv_identity import KVIdentity
 from flexcache.storage.pool_directory import (
     PoolDirectory,
     PoolHeader,
     PoolMismatchError,
 )
+from flexcache.storage.shards import KVIdentity
 from flexcache.storage.slot_index import HEADER_BYTES, Records, SlotIds, SlotIndex
 
 logger = logging.getLogger(__name__)
@@ -272,8 +272,3 @@ class DiskPool:
 
 def _unusable(where: str, error: OSError) -> ConfigError:
     return ConfigError(f"ssd_cache_dirs = {where!r}: {error.strerror or error}")
-
-
-def locate_slot(slot: int, fds: Sequence[int], slot_bytes: int) -> tuple[int, int]:
-    """Return the data file and offset of a slot striped over ``fds``."""
-    return fds[slot % len(fds)], HEADER_BYTES + slot // len(fds) * slot_bytes

@@ -15,19 +15,22 @@ of the rank's device.
 
 Huge pages let a disk transfer one piece instead of many. A segment uses the system's reserved ones,
 or asks the kernel for huge pages as it fills itself, and takes ordinary ones where none are left
-(`huge_pages`).
+(`make_huge`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import fcntl
 import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 
@@ -37,11 +40,84 @@ import numpy as np
 from flexcache.errors import ConfigError, RegistrationError
 from flexcache.logs import log_event
 from flexcache.processes import tell_of_forks
-from flexcache.storage import numa
-from flexcache.storage.alignment import align_up
-from flexcache.storage.huge_pages import MADV_HUGEPAGE, MADV_POPULATE_WRITE, advise, make_huge
+from flexcache.storage import machine
+from flexcache.storage.pieces import PAGE_BYTES, align_up
 
 logger = logging.getLogger(__name__)
+
+# ------------------------------------------------------------------------------------------------
+# Huge pages for a file in shared memory, where the kernel grants them.
+#
+# A disk transfers memory in pieces that are contiguous. A block of 2 MiB in ordinary pages may be
+# 512 of them, more than some disks take in one request; in a huge page it is one.
+#
+# The kernel uses huge pages for shared memory by itself only if `shmem_enabled` says so, and on
+# most systems that is `never`. Since Linux 6.1 a process may ask for them all the same, unless it
+# is `deny`.
+
+HUGE_BYTES = 2 << 20
+MADV_HUGEPAGE = 14
+MADV_POPULATE_WRITE = 23  # Linux 5.14
+_MADV_COLLAPSE = 25  # Linux 6.1
+_MAP_FIXED = 0x10
+_FAILED = ctypes.c_void_p(-1).value
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = (
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+)  # fmt: skip
+_LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def make_huge(fd: int, start: int, length: int) -> bool:
+    """Put huge pages under a part of a file in shared memory, as far as whole ones fit.
+
+    Its bytes stay as they are, also while other processes use them. The first page of each is made
+    in the usual way, so that the huge one is on the NUMA node that the file's policy names.
+
+    Args:
+        start: A multiple of `HUGE_BYTES`.
+
+    Returns:
+        Whether to continue with other parts: False if the kernel has none left, or refuses.
+    """
+    length = length // HUGE_BYTES * HUGE_BYTES
+    if not length:
+        return True
+    with _aligned_mapping(fd, start, length) as address:
+        if address is None:
+            return False
+        advise(address, length, MADV_HUGEPAGE)  # all that it takes with `advise`
+        for offset in range(0, length, HUGE_BYTES):
+            advise(address + offset, PAGE_BYTES, MADV_POPULATE_WRITE)
+        if advise(address, length, _MADV_COLLAPSE):
+            return True
+        return ctypes.get_errno() == errno.EAGAIN  # a page was in use: it stays ordinary
+
+
+def advise(address: int, length: int, advice: int) -> bool:
+    """Tell the kernel what to do with memory; whether it has done so."""
+    return not _LIBC.madvise(address, length, advice)
+
+
+@contextmanager
+def _aligned_mapping(fd: int, start: int, length: int) -> Iterator[int | None]:
+    """Map a part of a file where huge pages may be: at a multiple of their size."""
+    room = length + HUGE_BYTES
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    begin = _LIBC.mmap(None, room, 0, private, -1, 0)
+    if begin == _FAILED:
+        yield None
+        return
+    try:
+        aligned = -(-begin // HUGE_BYTES) * HUGE_BYTES
+        access, shared = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+        mapped = _LIBC.mmap(aligned, length, access, shared, fd, start)
+        yield None if mapped == _FAILED else aligned
+    finally:
+        _LIBC.munmap(begin, room)
+
 
 _POPULATE_STEP = 64 << 20
 _POPULATE_THREADS = min(4, os.cpu_count() or 1)
@@ -136,7 +212,7 @@ class HostSegment:
             self._populate(node, after_each_step)
 
     def _prefer(self, node: int) -> None:
-        refusal = numa.prefer_node(self.address, len(self._map or b""), node)
+        refusal = machine.prefer_node(self.address, len(self._map or b""), node)
         if refusal:
             log_event(
                 logger, logging.WARNING, "host_pool_not_bound", node=node, error=refusal,
@@ -161,7 +237,7 @@ class HostSegment:
             # Kernels before 5.14 do not know this advice: pages are then faulted in at first use.
             advise(self.address + start, length, MADV_POPULATE_WRITE)
 
-        settle = None if node is None else partial(numa.stay_on, node)
+        settle = None if node is None else partial(machine.stay_on, node)
         with ThreadPoolExecutor(_POPULATE_THREADS, initializer=settle) as threads:
             for _ in threads.map(populate, range(0, size, _POPULATE_STEP)):
                 after_each_step()

@@ -30,10 +30,10 @@ import xxhash
 from flexcache.errors import ConfigError
 from flexcache.logs import log_event
 from flexcache.processes import tell_of_forks
-from flexcache.storage.alignment import PAGE_BYTES, align_up
-from flexcache.storage.kv_identity import DIGEST_BYTES, KVIdentity
-from flexcache.storage.private import make_directory
-from flexcache.storage.rank_lock import is_free_of_ranks
+from flexcache.storage.direct_files import is_free_of_ranks
+from flexcache.storage.machine import make_directory
+from flexcache.storage.pieces import PAGE_BYTES, align_up
+from flexcache.storage.shards import DIGEST_BYTES, KVIdentity
 from flexcache.storage.slot_index import HEADER_BYTES, RECORD_BYTES
 
 logger = logging.getLogger(__name__)

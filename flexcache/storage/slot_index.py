@@ -6,7 +6,7 @@ A pool has an index file per directory, beside the data file. After a header pag
     | check 8 | generation 8 | checksum 8 | position 4 | key length 1 | codec 1 | parent length 1 |
     | filled 1 | root 16 | key 40 | parent's key 40 |                           little endian
 
-Codec and filled are the form of the slot's bytes (`packed_slots`); zeros: the block as it is. The
+Codec and filled are the form of the slot's bytes (`slot_io`); zeros: the block as it is. The
 checksum is that of the block, in any form. A free slot's record is all zeros. A record is 128 bytes
 and so never crosses a sector; if it is torn all the same, or belongs to another pool or slot, its
 check reveals it. A record is trusted only once the slot's block matches its checksum, which is
@@ -29,7 +29,40 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcache.ids import MAX_KEY_BYTES, ROOT_BYTES
-from flexcache.storage.alignment import PAGE_BYTES
+from flexcache.storage.pieces import PAGE_BYTES
+
+# ------------------------------------------------------------------------------------------------
+# Write times of SSD slots: the generation of a record is also the time at which it was written.
+#
+# Of two records of one block the later one counts. Generations are microseconds since the epoch,
+# or, where records are written faster than that or the clock was set back, rise by one from the
+# last. A block that is written long after its last use has the time of that use. Pools of before
+# have small generations: their records count as decades old.
+
+_PER_SECOND = 1_000_000
+
+
+def next_generation(last: int, wall_s: float) -> int:
+    """Return the generation of the next record.
+
+    Args:
+        last: That of the last one.
+        wall_s: Seconds since the epoch.
+    """
+    return max(last + 1, int(wall_s * _PER_SECOND))
+
+
+def ages_s(generations: npt.NDArray[np.uint64], wall_s: float) -> npt.NDArray[np.float64]:
+    """Return how long ago records were written, in seconds; 0 for times to come."""
+    return np.maximum(wall_s - generations.astype(np.float64) / _PER_SECOND, 0.0)
+
+
+def older(
+    generations: npt.NDArray[np.int64], ages_s: npt.NDArray[np.float64]
+) -> npt.NDArray[np.int64]:
+    """Return the generations of records whose blocks were last used that long before."""
+    return np.maximum(generations - (ages_s * _PER_SECOND).astype(np.int64), 1)
+
 
 HEADER_BYTES = PAGE_BYTES
 """Bytes before the first record of an index file, and before the first slot of a data file."""
@@ -46,7 +79,7 @@ SLOT_RECORD = np.dtype([("slot", "<i8"), *_NAMES])
 """A record that was read: its slot takes the place of its check."""
 
 FORM = np.dtype([("codec", "u1"), ("filled", "u1")])
-"""The form of a slot's bytes (`packed_slots`), a part of its record. All zeros: plain."""
+"""The form of a slot's bytes (`slot_io`), a part of its record. All zeros: plain."""
 
 Records = npt.NDArray[Any]
 SlotIds = npt.NDArray[np.int64]
@@ -66,6 +99,11 @@ class FileCalls(Protocol):
     def pwrite(self, fd: int, data: Any, offset: int, /) -> int: ...
 
     def fdatasync(self, fd: int, /) -> None: ...
+
+
+def locate_slot(slot: int, fds: Sequence[int], slot_bytes: int) -> tuple[int, int]:
+    """Return the data file and offset of a slot striped over ``fds``."""
+    return fds[slot % len(fds)], HEADER_BYTES + slot // len(fds) * slot_bytes
 
 
 def make_records(

@@ -39,8 +39,7 @@ from flexcache.tasks.instructions import (
 from flexcache.tasks.model import LOAD_TIER, LOWER_TIER, WORKER_OF, WORKERS, OpRun, Task
 from flexcache.tasks.stats import QueueStats
 from flexcache.transfer.breaker import CircuitBreaker
-from flexcache.transfer.fair_queue import FairQueue, Urgency
-from flexcache.transfer.graph import TransferOp
+from flexcache.transfer.scheduler import FairQueue, TransferOp, Urgency
 
 
 class Availability:

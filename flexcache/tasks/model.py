@@ -28,7 +28,7 @@ from flexcache.ids import (
 )
 from flexcache.tasks.instructions import DISK, REMOTE, TaskResult
 from flexcache.tasks.totals import Totals
-from flexcache.transfer.graph import BlockIds, TransferOp
+from flexcache.transfer.scheduler import BlockIds, TransferOp
 
 WORKERS = {TierName.SSD: DISK, TierName.REMOTE: REMOTE}
 STAGED_LOAD_TIER = {kind: tier for tier, kind in LOAD_OP.items()}

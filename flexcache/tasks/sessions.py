@@ -32,7 +32,7 @@ from flexcache.tasks.model import (
     check_slot_mappings,
 )
 from flexcache.tasks.totals import Totals
-from flexcache.transfer.graph import BlockIds
+from flexcache.transfer.scheduler import BlockIds
 
 _MAX_ENGINES = 4096
 _INTERNAL = make_session(0, 0xFFFF)  # no server has the epoch 0

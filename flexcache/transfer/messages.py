@@ -35,7 +35,7 @@ class BlockNames(msgspec.Struct, frozen=True):
 class Execute(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     """Move ``src`` blocks to ``dst`` blocks, and answer with `Done`.
 
-    Blocks on the GPU are named with their group (`transfer.group_ids`). A ``gated`` op waits until
+    Blocks on the GPU are named with their group (`name_blocks`). A ``gated`` op waits until
     the engine's worker opens the gate of ``task_id``. H2DISK, H2REMOTE and REMOTE2H have ``names``;
     block ids on the remote side have no meaning.
 
@@ -128,3 +128,39 @@ def pack_checksums(checksums: npt.NDArray[np.uint64]) -> bytes:
 
 def unpack_checksums(data: bytes) -> npt.NDArray[np.uint64]:
     return np.frombuffer(data, dtype="<u8")
+
+
+# ------------------------------------------------------------------------------------------------
+# GPU blocks of a model with several groups, each named with its group in one number.
+#
+# The engine keeps the blocks of all groups in one pool, so the id of a block does not tell whose
+# bytes it holds. In tasks and ops the upper half of the number is the group, the lower half the id.
+# Block ids of a model without groups are those of group 0.
+
+BlockIds = npt.NDArray[np.int64]
+
+_ID_BITS = 32
+_ID_MASK = (1 << _ID_BITS) - 1
+
+
+def name_blocks(group: int, blocks: BlockIds) -> BlockIds:
+    """Name blocks of a group by their ids; -1, a block not to be copied, stays.
+
+    Raises:
+        ValueError: An id is out of range.
+    """
+    if len(blocks) and (int(blocks.min()) < -1 or int(blocks.max()) > _ID_MASK):
+        raise ValueError(f"ids of GPU blocks must be -1 or within [0, {_ID_MASK}]")
+    if group == 0:
+        return blocks
+    return np.where(blocks < 0, blocks, blocks | group << _ID_BITS)
+
+
+def groups_of(names: BlockIds) -> BlockIds:
+    """Return the group of each block; that of -1 is -1."""
+    return names >> _ID_BITS
+
+
+def ids_of(names: BlockIds) -> BlockIds:
+    """Return the engine's id of each block."""
+    return names & _ID_MASK

@@ -22,10 +22,10 @@ from flexcache.doctor.gpu_driver import GpuTried, TrialRequest, run_child
 from flexcache.errors import ConfigError
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
-from flexcache.transfer.workers import copy_cuda
-from flexcache.transfer.workers.copy_choice import CopyWay
-from flexcache.transfer.workers.copy_cuda import CudaCopier
-from flexcache.transfer.workers.copy_driver import CudaDriver
+from flexcache.transfer import cuda_copier
+from flexcache.transfer.copy_ways import CopyWay
+from flexcache.transfer.cuda_copier import CudaCopier
+from flexcache.transfer.cuda_driver import CudaDriver
 
 KINDS = (OpKind.H2D, OpKind.D2H)
 SLOT = 16 << 10
@@ -258,7 +258,7 @@ def test_an_unpinned_pool_is_tested_and_copied_anyway(
 def test_a_pool_of_several_pinned_pieces_is_copied_by_each_way(
     machine: Machine, kind: OpKind, way: CopyWay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copy_cuda, "_PIN_STEP", 50 * SLOT)
+    monkeypatch.setattr(cuda_copier, "_PIN_STEP", 50 * SLOT)
     with open_memory(machine) as memory:
         needs(memory.copier, way)
         assert memory.copier._pinned is not None
@@ -312,7 +312,7 @@ ON_THE_LAST_DEVICE = """
 import ctypes, threading, numpy as np, torch
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
-from flexcache.transfer.workers.copy_cuda import CudaCopier
+from flexcache.transfer.cuda_copier import CudaCopier
 
 last = torch.cuda.device_count() - 1
 driver = ctypes.CDLL("libcuda.so.1")

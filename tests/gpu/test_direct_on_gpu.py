@@ -18,12 +18,12 @@ from o_direct import open_direct
 
 from flexcache.errors import NoDirectPathError
 from flexcache.storage.block_io import Direction
-from flexcache.storage.checksum import checksum
 from flexcache.storage.host_pool import HostSegment
-from flexcache.transfer.workers.copy_cuda import CudaCopier
-from flexcache.transfer.workers.direct_cuda import CudaDirectIO
-from flexcache.transfer.workers.direct_transfer import Transfer, Transferred
-from flexcache.transfer.workers.permit import CopyPermit
+from flexcache.storage.pieces import checksum
+from flexcache.transfer.copier import CopyPermit
+from flexcache.transfer.cuda_copier import CudaCopier
+from flexcache.transfer.direct.cuda import CudaDirectIO
+from flexcache.transfer.direct.ops import Transfer, Transferred
 
 PAGE = 4096
 NUM_LAYERS, NUM_BLOCKS, DEPTH = 4, 8, 4
@@ -35,10 +35,10 @@ def digests(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The checksum kernels."""
     if isinstance(machine, FakeMachine):
         fake: Any = FakeDigests(torch.cuda)
-        monkeypatch.setitem(sys.modules, "flexcache.transfer.workers.digest_kernel", fake)
+        monkeypatch.setitem(sys.modules, "flexcache.transfer.direct.digest_kernel", fake)
         return fake
     pytest.importorskip("triton")
-    from flexcache.transfer.workers import digest_kernel
+    from flexcache.transfer.direct import digest_kernel
 
     return digest_kernel
 

@@ -15,12 +15,12 @@ from flexcache.doctor.gpu_driver import ask_driver
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import bytes_per_index, describe_kv_caches
+from flexcache.transfer import device_worker
+from flexcache.transfer.copier import open_copier
+from flexcache.transfer.copy_ways import CopyWay
+from flexcache.transfer.cuda_copier import CudaCopier
+from flexcache.transfer.device_worker import DeviceWorker
 from flexcache.transfer.messages import Done, Execute, pack_ids
-from flexcache.transfer.workers import device as device_module
-from flexcache.transfer.workers.copier import open_copier
-from flexcache.transfer.workers.copy_choice import CopyWay
-from flexcache.transfer.workers.copy_cuda import CudaCopier
-from flexcache.transfer.workers.device import DeviceWorker
 
 NUM_LAYERS, NUM_BLOCKS, PAGE = 4, 24, 8192
 MUCH_MEMORY = 64 << 20
@@ -64,7 +64,7 @@ class Rank:
 def rank(
     machine: Machine, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Rank]:
-    monkeypatch.setattr(device_module, "_MIN_PART_BYTES", 0)
+    monkeypatch.setattr(device_worker, "_MIN_PART_BYTES", 0)
     is_apart = request.param == "layers apart"
     shape = (NUM_LAYERS, NUM_BLOCKS, PAGE) if is_apart else (NUM_BLOCKS, NUM_LAYERS, PAGE)
     whole = torch.empty(shape, dtype=torch.uint8, device=machine.device)

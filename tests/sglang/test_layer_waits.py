@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sglang_engine import apart
 
-from flexcache.transfer.workers.layer_load import LayerLoad
+from flexcache.transfer.gates import LayerLoad
 
 
 def check_late() -> None:

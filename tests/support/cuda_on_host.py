@@ -74,9 +74,9 @@ class EngineTorchCuda(FakeTorchCuda):
             monkeypatch.setattr(torch, name, getattr(self, name))
         for name, module in {
             "copy_kernel": FakeKernel(self),
-            "digest_kernel": FakeDigests(self),
+            "direct.digest_kernel": FakeDigests(self),
         }.items():
-            monkeypatch.setitem(sys.modules, f"flexcache.transfer.workers.{name}", module)
+            monkeypatch.setitem(sys.modules, f"flexcache.transfer.{name}", module)
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         for name, answer in _ACCELERATOR.items():
             monkeypatch.setattr(torch.accelerator, name, _always(answer))

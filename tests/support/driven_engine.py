@@ -391,8 +391,7 @@ class Commands(Engine):
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         from flexcache.ids import OpKind
-        from flexcache.transfer.group_ids import groups_of
-        from flexcache.transfer.messages import Execute, unpack_ids
+        from flexcache.transfer.messages import Execute, groups_of, unpack_ids
 
         worker = get_kv_transfer_group()._worker.client._worker
         execute, places = worker.execute, worker._addresses
@@ -488,7 +487,7 @@ class Commands(Engine):
         """Run as if neither KV events nor a trace were enabled."""
         from flexcache.ids import PromptDetail
 
-        transport = self.manager._client.transport
+        transport = self.manager._transport
         tasks = transport.server.hub.cache.tasks
         tiers, before = tasks.cache.tiers, (transport.prompt_detail, tasks.recorder)
         followers = [(tier.on_stored, tier.index.on_removed) for tier in tiers]

@@ -77,7 +77,7 @@ def device_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceMemory]:
     with fake_gpu(monkeypatch) as gpu:
         torch_cuda = FakeTorchCuda(gpu, computes_on_host=True)
         torch_cuda.install(monkeypatch)
-        monkeypatch.setitem(sys.modules, "flexcache.transfer.workers.copy_kernel", None)
+        monkeypatch.setitem(sys.modules, "flexcache.transfer.copy_kernel", None)
         gpu.set_speed(late_us=LATE_US)
         yield DeviceMemory(gpu, torch_cuda)
 

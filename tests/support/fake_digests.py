@@ -11,7 +11,7 @@ import torch
 from fake_gpu import Memory
 from fake_torch_cuda import FakeTorchCuda
 
-from flexcache.storage.checksum import checksum
+from flexcache.storage.pieces import checksum
 
 
 class FakeDigests:

@@ -23,8 +23,8 @@ import numpy as np
 import pytest
 import torch
 
-from flexcache.transfer.workers.copy_driver import CudaDriver
-from flexcache.transfer.workers.cufile import CuFile
+from flexcache.transfer.cuda_driver import CudaDriver
+from flexcache.transfer.direct.cufile import CuFile
 
 SOURCES = Path(__file__).resolve().parents[1] / "fakecuda"
 

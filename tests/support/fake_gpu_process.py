@@ -65,8 +65,7 @@ def install() -> None:
     kernel = FakeKernel(torch_cuda)
     torch_cuda.install(patch)
     patch.setattr(torch.version, "cuda", CUDA_OF_TORCH)
-    workers = "flexcache.transfer.workers"
-    patch.setitem(sys.modules, f"{workers}.copy_kernel", kernel)
+    patch.setitem(sys.modules, "flexcache.transfer.copy_kernel", kernel)
     digests = FakeDigests(torch_cuda)
-    patch.setitem(sys.modules, f"{workers}.digest_kernel", digests)
+    patch.setitem(sys.modules, "flexcache.transfer.direct.digest_kernel", digests)
     exec(os.environ.get(_SETUP, ""), {"gpu": gpu, "kernel": kernel, "digests": digests})

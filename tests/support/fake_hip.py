@@ -10,7 +10,7 @@ import pytest
 import torch
 from fake_gpu import FakeGpu, fake_gpu
 
-from flexcache.transfer.workers.hip_driver import HipDriver
+from flexcache.transfer.hip_driver import HipDriver
 
 FIRST_WITH_BATCHES = 12_080
 """The fake driver's version from which on it stands for ROCm 7.1 and later."""

@@ -142,7 +142,7 @@ def fake_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMachine]:
         torch_cuda = TorchCuda(gpu)
         torch_cuda.install(monkeypatch)
         kernel = FakeKernel(torch_cuda)
-        monkeypatch.setitem(sys.modules, "flexcache.transfer.workers.copy_kernel", kernel)
+        monkeypatch.setitem(sys.modules, "flexcache.transfer.copy_kernel", kernel)
         gpu.set_speed(late_us=LATE_US)
         yield FakeMachine(gpu)
 

@@ -14,7 +14,7 @@ import torch
 from fake_gpu import DeviceTensor
 from fake_torch_cuda import FakeTorchCuda
 
-from flexcache.transfer.workers import digest_kernel
+from flexcache.transfer.direct import digest_kernel
 
 
 class _Queued:

@@ -16,7 +16,7 @@ import torch
 from fake_gpu import DeviceTensor
 from fake_torch_cuda import FakeTorchCuda
 
-from flexcache.transfer.workers import copy_kernel
+from flexcache.transfer import copy_kernel
 
 
 class InterpretedKernel:

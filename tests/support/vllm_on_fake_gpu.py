@@ -69,13 +69,13 @@ def serve_on_fake_gpu(prompts: Prompts, in_one_piece: bool) -> dict[str, Any]:
     """Serve prompts that are not cached, then from DRAM: between steps, by layer, while the engine
     sleeps in between, and by layer while the model waits for no copy. Returns what was seen."""
     from flexcache.integration.adapter import LayerwiseRule
-    from flexcache.transfer.workers import device
+    from flexcache.transfer import device_worker
 
     FakeGpuConnector.in_one_piece = in_one_piece
     with pytest.MonkeyPatch.context() as patch, _running_engine(patch) as engine:
         gpu, torch_cuda = FakeGpuConnector.memory.gpu, FakeGpuConnector.memory.torch
         gets = engine.scheduler.connector._scheduler.gets
-        patch.setattr(device, "_MIN_PART_BYTES", 0)  # a part for each layer
+        patch.setattr(device_worker, "_MIN_PART_BYTES", 0)  # a part for each layer
 
         def serve(layerwise: str) -> dict[str, Any]:
             engine.forget_gpu()
@@ -107,7 +107,7 @@ def serve_on_fake_gpu(prompts: Prompts, in_one_piece: bool) -> dict[str, Any]:
 def serve_late_writes(prompts: Prompts) -> list[dict[str, Any]]:
     """Have a step's KV written late, when its put is launched already; then serve what was stored.
     The second prompt's put waits for no step. Returns tokens, and how many were cached."""
-    from flexcache.transfer.workers.copy_cuda import CudaCopier
+    from flexcache.transfer.cuda_copier import CudaCopier
 
     FakeGpuConnector.in_one_piece = False
     seen = []

@@ -74,7 +74,7 @@ import torch
 from flexcache.errors import MissingDependencyError
 from flexcache.storage.block_io import io_uring_problem, open_block_io
 try:
-    import flexcache.storage.block_io.uring as uring
+    import flexcache.storage.block_io as uring
     uring.UringBlockIO(4)
 except MissingDependencyError as error:
     assert "liburing" in str(error), error
@@ -101,7 +101,7 @@ with KVManager(model, CacheConfig(num_cpu_blocks=8)) as manager:
 
 
 def test_worker_processes_start_without_torch() -> None:
-    script = "import sys, flexcache.transfer.workers.disk; sys.exit('torch' in sys.modules)"
+    script = "import sys, flexcache.transfer.disk_worker; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
 
 

@@ -16,9 +16,15 @@ from typer.testing import CliRunner
 from flexcache.cache.tail_index import TAIL_FIRST, tail_keys
 from flexcache.cli import app
 from flexcache.ids import BlockKey
-from flexcache.storage.disk_pool import DiskPool, locate_slot
+from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.pool_directory import DATA_FILE, INDEX_FILE
-from flexcache.storage.slot_index import HEADER_BYTES, RECORD_BYTES, SlotIndex, make_records
+from flexcache.storage.slot_index import (
+    HEADER_BYTES,
+    RECORD_BYTES,
+    SlotIndex,
+    locate_slot,
+    make_records,
+)
 
 SLOT_BYTES, NUM_SLOTS, NUM_BLOCKS = 8192, 12, 10
 

@@ -24,7 +24,7 @@ NUM_BLOCKS = 4
 
 ON_FIRST_GPU = """
 import os, sys
-from flexcache.transfer.workers.copy_driver import CudaDriver
+from flexcache.transfer.cuda_driver import CudaDriver
 if '"gpu":0' in sys.argv[1]:
 """
 CRASH = ON_FIRST_GPU + "    CudaDriver.copy_batch = lambda *_: os.abort()"
@@ -38,7 +38,7 @@ REFUSE = (
 )
 # What a rank of the second GPU would do without setting its device first.
 USE_FIRST_GPU_TOO = """
-from flexcache.transfer.workers.cuda_streams import CudaStreams
+from flexcache.transfer.cuda_copier import CudaStreams
 CudaStreams.bind = lambda self: self._driver.bind(self._context)
 """
 
@@ -96,7 +96,7 @@ def test_a_way_that_copies_wrong_bytes_is_named_and_the_others_are_tried(examine
 @pytest.mark.whole
 def test_bytes_that_are_wrong_in_the_pools_memory_only_are_noticed(examine: Examine) -> None:
     setup = """
-from flexcache.transfer.workers.copy_cuda import CudaCopier
+from flexcache.transfer.cuda_copier import CudaCopier
 attach = CudaCopier.attach
 def attach_then_corrupt(self, *arguments):
     attach(self, *arguments)

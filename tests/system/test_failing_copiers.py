@@ -23,7 +23,7 @@ from flexcache.errors import RegistrationError
 from flexcache.ids import OpKind
 from flexcache.protocol.fence import Fence
 from flexcache.storage.host_pool import HostSegment
-from flexcache.transfer.workers.copy_cpu import CpuCopier
+from flexcache.transfer.cpu_copier import CpuCopier
 
 MODEL = ModelConfig("test", 3, 4, 32, torch.bfloat16)
 

@@ -12,8 +12,8 @@ from io_kinds import IO_KINDS, io_engine
 from loop_disk import loop_disk, unmount
 
 from flexcache import KVStatus
-from flexcache.storage.disk_pool import locate_slot
 from flexcache.storage.pool_directory import DATA_FILE
+from flexcache.storage.slot_index import locate_slot
 
 TOKENS = np.arange(24 * 16)
 OTHER_TOKENS = TOKENS[: 8 * 16] + 10_000

@@ -17,8 +17,8 @@ from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient, ModelConfig
 from flexcache.errors import ConfigError, RegistrationError, UnsupportedLayoutError
 from flexcache.server.server import KVServer
 from flexcache.storage import pool_directory
-from flexcache.storage.disk_pool import locate_slot
 from flexcache.storage.pool_directory import DATA_FILE
+from flexcache.storage.slot_index import locate_slot
 
 TOKENS = np.arange(24 * 16)
 SOURCE = list(range(24))

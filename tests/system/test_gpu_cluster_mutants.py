@@ -15,8 +15,8 @@ from mutants import Fixtures, Mutant, check_seen
 
 from flexcache.client import lent_tensors as attachment
 from flexcache.client.rank import KVTPClient
-from flexcache.transfer.workers.copy_cuda import CudaCopier
-from flexcache.transfer.workers.device_gates import DeviceGates
+from flexcache.transfer.cuda_copier import CudaCopier
+from flexcache.transfer.gates import DeviceGates
 
 pytestmark = pytest.mark.whole
 

@@ -21,9 +21,9 @@ from flexcache.ids import OpId, OpKind, TaskId
 from flexcache.server.loop import EventLoop
 from flexcache.server.outbox import LocalLine, LocalLines
 from flexcache.tasks.instructions import RunOp
-from flexcache.transfer.graph import TransferOp
+from flexcache.transfer.device_worker import DeviceWorker
 from flexcache.transfer.messages import Done, Execute
-from flexcache.transfer.workers.device import DeviceWorker
+from flexcache.transfer.scheduler import TransferOp
 
 TOKENS = np.arange(64)
 BLOCKS = [0, 1, 2, 3]

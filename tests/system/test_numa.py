@@ -19,10 +19,10 @@ from mutants import Mutant, check_seen
 from flexcache.client.lent_tensors import Attachment
 from flexcache.doctor.machine import check_numa, judge_numa
 from flexcache.doctor.subject import Level, Subject
-from flexcache.storage import numa
+from flexcache.storage import machine
 from flexcache.storage.host_pool import HostSegment
-from flexcache.transfer.workers.copy_cuda import CudaCopier
-from flexcache.transfer.workers.process import WorkerConfig, map_segments
+from flexcache.transfer.cuda_copier import CudaCopier
+from flexcache.transfer.worker_process import WorkerConfig, map_segments
 
 BLOCK_BYTES, NUM_BLOCKS = 1 << 20, 8
 GPU = "bus/pci/devices/0000:3b:00.0/numa_node"
@@ -32,7 +32,7 @@ SECOND_GPU = "bus/pci/devices/0000:3c:00.0/numa_node"
 @pytest.fixture
 def sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two nodes with memory, of which only the first is real; a GPU on each."""
-    monkeypatch.setattr(numa, "SYSFS", tmp_path)
+    monkeypatch.setattr(machine, "SYSFS", tmp_path)
     write(tmp_path, "devices/system/node/has_memory", "0-1\n")
     write(tmp_path, GPU, "0\n")
     write(tmp_path, SECOND_GPU, "1\n")
@@ -66,22 +66,22 @@ def num_bytes(segment: HostSegment) -> int:
 @pytest.mark.parametrize(("text", "count"), [("0", 1), ("0-1\n", 2), ("0,2-3,8\n", 4), ("\n", 1)])
 def test_nodes_are_those_with_memory(sysfs: Path, text: str, count: int) -> None:
     write(sysfs, "devices/system/node/has_memory", text)
-    assert numa.count_nodes() == count
+    assert machine.count_nodes() == count
 
 
 def test_a_kernel_that_tells_no_nodes_has_one(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(numa, "SYSFS", tmp_path)
-        assert numa.count_nodes() == 1
-        assert numa.node_of_pci("0000:3B:00.0") is None
+        patch.setattr(machine, "SYSFS", tmp_path)
+        assert machine.count_nodes() == 1
+        assert machine.node_of_pci("0000:3B:00.0") is None
 
 
 def test_a_device_has_the_node_that_its_bus_address_has(sysfs: Path) -> None:
-    assert numa.node_of_pci("0000:3B:00.0") == 0
-    assert numa.node_of_pci("0000:3C:00.0") == 1
+    assert machine.node_of_pci("0000:3B:00.0") == 0
+    assert machine.node_of_pci("0000:3C:00.0") == 1
     write(sysfs, GPU, "-1\n")
-    assert numa.node_of_pci("0000:3B:00.0") is None
-    assert numa.node_of_pci("0000:3D:00.0") is None
+    assert machine.node_of_pci("0000:3B:00.0") is None
+    assert machine.node_of_pci("0000:3D:00.0") is None
 
 
 def test_pages_are_to_be_made_on_the_node_by_whichever_process(segment: HostSegment) -> None:
@@ -114,13 +114,13 @@ def test_pages_are_made_by_threads_that_run_on_the_node(
     last = max(os.sched_getaffinity(0))
     write(sysfs, "devices/system/node/node0/cpulist", f"{last}\n")
     seen: list[set[int]] = []
-    stay_on = numa.stay_on
+    stay_on = machine.stay_on
 
     def spy(node: int) -> None:
         stay_on(node)
         seen.append(os.sched_getaffinity(0))
 
-    monkeypatch.setattr(numa, "stay_on", spy)
+    monkeypatch.setattr(machine, "stay_on", spy)
     before = os.sched_getaffinity(0)
     segment.map(node=0)
     assert seen
@@ -131,10 +131,10 @@ def test_pages_are_made_by_threads_that_run_on_the_node(
 def test_a_thread_stays_where_it_may_run_if_none_of_the_nodes_cpus_are_its(sysfs: Path) -> None:
     write(sysfs, "devices/system/node/node0/cpulist", "5000-5003\n")
     before = os.sched_getaffinity(0)
-    thread = threading.Thread(target=lambda: numa.stay_on(0))
+    thread = threading.Thread(target=lambda: machine.stay_on(0))
     thread.start()
     thread.join()
-    numa.stay_on(0)
+    machine.stay_on(0)
     assert os.sched_getaffinity(0) == before
 
 

@@ -19,7 +19,7 @@ from o_direct import require_direct
 
 from flexcache import KVStatus
 from flexcache.client.rank import ClientState
-from flexcache.transfer.workers.device_files import DeviceFiles
+from flexcache.transfer.direct.cufile import DeviceFiles
 
 TOKENS = np.arange(12 * 16)
 OTHERS = TOKENS + 1000
@@ -31,7 +31,7 @@ def opened_memory(patch: pytest.MonkeyPatch, directory: Path) -> Iterator[Device
     require_direct(directory)
     with device_memory(patch) as memory:
         kernel = FakeDigests(memory.torch)
-        patch.setitem(sys.modules, "flexcache.transfer.workers.digest_kernel", kernel)
+        patch.setitem(sys.modules, "flexcache.transfer.direct.digest_kernel", kernel)
         yield memory
         assert memory.gpu.num_files == 0
 

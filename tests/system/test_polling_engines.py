@@ -12,8 +12,8 @@ from test_local_lines import BLOCKS, TOKENS, standing_rank, store_and_load
 from flexcache import KVStatus
 from flexcache.client.rank import KVTPClient
 from flexcache.server.outbox import LocalLines
+from flexcache.transfer.device_worker import DeviceWorker
 from flexcache.transfer.messages import Done
-from flexcache.transfer.workers.device import DeviceWorker
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from cluster import until
 from flexcache import KVStatus
 from flexcache.bench.dram import CpuEngine
 from flexcache.client import link
-from flexcache.transfer.workers.copy_queue import CopyQueue
+from flexcache.transfer.cpu_copier import CopyQueue
 
 NUM_REQUESTS = 16
 NUM_BLOCKS = 32

@@ -1,4 +1,5 @@
-"""The contract of remote stores: the same tests for memory, a directory, S3 and Mooncake."""
+"""The contract of remote stores: the same tests for memory, a directory, a store of the
+user's own, S3 and Mooncake."""
 
 from __future__ import annotations
 
@@ -23,12 +24,13 @@ from stores import (
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.remote import RemoteStore, open_remote_store
 from flexcache.storage.remote.base import Status
-from flexcache.storage.remote.block_mover import BlockMover, Moved
 from flexcache.storage.remote.memory import MemoryStore
-from flexcache.storage.remote.object_format import (
+from flexcache.storage.remote.objects import (
     FORMAT_VERSION,
     HEADER_BYTES,
     BlockCodec,
+    BlockMover,
+    Moved,
     object_name,
 )
 
@@ -38,6 +40,7 @@ TIMEOUT_S = 20.0
 NEEDS = {
     "memory": (),
     "file": (),
+    "sqlite": (),
     "s3": ("obstore", "weed"),
     "mooncake": ("mooncake", "mooncake_master"),
 }
@@ -53,6 +56,8 @@ def opener(kind: str, directory: str) -> Iterator[Callable[..., RemoteStore]]:
             return
         if kind == "file":
             url = f"file://{directory}"
+        elif kind == "sqlite":  # of the user's own module
+            url = f"outside.sqlite_store://{directory}/objects.db"
         elif kind == "s3":
             url = stack.enter_context(s3_server()).url
         else:

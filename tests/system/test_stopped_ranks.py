@@ -21,7 +21,7 @@ from test_faults import until
 
 from flexcache import CacheConfig, KVManager, KVStatus
 from flexcache.protocol.endpoints import private_endpoint
-from flexcache.transfer.workers.permit import PIECE_BYTES
+from flexcache.transfer.copier import PIECE_BYTES
 
 pytestmark = pytest.mark.whole
 

@@ -22,7 +22,7 @@ from trtllm_executor import BLOCK, NUM_BLOCKS, Executor, Request
 
 from flexcache.errors import ConfigError, LoadLostError, UnsupportedLayoutError
 from flexcache.protocol.endpoints import private_endpoint
-from flexcache.transfer.workers.layer_load import LayerLoad
+from flexcache.transfer.gates import LayerLoad
 
 trtllm_interface.install()
 

@@ -14,7 +14,7 @@ from paths import ROOT
 
 from flexcache.metrics import catalog as server_metrics
 from flexcache.metrics.metric import MetricType
-from flexcache.router.metrics import catalog as router_metrics
+from flexcache.router import metrics as router_metrics
 
 RULES = ROOT / "docs" / "grafana" / "alerts.yml"
 DASHBOARDS = {

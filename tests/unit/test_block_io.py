@@ -126,7 +126,7 @@ Ring = Cqe = Iovec = None
     (tmp_path / "liburing.py").write_text(binding)
     root = str(Path(__file__).parents[2])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), root]))
-    script = "from flexcache.storage.block_io.uring import _Binding; _Binding()"
+    script = "from flexcache.storage.block_io import _Binding; _Binding()"
     processes = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(2)]
 
     def num_importing() -> int:
@@ -154,11 +154,11 @@ def test_nothing_imports_the_binding_before_it_was_probed() -> None:
         for path in (Path(__file__).parents[2] / "flexcache").rglob("*.py")
         if "import liburing" in path.read_text() or "from liburing" in path.read_text()
     ]
-    assert importers == ["uring.py"]
+    assert importers == ["block_io.py"]
     script = """
 import sys
 import flexcache.doctor.machine, flexcache.manager, flexcache.server.server
-import flexcache.transfer.workers.disk
+import flexcache.transfer.disk_worker
 assert "liburing" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

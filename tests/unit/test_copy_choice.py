@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flexcache.transfer.workers import copy_choice
-from flexcache.transfer.workers.copy_choice import (
-    PROBES,
-    SIZES,
-    CopyChoice,
-    CopyCost,
-    CopyReview,
-)
+from flexcache.transfer import copy_ways
+from flexcache.transfer.copy_ways import PROBES, SIZES, CopyChoice, CopyCost, CopyReview
 
 
 def linear(start_s: float, run_s: float, byte_s: float) -> CopyCost:
@@ -57,7 +51,7 @@ class Device:
 @pytest.mark.parametrize("sleepy_s", [0.0, 0.02])
 def test_the_cost_of_a_device_is_measured_once_it_is_awake(cost: CopyCost, sleepy_s: float) -> None:
     device = Device(cost, sleepy_s)
-    found = copy_choice.measure_costs({"only": device.copy}, lambda: device.now)["only"]
+    found = copy_ways.measure_costs({"only": device.copy}, lambda: device.now)["only"]
     assert (found.start_s, *found.run_s) == pytest.approx((cost.start_s, *cost.run_s), rel=1e-2)
 
 
@@ -71,7 +65,7 @@ def test_an_engine_that_uses_the_gpu_meanwhile_favours_no_way(busy: tuple[float,
         took = ENGINE.estimate(count, count * size)
         now += 10 * took if busy[0] <= now - 100 < busy[1] else took
 
-    costs = copy_choice.measure_costs({"a": copy, "b": copy}, lambda: now)
+    costs = copy_ways.measure_costs({"a": copy, "b": copy}, lambda: now)
     assert now > 100 + busy[0]
     for count, size in PROBES:
         one, other = (cost.estimate(count, count * size) for cost in costs.values())
@@ -153,9 +147,9 @@ def test_a_choice_is_corrected_by_the_ops_after_the_first_second_of_them(by_kern
     quick, slow = linear(0.0, 0.0, 1 / 50e9), linear(0.0, 0.0, 1 / 25e9)
     review = CopyReview(CopyChoice(quick, slow) if by_kernel else CopyChoice(slow, quick))
     op_s = quick.estimate(1024, 16 << 20)
-    before = int(copy_choice._REVIEW_AFTER_S / op_s)
+    before = int(copy_ways._REVIEW_AFTER_S / op_s)
     assert review_ops(review, {}, before) == [not by_kernel] * before
-    review_ops(review, {by_kernel: op_s, not by_kernel: 4 * op_s}, 2 * copy_choice._REVIEW_OPS + 2)
+    review_ops(review, {by_kernel: op_s, not by_kernel: 4 * op_s}, 2 * copy_ways._REVIEW_OPS + 2)
     assert not review.is_trying
     assert review_ops(review, {}, 100) == [by_kernel] * 100
 

@@ -21,10 +21,10 @@ from fake_torch_cuda import FakeEvent, FakeKernel, FakeTorchCuda
 from flexcache.errors import DeviceLostError, MissingDependencyError, StorageError
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
-from flexcache.transfer.workers import copy_choice, copy_cuda
-from flexcache.transfer.workers.copy_choice import SIZES, CopyChoice, CopyCost, CopyWay
-from flexcache.transfer.workers.copy_cuda import CudaCopier
-from flexcache.transfer.workers.copy_driver import CudaDriver, SourceOrder
+from flexcache.transfer import copy_ways, cuda_copier
+from flexcache.transfer.copy_ways import SIZES, CopyChoice, CopyCost, CopyWay
+from flexcache.transfer.cuda_copier import CudaCopier
+from flexcache.transfer.cuda_driver import CudaDriver, SourceOrder
 
 BLOCK = 4096
 NUM_BLOCKS = 64
@@ -42,14 +42,14 @@ class Rig:
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu, segment: HostSegment, device: int = 0
     ) -> None:
-        monkeypatch.setattr(copy_choice, "_ROUNDS", 1)  # each costs the fake a quarter of a second
-        monkeypatch.setattr(copy_choice, "_WARM_UP_S", 0.0)
+        monkeypatch.setattr(copy_ways, "_ROUNDS", 1)  # each costs the fake a quarter of a second
+        monkeypatch.setattr(copy_ways, "_WARM_UP_S", 0.0)
         self.gpu = gpu
         self.torch = FakeTorchCuda(gpu)
         self.torch.install(monkeypatch)
         self.kernel = FakeKernel(self.torch)
         self._put_kernel = lambda module: monkeypatch.setitem(
-            sys.modules, "flexcache.transfer.workers.copy_kernel", module
+            sys.modules, "flexcache.transfer.copy_kernel", module
         )
         self._put_kernel(None)  # as without Triton
         self.segment = segment
@@ -205,7 +205,7 @@ def test_an_op_without_blocks_has_an_event_too(rig: Rig) -> None:
 def test_neighbours_are_one_copy_but_not_over_two_pinned_pieces(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copy_cuda, "_PIN_STEP", 24 * BLOCK)
+    monkeypatch.setattr(cuda_copier, "_PIN_STEP", 24 * BLOCK)
     rig.attach()
     assert len(rig.gpu.registered) == 3
     rig.copy(OpKind.D2H, list(range(64)), list(range(64)))
@@ -288,7 +288,7 @@ def test_a_pool_that_cannot_be_pinned_is_used_as_it_is(rig: Rig) -> None:
 def test_of_a_pool_that_is_partly_pinned_all_blocks_are_copied(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, has_kernel: bool, version: int
 ) -> None:
-    monkeypatch.setattr(copy_cuda, "_PIN_STEP", 8 * BLOCK)
+    monkeypatch.setattr(cuda_copier, "_PIN_STEP", 8 * BLOCK)
     monkeypatch.setattr(CopyChoice, "prefers_kernel", lambda *_: True)
     if has_kernel:
         rig.add_kernel().MIN_RUNS = 1
@@ -588,7 +588,7 @@ def test_ops_use_the_number_of_programs_that_was_quick_enough(
             assert number in (0, kernel.programs)
         return costs_of(speeds)
 
-    monkeypatch.setattr(copy_cuda, "measure_costs", measure)
+    monkeypatch.setattr(cuda_copier, "measure_costs", measure)
     rig.attach()
     rig.copy(OpKind.D2H, [0], [0], way=CopyWay.KERNEL)
     assert kernel.programs == 8
@@ -610,9 +610,11 @@ def test_a_table_is_left_alone_until_its_copies_have_landed(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An op for which there is no room meanwhile is left to the engine."""
-    monkeypatch.setattr(copy_cuda, "_MOST_RUNS", len(EVEN) + 8)
-    monkeypatch.setattr(copy_cuda, "_RUNS_PER_TABLE", len(EVEN))
-    monkeypatch.setattr(copy_cuda, "measure_costs", lambda ways: costs_of(dict.fromkeys(ways, 9e9)))
+    monkeypatch.setattr(cuda_copier, "_MOST_RUNS", len(EVEN) + 8)
+    monkeypatch.setattr(cuda_copier, "_RUNS_PER_TABLE", len(EVEN))
+    monkeypatch.setattr(
+        cuda_copier, "measure_costs", lambda ways: costs_of(dict.fromkeys(ways, 9e9))
+    )
     monkeypatch.setattr(CopyChoice, "prefers_kernel", lambda *_: True)
     kernel = rig.add_kernel()
     rig.attach()
@@ -636,10 +638,10 @@ def test_what_is_chosen_at_attach_is_looked_at_again_on_real_ops(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As the engine served, batches became slow."""
-    monkeypatch.setattr(copy_cuda, "measure_costs", lambda _: costs_of(
+    monkeypatch.setattr(cuda_copier, "measure_costs", lambda _: costs_of(
         {0: 50e9, 4: 40e9, 8: 40e9, 12: 40e9}
     ))  # fmt: skip
-    monkeypatch.setattr(copy_choice, "_REVIEW_AFTER_S", 5 * NUM_BLOCKS / 2 * BLOCK / 50e9)
+    monkeypatch.setattr(copy_ways, "_REVIEW_AFTER_S", 5 * NUM_BLOCKS / 2 * BLOCK / 50e9)
     kernel = rig.add_kernel()
     rig.attach()
     before = rig.blocks.copy()
@@ -649,7 +651,7 @@ def test_what_is_chosen_at_attach_is_looked_at_again_on_real_ops(
     assert kernel.num_ops == 0
     caplog.set_level(logging.INFO, "flexcache")
     caplog.clear()  # the level may have been so before
-    for _ in range(2 * copy_choice._REVIEW_OPS + 2):
+    for _ in range(2 * copy_ways._REVIEW_OPS + 2):
         rig.copy(OpKind.D2H, EVEN, ODD)
     [line] = [r.getMessage() for r in caplog.records if "copy_way_chosen" in r.getMessage()]
     assert "D2H" in line
@@ -738,7 +740,7 @@ def test_a_kernel_that_kills_the_device_in_the_self_test_fails_the_attach(rig: R
 def test_an_attach_that_fails_half_way_leaves_nothing_pinned(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copy_cuda, "_PIN_STEP", BLOCK)
+    monkeypatch.setattr(cuda_copier, "_PIN_STEP", BLOCK)
 
     def lose_link() -> None:
         if len(rig.gpu.registered) == 3:

@@ -15,8 +15,7 @@ import pytest
 from fake_gpu import FakeGpu, fake_gpu
 
 from flexcache.storage.host_pool import HostSegment
-from flexcache.transfer.workers.copy_driver import CudaDriver, SourceOrder
-from flexcache.transfer.workers.copy_pin import PinnedSegment
+from flexcache.transfer.cuda_driver import CudaDriver, PinnedSegment, SourceOrder
 
 
 @pytest.fixture

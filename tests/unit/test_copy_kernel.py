@@ -29,7 +29,7 @@ pytestmark = [
 
 INTERPRETED = """
 import numpy as np, torch
-from flexcache.transfer.workers import copy_kernel
+from flexcache.transfer import copy_kernel
 
 random = np.random.default_rng(0)
 for count in (1, 7, 8, 33, 100):

@@ -20,19 +20,15 @@ from fake_gpu import fake_gpu
 from mutants import Fixtures, Mutant, Opened, check_seen
 
 from flexcache.ids import OpKind
-from flexcache.storage import layout, memory_limit
+from flexcache.storage import layout, machine
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import bytes_per_index
-from flexcache.transfer.workers import copy_check, copy_choice, device, in_flight
-from flexcache.transfer.workers.copy_choice import CopyChoice, CopyCost, CopyReview, CopyWay
-from flexcache.transfer.workers.copy_cuda import CudaCopier, KernelTables
-from flexcache.transfer.workers.copy_driver import CudaDriver
-from flexcache.transfer.workers.copy_pin import PinnedSegment
-from flexcache.transfer.workers.cuda_streams import CudaStreams
-from flexcache.transfer.workers.device import DeviceWorker
-from flexcache.transfer.workers.device_gates import DeviceGates
-from flexcache.transfer.workers.in_flight import InFlight
-from flexcache.transfer.workers.layer_load import LayerLoad
+from flexcache.transfer import copy_ways, device_worker
+from flexcache.transfer.copy_ways import CopyChoice, CopyCost, CopyReview, CopyWay
+from flexcache.transfer.cuda_copier import CudaCopier, CudaStreams, KernelTables
+from flexcache.transfer.cuda_driver import CudaDriver, PinnedSegment
+from flexcache.transfer.device_worker import DeviceWorker, InFlight
+from flexcache.transfer.gates import DeviceGates, LayerLoad
 
 pytestmark = pytest.mark.whole
 
@@ -68,7 +64,7 @@ def opened_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fixtures]:
         device_memory(monkeypatch) as memory,
     ):
         segment.map()
-        monkeypatch.setattr(device, "_MIN_PART_BYTES", 0)
+        monkeypatch.setattr(device_worker, "_MIN_PART_BYTES", 0)
         memory.gpu.set_speed(late_us=20_000)
         tensors = memory.place(on_worker.make_tensors())
         layouts = [on_worker.layout_of(memory.lend(tensors))]
@@ -82,9 +78,9 @@ def opened_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fixtures]:
 def opened_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fixtures]:
     size = bytes_per_index(on_worker.make_tensors())
     for name in ("_PIECE_BYTES", "_LARGE_PIECE_BYTES"):
-        monkeypatch.setattr(device, name, size)
+        monkeypatch.setattr(device_worker, name, size)
     for name in ("MOST_BYTES", "BESIDE_LAYERS"):
-        monkeypatch.setattr(in_flight, name, size + 1)
+        monkeypatch.setattr(device_worker, name, size + 1)
     with HostSegment.create(size, on_worker.NUM_HOST_BLOCKS) as segment:
         segment.map()
         yield {"segment": segment}
@@ -134,7 +130,7 @@ ON_RIG = [
     Mutant("the self-test looks before copies have landed", CudaCopier, "_copy_now",
            "self._settle(lane)", "pass",
            on_cuda.test_the_self_test_looks_at_bytes_only_when_they_have_landed),
-    Mutant("H2: wrong bytes pass the self-test", copy_check, "_find_fault",
+    Mutant("H2: wrong bytes pass the self-test", copy_ways, "_find_fault",
            'if num_wrong else ""', 'if False else ""',
            on_cuda.test_a_batch_that_copies_wrong_bytes_is_never_used, (OpKind.H2D, 1, True)),
     Mutant("M1: a lost device is an op's error only", CudaStreams, "settle",
@@ -233,14 +229,14 @@ ON_CHOICE = [
     Mutant("all copies cost what the smallest do", CopyCost, "estimate",
            "float(np.interp(size, SIZES, self.run_s))", "self.run_s[0]",
            on_choice.test_on_an_h200_the_kernel_gets_copies_up_to_64_kib, (128 << 10, False)),
-    Mutant("a link that sleeps is timed", copy_choice, "measure_costs",
+    Mutant("a link that sleeps is timed", copy_ways, "measure_costs",
            "while clock() - began < _WARM_UP_S:", "while False:",
            on_choice.test_the_cost_of_a_device_is_measured_once_it_is_awake,
            (on_choice.ENGINE, 0.05)),
 ]  # fmt: skip
 
 ON_MEMORY = [
-    Mutant("a pool is refused that will fit", memory_limit, "largest_memory",
+    Mutant("a pool is refused that will fit", machine, "largest_memory",
            "return max(_NO_LIMIT if plugs else 0, present, installed_memory())",
            "return installed_memory()",
            on_memory.test_a_pool_that_fits_once_the_machine_has_been_given_more_memory_warns),

@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 from numba import int64, njit
 
 from flexcache.errors import TaskRevokedError
-from flexcache.transfer.workers import copy_loop, copy_queue
-from flexcache.transfer.workers.copy_queue import NO_HELP, CopyQueue, QueuedCopy
-from flexcache.transfer.workers.copy_streams import shared_word
-from flexcache.transfer.workers.lane import EAGER_LOADS
-from flexcache.transfer.workers.permit import PIECE_BYTES, CopyPermit
+from flexcache.transfer import copy_loop, cpu_copier
+from flexcache.transfer.copier import EAGER_LOADS, PIECE_BYTES, CopyPermit
+from flexcache.transfer.cpu_copier import NO_HELP, CopyQueue, QueuedCopy
+from flexcache.transfer.cpu_kernels import shared_word
 
 LOADS, STORES = range(2)
 TASK = 1 << 63 | 7  # ids have a server's epoch in their highest bits
@@ -270,7 +269,7 @@ def test_a_copy_of_a_revoked_task_does_not_begin(rig: Rig) -> None:
 def test_how_a_copy_ended_is_known_after_its_entry_was_given_to_another(rig: Rig) -> None:
     rig.words[0] = TASK
     revoked = rig.add([(0, 0, 100)])
-    for _ in range(copy_queue.NUM_SLOTS):
+    for _ in range(cpu_copier.NUM_SLOTS):
         rig.add([(0, 0, 100)], task_id=TASK + 1).wait()
     with pytest.raises(TaskRevokedError):
         revoked.query()
@@ -284,7 +283,7 @@ def test_a_full_lane_takes_no_more_until_a_copy_has_ended(
     wait_until(rig.queue.is_ready)
     while rig.queue.has_room(STORES):
         copies.append(rig.add([(0, 0, size)]))
-    limit = copy_queue.NUM_SLOTS if size == 1 else copy_queue._MOST_BYTES // size
+    limit = cpu_copier.NUM_SLOTS if size == 1 else cpu_copier._MOST_BYTES // size
     assert len(copies) == limit
     assert rig.queue.has_room(LOADS)
     gate.set()
@@ -297,7 +296,7 @@ def test_what_has_not_begun_is_not_copied_after_the_end(gate: threading.Event, r
     copies = [rig.add([(0, 0, 100)], lane) for lane in (LOADS, STORES) for _ in range(4)]
     closing = threading.Thread(target=rig.queue.close)
     closing.start()
-    wait_until(lambda: bool(rig.queue._words[copy_queue.CLOSING]))
+    wait_until(lambda: bool(rig.queue._words[cpu_copier.CLOSING]))
     gate.set()
     closing.join(WAIT_S)
     for copy in copies:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexcache.transfer.workers.copy_runs import merge_runs
+from flexcache.transfer.copier import merge_runs
 
 # Small addresses and sizes, so that neighbours are common.
 COPIES = st.lists(st.tuples(st.integers(0, 12), st.integers(100, 112), st.integers(1, 4)))

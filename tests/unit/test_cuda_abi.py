@@ -13,7 +13,7 @@ import pytest
 from fake_gpu import SOURCES
 from nvidia_headers import compile_check, headers_named
 
-from flexcache.transfer.workers.copy_driver import _MemcpyAttributes
+from flexcache.transfer.cuda_driver import _MemcpyAttributes
 
 pytestmark = pytest.mark.whole
 

@@ -16,7 +16,7 @@ from fake_gpu import FakeGpu, fake_gpu
 from o_direct import open_direct
 
 from flexcache.errors import MissingDependencyError
-from flexcache.transfer.workers.cufile import CuFile
+from flexcache.transfer.direct.cufile import CuFile
 
 PAGE = 4096
 SIZE = 4 * PAGE

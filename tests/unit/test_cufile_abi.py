@@ -18,7 +18,7 @@ from fake_gpu import SOURCES
 from nvidia_headers import compile_check, files_named, headers_named
 from paths import ROOT
 
-from flexcache.transfer.workers.cufile import _Descriptor, _Error, _Properties
+from flexcache.transfer.direct.cufile import _Descriptor, _Error, _Properties
 
 pytestmark = pytest.mark.whole
 
@@ -67,7 +67,7 @@ def test_the_structures_have_the_sizes_in_the_headers() -> None:
 
 CALLED = """
 import ctypes, os, sys
-from flexcache.transfer.workers.cufile import CuFile
+from flexcache.transfer.direct.cufile import CuFile
 
 library = CuFile(ctypes.CDLL(sys.argv[1], use_errno=True))
 try:

@@ -21,14 +21,11 @@ from flexcache.errors import DeviceLostError, UnsupportedLayoutError
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import BlockLayout, bytes_per_index, describe_kv_caches
-from flexcache.transfer.group_ids import name_blocks
-from flexcache.transfer.messages import Done, Execute, pack_ids
-from flexcache.transfer.workers import copy_queue, device, in_flight
-from flexcache.transfer.workers.copier import Copier, Fence, open_copier
-from flexcache.transfer.workers.copy_cpu import CpuCopier
-from flexcache.transfer.workers.device import DeviceWorker
-from flexcache.transfer.workers.in_flight import InFlight
-from flexcache.transfer.workers.permit import CopyPermit
+from flexcache.transfer import cpu_copier, device_worker
+from flexcache.transfer.copier import Copier, CopyPermit, Fence, open_copier
+from flexcache.transfer.cpu_copier import CpuCopier
+from flexcache.transfer.device_worker import DeviceWorker, InFlight
+from flexcache.transfer.messages import Done, Execute, name_blocks, pack_ids
 
 Tensors = dict[str, torch.Tensor]
 
@@ -48,8 +45,7 @@ def make_tensors() -> Tensors:
 @pytest.fixture(autouse=True)
 def _time_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that reports, which have the time that a load took, are equal."""
-    for module in (device, in_flight):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(device_worker, "time", SimpleNamespace(monotonic=lambda: 0.0))
 
 
 @pytest.fixture
@@ -264,7 +260,7 @@ def test_each_advance_on_the_cpu_copies_for_so_many_ops_that_enough_bytes_are_co
     segment: HostSegment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors = make_tensors()
-    monkeypatch.setattr(device, "_TURN_BYTES", 2 * bytes_per_index(tensors))
+    monkeypatch.setattr(device_worker, "_TURN_BYTES", 2 * bytes_per_index(tensors))
     worker = cpu_worker(tensors, segment)
     for op_id in range(1, 4):
         worker.execute(load(op_id, [op_id], [op_id]))
@@ -581,9 +577,9 @@ def one_block_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """An op is copied block by block, with at most two blocks of a direction in flight."""
     size = bytes_per_index(make_tensors())
     for name in ("_PIECE_BYTES", "_LARGE_PIECE_BYTES"):
-        monkeypatch.setattr(device, name, size)
+        monkeypatch.setattr(device_worker, name, size)
     for name in ("MOST_BYTES", "BESIDE_LAYERS"):
-        monkeypatch.setattr(in_flight, name, size + 1)
+        monkeypatch.setattr(device_worker, name, size + 1)
 
 
 def land(copier: LateCopier, *places: int) -> None:
@@ -663,10 +659,10 @@ def test_more_is_queued_until_the_engine_waits_for_loads_by_layer(
 ) -> None:
     """So that the link stays busy while the thread that queues it waits for the interpreter."""
     size = bytes_per_index(make_tensors())
-    monkeypatch.setattr(device, "_PIECE_BYTES", size)
-    monkeypatch.setattr(device, "_LARGE_PIECE_BYTES", 2 * size)
-    monkeypatch.setattr(in_flight, "BESIDE_LAYERS", size)
-    monkeypatch.setattr(in_flight, "MOST_BYTES", 4 * size)
+    monkeypatch.setattr(device_worker, "_PIECE_BYTES", size)
+    monkeypatch.setattr(device_worker, "_LARGE_PIECE_BYTES", 2 * size)
+    monkeypatch.setattr(device_worker, "BESIDE_LAYERS", size)
+    monkeypatch.setattr(device_worker, "MOST_BYTES", 4 * size)
     worker, copier = late_worker(segment)
 
     def queued_of(op: Execute) -> list[int]:
@@ -743,7 +739,7 @@ def test_a_store_to_memory_that_is_not_pinned_holds_up_no_load(
 
 @pytest.fixture
 def part_per_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_MIN_PART_BYTES", 0)
+    monkeypatch.setattr(device_worker, "_MIN_PART_BYTES", 0)
 
 
 def fill(segment: HostSegment) -> None:
@@ -1104,8 +1100,8 @@ def test_what_has_landed_takes_no_room_though_it_was_not_reported(
     """The thread that launches requests may have the interpreter for long."""
     if memory.device.type != "cpu":
         pytest.skip("nothing is queued at once on a GPU")
-    monkeypatch.setattr(in_flight, "MOST_BYTES", 1)
-    monkeypatch.setattr(copy_queue, "_MOST_BYTES", 1)
+    monkeypatch.setattr(device_worker, "MOST_BYTES", 1)
+    monkeypatch.setattr(cpu_copier, "_MOST_BYTES", 1)
     deadline = time.monotonic() + 60
     for number in (1, 2, 3):
         while not worker.queue(store(number, [0], [0])):  # until the one before has landed
@@ -1140,7 +1136,7 @@ def test_a_load_by_layer_and_an_op_of_several_pieces_are_not_queued(
     loading = worker.gates.load_by_layer(2, 1)
     assert not worker.queue(order(1, OpKind.H2D, [0], [0], task_id=2))
     loading.end()
-    monkeypatch.setattr("flexcache.transfer.workers.device._PIECE_BYTES", 1)
+    monkeypatch.setattr("flexcache.transfer.device_worker._PIECE_BYTES", 1)
     assert not worker.queue(store(3, [0], [0]))
     assert not worker.has_work
 
@@ -1173,7 +1169,7 @@ def test_an_op_that_was_interrupted_while_it_was_queued_may_be_executed_later(
     may raise, passes on."""
     if memory.device.type != "cpu":
         pytest.skip("nothing is queued at once on a GPU")
-    copy_loop = pytest.importorskip("flexcache.transfer.workers.copy_loop")
+    copy_loop = pytest.importorskip("flexcache.transfer.copy_loop")
     may_begin, make_copies, sleep = threading.Event(), copy_loop.make_copies, time.sleep
     ends: list[Fence] = []
 
@@ -1192,7 +1188,7 @@ def test_an_op_that_was_interrupted_while_it_was_queued_may_be_executed_later(
         raise interrupt
 
     monkeypatch.setattr(copy_loop, "make_copies", make_copies_later)
-    monkeypatch.setattr(copy_queue, "time", SimpleNamespace(sleep=begin_and_sleep))
+    monkeypatch.setattr(cpu_copier, "time", SimpleNamespace(sleep=begin_and_sleep))
     add = InFlight.add
     with open_worker(memory, [layout_of(tensors)], segment, landed) as worker:
         assert worker.queue(store(1, [0], [0]))

@@ -27,8 +27,8 @@ pytestmark = [
 
 INTERPRETED = """
 import numpy as np, torch
-from flexcache.storage.checksum import checksum
-from flexcache.transfer.workers import digest_kernel
+from flexcache.storage.pieces import checksum
+from flexcache.transfer.direct import digest_kernel
 
 random = np.random.default_rng(0)
 for pages, count in ((1, 1), (2, 3), (3, 5), (9, 4)):

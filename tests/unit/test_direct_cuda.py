@@ -26,14 +26,13 @@ from o_direct import open_direct
 
 from flexcache.errors import MissingDependencyError, NoDirectPathError
 from flexcache.storage.block_io import Direction
-from flexcache.storage.checksum import checksum
 from flexcache.storage.host_pool import HostSegment
-from flexcache.transfer.workers.copy_cuda import CudaCopier
-from flexcache.transfer.workers.cufile import CuFile
-from flexcache.transfer.workers.direct_cuda import CudaDirectIO
-from flexcache.transfer.workers.direct_transfer import Transfer, Transferred
-from flexcache.transfer.workers.lane import Lane
-from flexcache.transfer.workers.permit import CopyPermit
+from flexcache.storage.pieces import checksum
+from flexcache.transfer.copier import CopyPermit, Lane
+from flexcache.transfer.cuda_copier import CudaCopier
+from flexcache.transfer.direct.cuda import CudaDirectIO
+from flexcache.transfer.direct.cufile import CuFile
+from flexcache.transfer.direct.ops import Transfer, Transferred
 
 PAGE = 4096
 NUM_LAYERS, RUN = 3, 2000  # a block's run in each layer; three of them do not fill two pages
@@ -56,9 +55,8 @@ class Rig:
         self.torch = FakeTorchCuda(gpu)
         self.torch.install(monkeypatch)
         self.kernel = FakeDigests(self.torch)
-        workers = "flexcache.transfer.workers"
-        monkeypatch.setitem(sys.modules, f"{workers}.digest_kernel", self.kernel)
-        monkeypatch.setitem(sys.modules, f"{workers}.copy_kernel", None)
+        monkeypatch.setitem(sys.modules, "flexcache.transfer.direct.digest_kernel", self.kernel)
+        monkeypatch.setitem(sys.modules, "flexcache.transfer.copy_kernel", None)
         self.random = np.random.default_rng(0)
         path.write_bytes(self.random.bytes(PAGE + NUM_BLOCKS * LENGTH))
         self.fd = open_direct(path)
@@ -452,7 +450,7 @@ def test_a_path_through_host_memory_says_so(rig: Rig) -> None:
 
 
 def test_without_triton_there_is_no_direct_path(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "flexcache.transfer.workers.digest_kernel", None)
+    monkeypatch.setitem(sys.modules, "flexcache.transfer.direct.digest_kernel", None)
     with pytest.raises(NoDirectPathError, match="verified on the GPU with Triton"):
         rig.open()
 

@@ -12,9 +12,8 @@ import test_direct_cuda as on_io
 from fake_gpu import fake_gpu
 from mutants import Fixtures, Mutant, check_seen
 
-from flexcache.transfer.workers.cufile import CuFile
-from flexcache.transfer.workers.device_files import DeviceFiles
-from flexcache.transfer.workers.direct_cuda import CudaDirectIO
+from flexcache.transfer.direct.cuda import CudaDirectIO
+from flexcache.transfer.direct.cufile import CuFile, DeviceFiles
 
 pytestmark = pytest.mark.whole
 

@@ -16,9 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexcache.ids import OpKind
-from flexcache.storage.alignment import PAGE_BYTES, align_up
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import BlockLayout, describe_kv_caches
+from flexcache.storage.pieces import PAGE_BYTES, align_up
+from flexcache.transfer.copier import CopyPermit
+from flexcache.transfer.cpu_copier import CpuCopier
+from flexcache.transfer.device_worker import DeviceWorker
+from flexcache.transfer.direct.ops import CpuDirectIO, DirectOps
 from flexcache.transfer.messages import (
     Done,
     Execute,
@@ -26,11 +30,6 @@ from flexcache.transfer.messages import (
     pack_ids,
     unpack_checksums,
 )
-from flexcache.transfer.workers.copy_cpu import CpuCopier
-from flexcache.transfer.workers.device import DeviceWorker
-from flexcache.transfer.workers.direct import DirectOps
-from flexcache.transfer.workers.direct_cpu import CpuDirectIO
-from flexcache.transfer.workers.permit import CopyPermit
 
 NUM_BLOCKS, NUM_SLOTS, LAYERS, DEPTH = 24, 16, 3, 4
 

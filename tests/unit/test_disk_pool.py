@@ -17,8 +17,7 @@ import pytest
 
 from flexcache.errors import ConfigError
 from flexcache.storage import pool_directory
-from flexcache.storage.disk_pool import DiskPool, locate_slot
-from flexcache.storage.kv_identity import KVIdentity
+from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.pool_directory import (
     DATA_FILE,
     FORMAT_VERSION,
@@ -27,7 +26,14 @@ from flexcache.storage.pool_directory import (
     record_id,
     reserve_space,
 )
-from flexcache.storage.slot_index import HEADER_BYTES, RECORD_BYTES, SlotIndex, make_records
+from flexcache.storage.shards import KVIdentity
+from flexcache.storage.slot_index import (
+    HEADER_BYTES,
+    RECORD_BYTES,
+    SlotIndex,
+    locate_slot,
+    make_records,
+)
 
 SLOT_BYTES = 8192
 

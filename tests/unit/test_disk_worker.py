@@ -24,15 +24,14 @@ from flexcache.storage.block_io import (
     Request,
     open_block_io,
 )
-from flexcache.storage.checksum import checksum
 from flexcache.storage.compression import Codec
 from flexcache.storage.host_pool import HostSegment
+from flexcache.storage.pieces import checksum
 from flexcache.storage.pool_directory import data_file_bytes, index_file_bytes
 from flexcache.storage.slot_index import SlotIndex
 from flexcache.storage.slot_io import SlotIO
+from flexcache.transfer.disk_worker import DiskWorker, GroupCommit
 from flexcache.transfer.messages import BlockNames, Done, Execute, pack_ids, unpack_checksums
-from flexcache.transfer.workers.commit import GroupCommit
-from flexcache.transfer.workers.disk import DiskWorker
 
 POOL_ID = b"one pool of many"
 ROOT = b"sixteen byte key"

@@ -27,7 +27,7 @@ from flexcache.doctor.directories import judge_file_system
 from flexcache.doctor.endpoints import check_ssd_compression
 from flexcache.doctor.machine import explain_io_uring, judge_kernel
 from flexcache.doctor.subject import Finding, Level, Subject, VllmOptions
-from flexcache.storage.mounts import mount_of
+from flexcache.storage.machine import mount_of
 from flexcache.tasks.stats import Stats
 
 EPERM = "PermissionError: [Errno 1] Operation not permitted"

@@ -30,12 +30,10 @@ from flexcache.replay.traces import RecordedTrace
 from flexcache.server.hub import Hub
 from flexcache.server.sessions import HubConfig
 from flexcache.storage.disk_pool import DiskPool
-from flexcache.storage.kv_identity import KVIdentity, digest
 from flexcache.storage.pool_directory import DATA_FILE, FORMAT_VERSION, INDEX_FILE, PoolHeader
-from flexcache.storage.remote import object_format
-from flexcache.storage.remote.object_format import BlockCodec, object_name
-from flexcache.storage.shard_layouts import ShardLayouts
-from flexcache.storage.shards import Shards
+from flexcache.storage.remote import objects
+from flexcache.storage.remote.objects import BlockCodec, object_name
+from flexcache.storage.shards import KVIdentity, ShardLayouts, Shards, digest
 from flexcache.storage.slot_index import SlotIndex, make_records
 from flexcache.tracing.tracer import Tracer, make_header
 
@@ -178,7 +176,7 @@ def test_objects_are_format_2() -> None:
 def test_objects_of_another_format_have_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {object_name(ROOT, KEY)}
     for version in (1, 3):
-        monkeypatch.setattr(object_format, "FORMAT_VERSION", version)
+        monkeypatch.setattr(objects, "FORMAT_VERSION", version)
         names.add(object_name(ROOT, KEY))
     assert len(names) == 3
 

@@ -16,10 +16,9 @@ from test_device_worker import run_dry
 from flexcache.client.lent_tensors import LentTensors
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
-from flexcache.transfer.group_ids import name_blocks
-from flexcache.transfer.messages import Done, Execute, pack_ids
-from flexcache.transfer.workers.copy_choice import CopyWay
-from flexcache.transfer.workers.device import DeviceWorker
+from flexcache.transfer.copy_ways import CopyWay
+from flexcache.transfer.device_worker import DeviceWorker
+from flexcache.transfer.messages import Done, Execute, name_blocks, pack_ids
 
 PAGE, STATE = 1024, 656
 GROUPS = [{"a": PAGE, "b": PAGE}, {"c": STATE, "d": STATE}]

@@ -13,9 +13,9 @@ from fake_hip import fake_hip_gpu
 from flexcache.doctor.gpu import check_gpu
 from flexcache.doctor.subject import Level, Subject
 from flexcache.errors import MissingDependencyError
-from flexcache.transfer.workers import hip_driver
-from flexcache.transfer.workers.copy_driver import CudaDriver
-from flexcache.transfer.workers.hip_driver import HipDriver, load_driver
+from flexcache.transfer import hip_driver
+from flexcache.transfer.cuda_driver import CudaDriver
+from flexcache.transfer.hip_driver import HipDriver, load_driver
 
 
 @pytest.fixture

@@ -13,17 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexcache.errors import TaskRevokedError
-from flexcache.transfer.workers import copy_cpu
-from flexcache.transfer.workers.copy_cpu import CopyRuns
-from flexcache.transfer.workers.permit import NUM_WORDS, PIECE_BYTES, CopyPermit
+from flexcache.transfer import cpu_copier
+from flexcache.transfer.copier import NUM_WORDS, PIECE_BYTES, CopyPermit
+from flexcache.transfer.cpu_copier import CopyRuns
 
 _SIZES = st.one_of(st.integers(0, 300), st.integers(2000, 20_000), st.just(65_536))
 _GAPS = st.integers(0, 130)
 
 
 def _implementations() -> list[CopyRuns]:
-    pytest.importorskip("flexcache.transfer.workers.copy_streams")
-    return [copy_cpu.load_copy_runs(), copy_cpu._copy_with_ctypes]
+    pytest.importorskip("flexcache.transfer.cpu_kernels")
+    return [cpu_copier.load_copy_runs(), cpu_copier._copy_with_ctypes]
 
 
 @given(runs=st.lists(st.tuples(_SIZES, _GAPS, _GAPS), max_size=8), seed=st.integers(0, 9))
@@ -122,12 +122,12 @@ class BrokenNumba(ModuleType):
 def test_without_a_working_numba_copies_are_slower(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, numba: object, event: str
 ) -> None:
-    monkeypatch.delitem(sys.modules, "flexcache.transfer.workers.copy_streams", raising=False)
+    monkeypatch.delitem(sys.modules, "flexcache.transfer.cpu_kernels", raising=False)
     monkeypatch.setitem(sys.modules, "numba", numba)
     caplog.set_level(logging.INFO, "flexcache")
-    copy_cpu.load_copy_runs.cache_clear()
+    cpu_copier.load_copy_runs.cache_clear()
     try:
-        assert copy_cpu.load_copy_runs() is copy_cpu._copy_with_ctypes
+        assert cpu_copier.load_copy_runs() is cpu_copier._copy_with_ctypes
     finally:
-        copy_cpu.load_copy_runs.cache_clear()
+        cpu_copier.load_copy_runs.cache_clear()
     assert event in caplog.text

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from flexcache.errors import ConfigError, RegistrationError
-from flexcache.storage.host_pool import HostSegment
-from flexcache.storage.huge_pages import HUGE_BYTES, make_huge
+from flexcache.storage.host_pool import HUGE_BYTES, HostSegment, make_huge
 
 BLOCK_BYTES, NUM_BLOCKS = 5000, 300
 _RESERVED = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")

@@ -63,8 +63,8 @@ from flexcache.server.sessions import HubConfig
 from flexcache.storage.shards import Shards
 from flexcache.tasks.instructions import REMOTE, RunLookUp, RunOp, device
 from flexcache.tasks.stats import CacheStats, TierStats
+from flexcache.transfer.copier import CopyPermit
 from flexcache.transfer.messages import Done, Execute
-from flexcache.transfer.workers.permit import CopyPermit
 
 ROOT = bytes(16)
 MODEL = ModelConfig("m", 1, 1, 8, torch.uint8)

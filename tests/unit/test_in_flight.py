@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from flexcache.ids import OpKind
+from flexcache.transfer import device_worker
+from flexcache.transfer.device_worker import InFlight
 from flexcache.transfer.messages import Done, Execute
-from flexcache.transfer.workers import in_flight
-from flexcache.transfer.workers.in_flight import InFlight
-from flexcache.transfer.workers.op_copies import OpCopies
+from flexcache.transfer.op_copies import OpCopies
 
 STREAMS = [(OpKind.H2D, True), (OpKind.H2D, False), (OpKind.D2H, False)]
 
@@ -49,7 +49,7 @@ class InFlightMachine(RuleBasedStateMachine):
         return [number for number in range(len(self.ops)) if number not in self.ended]
 
     @precondition(lambda self: self.running())
-    @rule(data=st.data(), size=st.integers(0, in_flight.MOST_BYTES))
+    @rule(data=st.data(), size=st.integers(0, device_worker.MOST_BYTES))
     def queue(self, data: st.DataObject, size: int) -> None:
         number = data.draw(st.sampled_from(self.running()))
         op, urgent = self.ops[number]
@@ -94,7 +94,7 @@ class InFlightMachine(RuleBasedStateMachine):
             stream: sum(size for _, size, _ in pieces) for stream, pieces in self.pieces.items()
         }
         layers, loads, stores = (sizes[stream] for stream in STREAMS)
-        most, less = in_flight.MOST_BYTES, in_flight.BESIDE_LAYERS
+        most, less = device_worker.MOST_BYTES, device_worker.BESIDE_LAYERS
         assert self.flying.has_room(OpKind.H2D, urgent=True) == (layers < less)
         for beside, limit in ((False, most), (True, less)):
             has_room = partial(self.flying.has_room, beside_layers=beside)

@@ -26,7 +26,7 @@ TRITONS = find_tritons()
 def run_checks() -> None:
     from interpreted_digests import interpret_digests
 
-    from flexcache.transfer.workers import digest_kernel
+    from flexcache.transfer.direct import digest_kernel
 
     with (
         pytest.MonkeyPatch.context() as patch,

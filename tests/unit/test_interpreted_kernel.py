@@ -21,8 +21,8 @@ from paths import ROOT, SUPPORT
 
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
-from flexcache.transfer.workers import copy_cuda
-from flexcache.transfer.workers.copy_choice import SIZES, CopyCost, CopyWay
+from flexcache.transfer import cuda_copier
+from flexcache.transfer.copy_ways import SIZES, CopyCost, CopyWay
 
 pytestmark = pytest.mark.whole
 
@@ -36,7 +36,7 @@ def opened_rig(patch: pytest.MonkeyPatch) -> Iterator[on_cuda.Rig]:
     from interpreted_kernel import InterpretedKernel
 
     no_costs = {number: CopyCost(0, (1,) * len(SIZES)) for number in (0, 4, 8, 12)}
-    patch.setattr(copy_cuda, "measure_costs", lambda _: no_costs.copy())  # takes long here
+    patch.setattr(cuda_copier, "measure_costs", lambda _: no_costs.copy())  # takes long here
     with (
         HostSegment.create(on_cuda.BLOCK, on_cuda.NUM_BLOCKS) as segment,
         fake_gpu(patch) as gpu,
@@ -64,7 +64,7 @@ def passes_the_self_test_and_copies(rig: on_cuda.Rig, patch: pytest.MonkeyPatch)
 def copies_a_large_op_by_several_tables(rig: on_cuda.Rig, patch: pytest.MonkeyPatch) -> None:
     rig.add_kernel()
     rig.attach()
-    patch.setattr(copy_cuda, "_RUNS_PER_TABLE", 9)
+    patch.setattr(cuda_copier, "_RUNS_PER_TABLE", 9)
     before = rig.blocks.copy()
     blocks = list(range(0, 50, 2))
     rig.copy(OpKind.D2H, blocks, blocks, way=KERNEL)

@@ -7,7 +7,7 @@ import threading
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from flexcache.transfer.workers.layer_load import LayerLoad
+from flexcache.transfer.gates import LayerLoad
 
 LAYERS = {"a": 2, "b": 4, "shares a": 2, "c": 5}
 ENDS = (2, 4, 5)

@@ -15,8 +15,8 @@ from flexcache.client import lent_tensors as attachment
 from flexcache.client.link import ServerLink
 from flexcache.protocol.messages import Ping
 from flexcache.server.server import KVServer
+from flexcache.transfer.cuda_copier import show_life_during
 from flexcache.transfer.messages import Stop
-from flexcache.transfer.workers.life import show_life_during
 
 WAIT_S = 60.0
 

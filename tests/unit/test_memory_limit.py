@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flexcache.errors import ConfigError
-from flexcache.storage.memory_limit import (
+from flexcache.storage.machine import (
     MemoryLimit,
     check_pool_fits,
     installed_memory,

@@ -28,7 +28,7 @@ from flexcache.cache.tiered_cache import TieredCache
 from flexcache.cache.tiers import Tiers
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, OpId, OpKind, RootId, TaskKind, TierName
-from flexcache.transfer.graph import BlockIds, TransferOp
+from flexcache.transfer.scheduler import BlockIds, TransferOp
 
 CPU, SSD = TierName.CPU, TierName.SSD
 LONGEST = 6

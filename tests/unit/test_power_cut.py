@@ -30,22 +30,20 @@ from flexcache.cache.restore import restore_tier
 from flexcache.cache.tier import Lease, Tier
 from flexcache.ids import OpKind, RootId, TierName
 from flexcache.storage.block_io import BlockIO, Completion, Direction, Request
-from flexcache.storage.checksum import checksum
 from flexcache.storage.compression import Codec
-from flexcache.storage.disk_pool import DiskPool, locate_slot
+from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.host_pool import HostSegment
-from flexcache.storage.packed_slots import SlotPacker, filled_bytes
+from flexcache.storage.pieces import checksum
 from flexcache.storage.pool_directory import (
     DATA_FILE,
     INDEX_FILE,
     data_file_bytes,
     index_file_bytes,
 )
-from flexcache.storage.slot_index import FORM, SlotIndex
-from flexcache.storage.slot_io import SlotIO
+from flexcache.storage.slot_index import FORM, SlotIndex, locate_slot
+from flexcache.storage.slot_io import SlotIO, SlotPacker, filled_bytes
+from flexcache.transfer.disk_worker import DiskWorker, GroupCommit
 from flexcache.transfer.messages import BlockNames, Done, Execute, pack_ids
-from flexcache.transfer.workers.commit import GroupCommit
-from flexcache.transfer.workers.disk import DiskWorker
 
 pytestmark = pytest.mark.whole
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from flexcache.errors import NoDirectPathError
-from flexcache.storage.direct_files import DirectFiles, DirectFilesRef
+from flexcache.storage.direct_files import DirectFiles, DirectFilesRef, is_free_of_ranks
 from flexcache.storage.disk_pool import DiskPool
-from flexcache.storage.rank_lock import is_free_of_ranks
 
 SLOT_BYTES = 8192
 

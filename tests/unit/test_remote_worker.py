@@ -27,25 +27,24 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from flexcache.errors import ConfigError, MissingDependencyError
 from flexcache.ids import OpKind
-from flexcache.storage.checksum import checksum
 from flexcache.storage.host_pool import HostSegment
+from flexcache.storage.pieces import Parts, checksum
 from flexcache.storage.remote import check_remote_url, open_remote_store
 from flexcache.storage.remote.base import (
     Outcome,
-    Parts,
     Presence,
     RemoteStore,
     Status,
     StoreUnavailableError,
     failed,
 )
-from flexcache.storage.remote.block_mover import Moved
 from flexcache.storage.remote.directory import STEP_BYTES
 from flexcache.storage.remote.memory import MemoryStore
-from flexcache.storage.remote.object_format import (
+from flexcache.storage.remote.objects import (
     HEADER_BYTES,
     BlockCodec,
     DamagedObjectError,
+    Moved,
     object_name,
 )
 from flexcache.transfer.messages import (
@@ -59,7 +58,7 @@ from flexcache.transfer.messages import (
     Stop,
     pack_ids,
 )
-from flexcache.transfer.workers.remote import (
+from flexcache.transfer.remote_worker import (
     RemoteOp,
     RemoteService,
     RemoteWorker,
@@ -525,6 +524,10 @@ def test_urls_are_parsed(url: str, location: str, options: dict[str, str]) -> No
     ("url", "text"),
     [
         ("redis://h:1", "must begin with one of mooncake://, s3://"),
+        ("no.such.module://h", "a module that cannot be imported: No module named 'no'"),
+        ("json.decoder://h", "the module json.decoder registers no store"),
+        ("outside.sqlite_store://h/x", "must be outside.sqlite_store:///FILE"),
+        ("outside.sqlite_store:///x?journal=off", "journal = 'off': must be one of delete, wal"),
         ("mooncake://host", "must be mooncake://HOST:PORT"),
         ("mooncake://host:port", "is no URL"),
         ("mooncake://h:1?segmnet_gb=1", "did you mean segment_gb?"),
@@ -888,7 +891,7 @@ class Process:
         self._socket.linger = 0
         self._socket.bind(f"ipc://{path}/s")
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "flexcache.transfer.workers.remote"],
+            [sys.executable, "-m", "flexcache.transfer.remote_worker"],
             stdin=subprocess.PIPE,
             pass_fds=[segment.fd for segment in segments],
         )

@@ -16,7 +16,7 @@ from flexcache.cache.restore import restore_tier
 from flexcache.cache.tier import Tier
 from flexcache.config.model import KVGroup
 from flexcache.ids import OpKind, RootId, TierName
-from flexcache.storage.write_times import ages_s, next_generation, older
+from flexcache.storage.slot_index import ages_s, next_generation, older
 from flexcache.tasks.instructions import DISK
 
 CPU, SSD = TierName.CPU, TierName.SSD

@@ -14,7 +14,7 @@ from router_stats import CACHE_A, CACHE_B, SHARED, SOURCE_A, SOURCE_B, A, B, mak
 
 from flexcache.metrics import catalog as server_metrics
 from flexcache.metrics.metric import MetricType
-from flexcache.router.metrics.catalog import CATALOG
+from flexcache.router.metrics import CATALOG
 from flexcache.router.stats import RouterStats
 
 UNSHOWN = {

@@ -14,8 +14,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from flexcache.errors import InternalError
 from flexcache.ids import OpId, OpKind, TaskId
-from flexcache.transfer.graph import TransferOp, TransferOpGraph
-from flexcache.transfer.scheduler import OpEnded, Outcome, StartOp, TransferScheduler
+from flexcache.transfer.scheduler import (
+    OpEnded,
+    Outcome,
+    StartOp,
+    TransferOp,
+    TransferOpGraph,
+    TransferScheduler,
+)
 
 # An op of a drawn graph: positions [first, first + length), and the earlier ops it depends on.
 OpShape = tuple[int, int, list[int]]

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from flexcache.config import ModelConfig
 from flexcache.errors import ConfigError
 from flexcache.server.cache import TOLD_TTL_S, RankSizes
-from flexcache.storage.shard_layouts import ShardLayouts
-from flexcache.storage.shards import Shards
+from flexcache.storage.shards import ShardLayouts, Shards
 
 
 def model(**shape: Any) -> ModelConfig:

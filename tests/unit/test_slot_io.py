@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from flexcache.errors import MissingDependencyError
 from flexcache.storage.block_io import Direction, open_block_io
 from flexcache.storage.compression import Codec
-from flexcache.storage.packed_slots import FULL, SlotPacker, filled_bytes
 from flexcache.storage.slot_index import FORM, SlotForms
-from flexcache.storage.slot_io import SlotIO, SlotMoved, SlotRequest
+from flexcache.storage.slot_io import FULL, SlotIO, SlotMoved, SlotPacker, SlotRequest, filled_bytes
 
 SLOT_BYTES, NUM_SLOTS = 65536, 8
 CODECS = [Codec.ZSTD, Codec.LZ4]

@@ -15,9 +15,9 @@ from probe_connector import compare_probes
 from vllm import SamplingParams
 
 from flexcache.integration.adapter import LayerwiseRule
-from flexcache.storage.disk_pool import locate_slot
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.pool_directory import DATA_FILE
+from flexcache.storage.slot_index import locate_slot
 
 pytestmark = pytest.mark.runners
 BLOCK = 32

@@ -22,8 +22,8 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from flexcache.errors import ConfigError, LoadLostError
 from flexcache.integration.adapter import LayerwiseRule
 from flexcache.integration.vllm.step_loads import StepBudget, StepLoads, find_obstacle
-from flexcache.transfer.workers import device
-from flexcache.transfer.workers.layer_load import LayerLoad
+from flexcache.transfer import device_worker
+from flexcache.transfer.gates import LayerLoad
 
 # vLLM's second runner does not recover from a load lost in a step: none runs there.
 pytestmark = pytest.mark.runners
@@ -54,7 +54,7 @@ def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     """An initially empty engine that loads by layer whenever it can, one layer at a time."""
     side = engine.scheduler.connector._scheduler
     monkeypatch.setattr(side.gets, "layerwise", LayerwiseRule("on", None))
-    monkeypatch.setattr(device, "_MIN_PART_BYTES", 0)
+    monkeypatch.setattr(device_worker, "_MIN_PART_BYTES", 0)
     engine.forget_all()
     for path in engine.probe_dir.glob("*.jsonl"):
         path.unlink()
@@ -294,7 +294,8 @@ def serve_beside(engine: Engine, running: list[int], hit: list[int]) -> list[lis
     for name, prompt, count in (("running", running, 24), ("hit", hit, 8)):
         sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
         llm_engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
-        for _ in range(3 if name == "running" else 40):
+        # Two steps of a token each have to have ended before it is known how long they take.
+        for _ in range(4 if name == "running" else 40):
             outputs = llm_engine.step()
             if name == "hit":
                 steps.append([(o.request_id, o.outputs[0].token_ids[-1]) for o in outputs])

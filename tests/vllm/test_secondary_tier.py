@@ -22,10 +22,11 @@ from safetensors.torch import load_file, save_file
 from flexcache.config import CacheConfig
 from flexcache.errors import ConfigError
 from flexcache.integration.vllm.secondary_tier import TierHost
-from flexcache.storage.disk_pool import DiskPool, locate_slot
+from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.host_pool import HostSegment
-from flexcache.storage.kv_identity import KVIdentity
 from flexcache.storage.pool_directory import DATA_FILE
+from flexcache.storage.shards import KVIdentity
+from flexcache.storage.slot_index import locate_slot
 
 pytestmark = pytest.mark.newest
 PROMPT = make_prompt(700, 1)

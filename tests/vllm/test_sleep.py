@@ -26,7 +26,7 @@ from flexcache.client import rank
 from flexcache.ids import OpKind
 from flexcache.integration.vllm.worker import FlexCacheMetadata, FlexCacheWorker, Load
 from flexcache.storage.host_pool import HostSegment
-from flexcache.transfer.workers.copier import Addresses
+from flexcache.transfer.copier import Addresses
 
 pytestmark = pytest.mark.newest
 BLOCK, NUM_BLOCKS, LAYERS = 16, 24, 3

@@ -12,7 +12,7 @@ from flexcache.ids import TierName
 from flexcache.integration.adapter import TaskCalls, safely
 from flexcache.integration.sglang.pools import NO_BLOCKS, Blocks
 from flexcache.integration.sglang.rank import Pages, RankCache
-from flexcache.transfer.workers.layer_load import LayerLoad
+from flexcache.transfer.gates import LayerLoad
 
 
 class PageMatch(NamedTuple):

@@ -30,7 +30,7 @@ from flexcache.integration.tensorrt_llm.engine import (
     read_cache_config,
     saves_of,
 )
-from flexcache.transfer.workers.layer_load import LayerLoad
+from flexcache.transfer.gates import LayerLoad
 
 try:
     from tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector import KvCacheConnectorWorker

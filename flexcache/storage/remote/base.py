@@ -1,11 +1,9 @@
 """The contract of a remote store: named objects that other hosts see too.
 
-A store moves bytes without knowing their content, which `object_format` defines. An object is
-passed as *parts*, memoryviews that are contiguous in the object but not in memory, so that a store
-that can gather and scatter copies nothing.
-
-Parts lie in the host pool, which belongs to this host alone. A library that shows memory to the
-network is given `BounceMemory` instead.
+A store moves bytes without knowing their content, which `objects` defines. An object is passed as
+*parts*, memoryviews that are contiguous in the object but not in memory, so that a store that can
+gather and scatter copies nothing. Parts lie in the host pool, which belongs to this host alone: a
+library that shows memory to the network must not see them (`mooncake.BounceMemory`).
 
 Calls block, may come from several threads at once, and return a result for each object. The names
 in a batch are distinct. A deadline is an absolute `time.monotonic`. A store starts nothing after it
@@ -15,23 +13,20 @@ process must be replaced.
 
 from __future__ import annotations
 
-import mmap
+import logging
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from itertools import accumulate
-from queue import Empty, LifoQueue
+from itertools import takewhile
 
-import numpy as np
-import xxhash
+from flexcache.errors import ConfigError, FlexCacheError, MissingDependencyError
+from flexcache.logs import log_event
+from flexcache.storage.pieces import Parts
 
-from flexcache.errors import FlexCacheError
-
-Parts = Sequence[memoryview]
-"""One object's bytes, each part contiguous and of type uint8."""
+logger = logging.getLogger(__name__)
 
 
 class StoreUnavailableError(FlexCacheError):
@@ -64,6 +59,7 @@ class Outcome:
 
 
 MISSING = Outcome(Status.MISSING, reason="not in the store")
+TOO_LATE = Outcome(Status.FAILED, reason="the deadline has passed")
 
 
 def failed(reason: str) -> Outcome:
@@ -72,10 +68,6 @@ def failed(reason: str) -> Outcome:
 
 def too_large(num_bytes: int, room: int) -> Outcome:
     return Outcome(Status.TOO_LARGE, reason=f"{num_bytes} bytes where at most {room} are expected")
-
-
-STEP_BYTES = 512 << 10
-"""Size of a copy or read that, with its checksum, stays within a core's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,117 +122,96 @@ class RemoteStore(ABC):
         """Release the store. No call may be running. Idempotent."""
 
 
-class BounceMemory:
-    """Rooms of memory for a library that shows memory to the network; it is given no other.
-
-    Anyone who reaches the library's ports may read and write it, at any moment. So nothing that
-    lies here is believed: what has arrived is copied out first and checked then, and checksums of
-    what is sent are made from the original. Thread-safe.
-
-    Args:
-        room_bytes: Size of a room: of all that one call of the library moves.
-        num_rooms: How many calls there can be at once; further ones wait.
-        register: Shows the memory to the library, by address and size.
-    """
-
-    def __init__(
-        self, room_bytes: int, num_rooms: int, register: Callable[[int, int], object]
-    ) -> None:
-        memory = memoryview(b"")
-        if room_bytes:
-            memory = memoryview(mmap.mmap(-1, room_bytes * num_rooms))
-            register(address_of(memory), len(memory))
-        # The room that was used last comes first: it is in the processor's cache.
-        self._free: LifoQueue[memoryview] = LifoQueue()
-        for number in range(num_rooms):
-            self._free.put(memory[number * room_bytes :][:room_bytes])
-
-    @contextmanager
-    def room(self, deadline: float) -> Iterator[memoryview | None]:
-        """Lend a room; None if none became free before the deadline.
-
-        The library must be done with it at the end.
-        """
-        try:
-            room = self._free.get(timeout=seconds_until(deadline))
-        except Empty:
-            yield None
-            return
-        try:
-            yield room
-        finally:
-            self._free.put(room)
-
-
 def seconds_until(deadline: float) -> float:
     return max(0.0, deadline - time.monotonic())
 
 
-def address_of(memory: memoryview | mmap.mmap) -> int:
-    """Return where memory that is contiguous begins."""
-    return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
+_FIRST_LOOK = 8
+"""Number of names in the first step; each further one doubles it, until a name is missing."""
 
 
-def num_bytes_of(parts: Parts) -> int:
-    return sum(part.nbytes for part in parts)
+class StepwiseStore(RemoteStore):
+    """Looks names up in growing steps: most prompts are missing, or present over a long prefix."""
+
+    def count_present(self, names: Sequence[str], deadline: float) -> Presence:
+        for start, found in self._steps(names, deadline):
+            gapless = sum(1 for _ in takewhile(lambda o: o.status is Status.OK, found))
+            if gapless < len(found):
+                end = found[gapless]
+                error = end.reason if end.status is Status.FAILED else None
+                return Presence(start + gapless, error)
+        return Presence(len(names))
+
+    def first_present(self, names: Sequence[str], deadline: float) -> int:
+        for start, found in self._steps(names, deadline):
+            for number, outcome in enumerate(found, start):
+                if outcome.status is Status.OK:
+                    return number
+        return len(names)
+
+    @abstractmethod
+    def look(self, names: Sequence[str], deadline: float) -> list[Outcome]:
+        """Return for each name whether it exists."""
+
+    def _steps(self, names: Sequence[str], deadline: float) -> Iterator[tuple[int, list[Outcome]]]:
+        start, step = 0, _FIRST_LOOK
+        while start < len(names):
+            found = self.look(names[start : start + step], deadline)
+            yield start, found
+            start += step
+            step *= 2
 
 
-def first_bytes(parts: Parts, num_bytes: int) -> list[memoryview]:
-    """Return the front of the parts."""
-    front = []
-    for part in parts:
-        if num_bytes:
-            front.append(part[:num_bytes])
-            num_bytes -= len(front[-1])
-    return front
+_FIRST_BACKOFF_S = 0.2
+_LONGEST_BACKOFF_S = 5.0
 
 
-def cut(memory: memoryview, sizes: Sequence[int]) -> list[memoryview]:
-    """Cut pieces of these sizes from the front of the memory.
+class Connection:
+    """A store, once it could be opened. From then on the store handles its own failures."""
 
-    Raises:
-        ValueError: It is smaller than their sum.
-    """
-    ends = list(accumulate(sizes))
-    if sum(sizes) > len(memory):
-        raise ValueError(f"{sum(sizes)} bytes in one call, of at most {len(memory)}")
-    return [memory[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    def __init__(self, open_store: Callable[[], RemoteStore]) -> None:
+        self._open_store = open_store
+        self._store: RemoteStore | None = None
+        self._problem = "not connected yet"
+        self._closing = threading.Event()
+        self._thread = threading.Thread(
+            target=self._connect, name="flexcache-remote-connect", daemon=True
+        )
+        self._thread.start()
 
+    def store(self) -> RemoteStore:
+        """Return the open store.
 
-def scatter(data: memoryview, parts: Parts) -> list[memoryview]:
-    """Copy the bytes into the parts, in order; return the room that is left. There must be room for
-    all of them."""
-    left = []
-    for part in parts:
-        count = min(len(part), len(data))
-        part[:count] = data[:count]
-        data = data[count:]
-        if count < len(part):
-            left.append(part[count:])
-    return left
+        Raises:
+            StoreUnavailableError: It has not been opened yet; the message says why.
+        """
+        if self._store is None:
+            raise StoreUnavailableError(self._problem)
+        return self._store
 
+    def close(self) -> None:
+        """Close the store and stop trying to open it. No call of the store may be running."""
+        self._closing.set()
+        self._thread.join()
+        if self._store is not None:
+            self._store.close()
+            self._store = None
 
-def scatter_checked(data: memoryview, parts: Parts) -> int:
-    """Copy the bytes as `scatter`; return the `checksum` of the copies behind the first part."""
-    digest = xxhash.xxh3_64()
-    for number, part in enumerate(first_bytes(parts, len(data))):
-        for start in range(0, len(part), STEP_BYTES):
-            copy = part[start : start + STEP_BYTES]
-            _copy(copy, data[: len(copy)])
-            data = data[len(copy) :]
-            if number > 0:
-                digest.update(copy)
-    return digest.intdigest()
-
-
-def gather(parts: Parts, room: memoryview) -> memoryview:
-    """Copy the parts to the front of the memory, in order; return what they fill."""
-    filled = cut(room, [num_bytes_of(parts)])[0]
-    for part, target in zip(parts, cut(filled, [len(part) for part in parts]), strict=True):
-        _copy(target, part)
-    return filled
-
-
-def _copy(target: memoryview, source: memoryview) -> None:
-    """Copy, but for memoryviews' own assignment without the interpreter lock."""
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+    def _connect(self) -> None:
+        backoff_s = _FIRST_BACKOFF_S
+        while not self._closing.is_set():
+            try:
+                self._store = self._open_store()
+            except (ConfigError, MissingDependencyError) as error:  # waiting does not help
+                self._problem = str(error)
+                log_event(logger, logging.ERROR, "remote_store_unusable", error=error)
+                return
+            except Exception as error:
+                if str(error) != self._problem:
+                    log_event(logger, logging.WARNING, "remote_store_unreachable", error=error)
+                self._problem = str(error)
+                self._closing.wait(backoff_s)
+                backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
+            else:
+                log_event(logger, logging.INFO, "remote_store_connected", store=self._store.name)
+                return

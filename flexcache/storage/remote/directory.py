@@ -18,52 +18,49 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import SplitResult, unquote
 
 import xxhash
 
-from flexcache.storage.private import make_directory
+from flexcache.config.remote_url import RemoteUrl, StoreKind, StoreLimits, choice_option, register
+from flexcache.config.values import read_path
+from flexcache.storage.machine import make_directory
+from flexcache.storage.pieces import STEP_BYTES, Parts, first_bytes, num_bytes_of
 from flexcache.storage.remote.base import (
     MISSING,
-    STEP_BYTES,
+    TOO_LATE,
     Outcome,
-    Parts,
     Status,
+    StepwiseStore,
     StoreUnavailableError,
     failed,
-    first_bytes,
-    num_bytes_of,
     seconds_until,
     too_large,
 )
-from flexcache.storage.remote.stepwise import StepwiseStore
-
-_LATE = failed("the deadline has passed")
 
 
 class DirectoryStore(StepwiseStore):
     """Files below a directory; up to ``concurrency`` of a batch are moved at once.
 
-    Args:
-        is_shared: Let the directory's group read the files, for hosts that run as other users.
+    With ``access=group`` the directory's group may read them, for hosts that run as other users.
 
     Raises:
         StoreUnavailableError: The directory cannot be used now, such as a share that is not
             mounted yet.
     """
 
-    def __init__(
-        self, directory: Path, name: str, concurrency: int, is_shared: bool = False
-    ) -> None:
-        self.name = name
-        self._directory = directory
-        self._concurrency = concurrency
+    def __init__(self, url: RemoteUrl, limits: StoreLimits) -> None:
+        self.name = url.name
+        self._directory = Path(url.location)
+        self._concurrency = limits.concurrency
+        is_shared = url.options.get("access") == "group"
         self._file_mode, self._directory_mode = (0o640, 0o750) if is_shared else (0o600, 0o700)
         try:
-            make_directory(directory, self._directory_mode)
-            os.scandir(directory).close()
+            make_directory(self._directory, self._directory_mode)
+            os.scandir(self._directory).close()
         except OSError as error:
-            raise StoreUnavailableError(f"{name}: {error.strerror}") from None
-        self._helpers = ThreadPoolExecutor(concurrency, "flexcache-directory")
+            raise StoreUnavailableError(f"{self.name}: {error.strerror}") from None
+        self._helpers = ThreadPoolExecutor(limits.concurrency, "flexcache-directory")
 
     def read_into(
         self, names: Sequence[str], parts: Sequence[Parts], deadline: float
@@ -81,7 +78,7 @@ class DirectoryStore(StepwiseStore):
     def close(self) -> None:
         self._helpers.shutdown()
 
-    def _look(self, names: Sequence[str], deadline: float) -> list[Outcome]:
+    def look(self, names: Sequence[str], deadline: float) -> list[Outcome]:
         return self._each(_look, names, deadline)
 
     def _write(self, path: str, parts: Parts) -> Outcome:
@@ -115,7 +112,7 @@ class DirectoryStore(StepwiseStore):
         *arguments: Sequence[Any],
     ) -> list[Outcome]:
         """Apply an action to each file, in this thread and in helpers."""
-        outcomes = [_LATE] * len(names)
+        outcomes = [TOO_LATE] * len(names)
         places = iter(range(len(names)))
         lock = threading.Lock()
 
@@ -178,3 +175,29 @@ def _create(path: str) -> int:
 def _remove(path: str) -> Outcome:
     os.unlink(path)
     return Outcome(Status.OK)
+
+
+def _fits(split: SplitResult) -> bool:
+    if split.netloc or not split.path.startswith("/"):
+        return False
+    read_path("remote_url", unquote(split.path))
+    return True
+
+
+def _problem(url: RemoteUrl) -> str | None:
+    """Check a shared directory without creating it: the share may not be mounted."""
+    if not os.path.isdir(url.location):
+        return "no such directory"
+    return None if os.access(url.location, os.W_OK | os.X_OK) else "must be writable"
+
+
+register(
+    "file",
+    StoreKind(
+        open=DirectoryStore,
+        form="file:///DIRECTORY, an absolute path",
+        fits=_fits,
+        options={"access": choice_option("user", "group")},
+        problem=_problem,
+    ),
+)

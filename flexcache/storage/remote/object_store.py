@@ -16,22 +16,29 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from flexcache.config.remote_url import RemoteUrl
+from flexcache.config.remote_url import (
+    OptionCheck,
+    RemoteUrl,
+    StoreKind,
+    StoreLimits,
+    endpoint_option,
+    register,
+    text_option,
+)  # fmt: skip
 from flexcache.errors import ConfigError, MissingDependencyError
+from flexcache.storage.pieces import Parts, num_bytes_of, scatter
 from flexcache.storage.remote.base import (
     MISSING,
+    TOO_LATE,
     Outcome,
-    Parts,
     RemoteStore,
     Status,
+    StepwiseStore,
     StoreUnavailableError,
     failed,
-    num_bytes_of,
-    scatter,
     seconds_until,
     too_large,
 )
-from flexcache.storage.remote.stepwise import StepwiseStore
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
@@ -43,7 +50,7 @@ _NO_BUCKET_CODES = ("NoSuchBucket", "ContainerNotFound")  # of S3 and GCS, of Az
 _NO_BUCKET = "the bucket or container does not exist: create it, or correct remote_url"
 
 
-def open_object_store(url: RemoteUrl, timeout_s: float, concurrency: int) -> RemoteStore:
+def open_object_store(url: RemoteUrl, limits: StoreLimits) -> RemoteStore:
     """Open a cloud store. The usual environment variables supply credentials.
 
     Raises:
@@ -57,7 +64,7 @@ def open_object_store(url: RemoteUrl, timeout_s: float, concurrency: int) -> Rem
         raise MissingDependencyError(
             "obstore is not installed; install the extra: pip install '.[object-store]'"
         ) from error
-    limit = timedelta(seconds=timeout_s)
+    limit = timedelta(seconds=limits.timeout_s)
     settings: dict[str, Any] = dict(url.options)
     if "account" in settings:
         settings["account_name"] = settings.pop("account")
@@ -74,7 +81,7 @@ def open_object_store(url: RemoteUrl, timeout_s: float, concurrency: int) -> Rem
         )
     except BaseError as error:
         raise ConfigError(f"remote_url = {url.name!r}: {_first_line(error)}") from None
-    return ObjectStore(client, url.name, concurrency)
+    return ObjectStore(client, url.name, limits.concurrency)
 
 
 class ObjectStore(StepwiseStore):
@@ -106,7 +113,7 @@ class ObjectStore(StepwiseStore):
     def close(self) -> None:
         """Do nothing: connections close with the last reference."""
 
-    def _look(self, names: Sequence[str], deadline: float) -> list[Outcome]:
+    def look(self, names: Sequence[str], deadline: float) -> list[Outcome]:
         return self._each(self._head, [(name,) for name in names], deadline)
 
     async def _head(self, name: str) -> Outcome:
@@ -174,7 +181,7 @@ class ObjectStore(StepwiseStore):
             except FileNotFoundError:
                 return MISSING
             except asyncio.CancelledError:
-                return failed("the deadline has passed")
+                return TOO_LATE
             except Exception as error:  # obstore's own classes, or system errors it translated
                 return failed(_first_line(error))
 
@@ -195,3 +202,21 @@ def _first_line(error: BaseException) -> str:
     said, _, answer = line.partition("<")
     code = re.search("<Code>([^<]{1,80})</Code>", f"<{answer}")
     return said[:_MOST_REASON].strip() + (f" {code[1]}" if code else "")
+
+
+_OPTIONS: dict[str, dict[str, OptionCheck]] = {
+    "s3": {"endpoint": endpoint_option, "region": text_option},
+    "gs": {},
+    "az": {"account": text_option, "endpoint": endpoint_option},
+}
+for _scheme, _options in _OPTIONS.items():
+    register(
+        _scheme,
+        StoreKind(
+            open=open_object_store,
+            form=f"{_scheme}://BUCKET/PREFIX",
+            options=_options,
+            package="obstore",
+            extra="object-store",
+        ),
+    )

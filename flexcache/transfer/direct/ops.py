@@ -1,0 +1,388 @@
+"""DirectOps: executes DISK2D and D2DISK of one rank, block by block, past the host pool.
+
+    op --compute is done--> queue --begin--> DirectIO --read: verified, written: summed--> Done
+
+Part of `DeviceWorker`, which keeps ops behind their gates. A block that was not moved ends the
+useful part of its op, as in the disk worker; it is called bad only if the file is at fault.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from flexcache.errors import InternalError, NoDirectPathError, TaskRevokedError
+from flexcache.storage.block_io import Completion, Direction, Request, ThreadedBlockIO
+from flexcache.storage.layout import BlockLayout
+from flexcache.storage.pieces import checksum
+from flexcache.transfer.block_op import BlockOp, BlockOpQueue
+from flexcache.transfer.copier import Copier, CopyPermit, Fence
+from flexcache.transfer.cpu_copier import load_copy_runs
+from flexcache.transfer.messages import Done, Execute
+
+Addresses = npt.NDArray[np.int64]
+
+BAD_BLOCK_ERRORS = frozenset(
+    {errno.EIO, errno.ENODATA, errno.EREMOTEIO, errno.EUCLEAN, errno.EBADMSG, errno.EILSEQ}
+)
+"""Errors of a read by which Linux says that the medium or the file system has lost the bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A rank's part of a block: consecutive bytes of a file, scattered over KV tensors.
+
+    Attributes:
+        task_id: Its task, for the permit.
+        offset: Where it begins in the file; in whole pages, as is ``length``.
+        addresses: Its runs in the KV tensors, in the order of the bytes in the file.
+        sizes: Theirs. What follows them up to ``length`` is padding: zeros when written.
+        expected: Checksum of the ``length`` bytes to be read; 0 for a write.
+    """
+
+    token: int
+    task_id: int
+    direction: Direction
+    fd: int
+    offset: int
+    length: int
+    addresses: Addresses
+    sizes: Addresses
+    expected: int = 0
+
+
+class Transferred(NamedTuple):
+    """How a transfer ended.
+
+    Without an ``error`` all of it was moved, and bytes that were read have the expected checksum
+    and are in the KV tensors. ``checksum`` is that of the bytes written. ``is_bad``: what the file
+    holds is at fault, not the way there.
+    """
+
+    token: int
+    error: str | None
+    checksum: int = 0
+    is_bad: bool = False
+
+
+# ------------------------------------------------------------------------------------------------
+# Interface of direct I/O: bytes between a rank's KV tensors and files, past the host pool.
+#
+# The implementations do not import this module; each satisfies `DirectIO` structurally.
+
+_MAX_IN_FLIGHT = 32
+_MAX_BYTES = 16 << 20  # in flight: enough to keep an SSD busy, in the engine's own process
+
+
+class DirectIO(Protocol):
+    """Moves blocks, up to ``depth`` at once. Used by one thread.
+
+    Attributes:
+        through_host: Why the bytes go through host memory all the same; "" if they do not.
+    """
+
+    depth: int
+    through_host: str
+
+    def submit(self, transfers: Sequence[Transfer]) -> None:
+        """Start transfers. The caller keeps no more than ``depth`` unfinished, and starts them only
+        when the engine's compute is done with their blocks."""
+
+    def reap(self) -> list[Transferred]:
+        """Return what has ended since the last call. Never blocks."""
+
+    def close(self) -> None:
+        """Wait for transfers in flight and release everything. Never raises. Idempotent."""
+
+
+def open_direct_io(
+    device: torch.device, copier: Copier, fds: Sequence[int], block_bytes: int, permit: CopyPermit
+) -> DirectIO:
+    """Open direct I/O for a device's memory.
+
+    Args:
+        copier: The attached copier of the device.
+        fds: The files that transfers will name.
+        block_bytes: The length of a transfer.
+        permit: To be checked, for a transfer's task, before its bytes are put into KV tensors.
+
+    Raises:
+        NoDirectPathError: There is none on this machine, or not for this device.
+    """
+    depth = max(2, min(_MAX_IN_FLIGHT, _MAX_BYTES // block_bytes))
+    if device.type == "cpu":
+        return CpuDirectIO(block_bytes, depth, permit)
+    if device.type == "cuda":
+        from flexcache.transfer.cuda_copier import CudaCopier
+        from flexcache.transfer.direct.cuda import CudaDirectIO
+
+        assert isinstance(copier, CudaCopier)
+        return CudaDirectIO(device, copier, fds, block_bytes, depth, permit)
+    raise NoDirectPathError(f"blocks on {device.type} cannot go past DRAM")
+
+
+# ------------------------------------------------------------------------------------------------
+# Direct I/O for KV tensors in host memory.
+#
+# A block goes through a page-aligned buffer, as direct I/O demands. So no byte of it reaches the KV
+# tensors before it is verified, and none after its task was revoked.
+
+
+class CpuDirectIO:
+    """Reads and writes on threads; see `direct_io.DirectIO`.
+
+    Args:
+        block_bytes: The most that a transfer moves.
+        permit: Checked before bytes are copied into KV tensors.
+    """
+
+    def __init__(self, block_bytes: int, depth: int, permit: CopyPermit) -> None:
+        self.depth = depth
+        self.through_host = ""  # there is no other memory
+        self._block_bytes = block_bytes
+        self._permit = permit
+        self._io = ThreadedBlockIO(depth)
+        self._copy = load_copy_runs()
+        memory = mmap.mmap(-1, depth * block_bytes, flags=mmap.MAP_PRIVATE)
+        memory.madvise(mmap.MADV_DONTFORK)  # a write by the parent would move pages in mid-read
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)  # a device takes one large piece faster than many
+        self._buffers = memoryview(memory)
+        self._buffers_address = int(np.frombuffer(self._buffers, np.uint8).ctypes.data)
+        self._free = list(range(depth))
+        self._in_flight: dict[int, tuple[Transfer, int]] = {}  # and its buffer
+        self._ended: list[Transferred] = []
+
+    def submit(self, transfers: Sequence[Transfer]) -> None:
+        for transfer in transfers:
+            buffer = self._free.pop()
+            try:
+                self._start(transfer, buffer)
+            except TaskRevokedError as error:
+                self._free.append(buffer)
+                self._ended.append(Transferred(transfer.token, str(error)))
+
+    def _start(self, transfer: Transfer, buffer: int) -> None:
+        self._require_permit(transfer)
+        if transfer.direction is Direction.WRITE:
+            self._gather(transfer, buffer)
+        self._in_flight[transfer.token] = transfer, buffer
+        pieces = [self._bytes(transfer, buffer)]
+        self._io.submit(
+            [Request(transfer.token, transfer.direction, transfer.fd, transfer.offset, pieces)]
+        )
+
+    def reap(self) -> list[Transferred]:
+        ended, self._ended = self._ended, []
+        return ended + [self._end(completion) for completion in self._io.reap()]
+
+    def _end(self, completion: Completion) -> Transferred:
+        transfer, buffer = self._in_flight.pop(completion.token)
+        try:
+            return self._judge(transfer, buffer, completion)
+        finally:
+            self._free.append(buffer)
+
+    def _judge(self, transfer: Transfer, buffer: int, completion: Completion) -> Transferred:
+        token, result = transfer.token, completion.result
+        problem = completion.problem(transfer.length)
+        if problem is not None:
+            is_bad = result >= 0 or -result in BAD_BLOCK_ERRORS
+            return Transferred(token, problem, is_bad=is_bad)
+        found = checksum([self._bytes(transfer, buffer)])
+        if transfer.direction is Direction.WRITE:
+            return Transferred(token, None, found)
+        if found != transfer.expected:
+            return Transferred(token, "checksum mismatch", is_bad=True)
+        try:
+            self._scatter(transfer, buffer)
+        except TaskRevokedError as error:
+            return Transferred(token, str(error))
+        return Transferred(token, None)
+
+    def _require_permit(self, transfer: Transfer) -> None:
+        self._permit.task_id = transfer.task_id
+        self._permit.check()
+
+    def _bytes(self, transfer: Transfer, buffer: int) -> memoryview:
+        """Return the memory that the file's bytes are read into or written from."""
+        start = buffer * self._block_bytes
+        return self._buffers[start : start + transfer.length]
+
+    def _gather(self, transfer: Transfer, buffer: int) -> None:
+        places = self._places(transfer, buffer)
+        self._copy(places, transfer.addresses, transfer.sizes, self._permit)
+        num_used = int(transfer.sizes.sum())
+        self._bytes(transfer, buffer)[num_used:] = bytes(transfer.length - num_used)
+
+    def _scatter(self, transfer: Transfer, buffer: int) -> None:
+        self._require_permit(transfer)
+        places = self._places(transfer, buffer)
+        self._copy(transfer.addresses, places, transfer.sizes, self._permit)
+
+    def _places(self, transfer: Transfer, buffer: int) -> Addresses:
+        """Return where each run is in a buffer."""
+        start = self._buffers_address + buffer * self._block_bytes
+        places: Addresses = start + np.cumsum(transfer.sizes) - transfer.sizes
+        return places
+
+    def close(self) -> None:
+        self._io.close()
+
+
+class DirectOps:
+    """Keeps direct I/O full with the blocks of the current ops. Used by the rank's thread.
+
+    Every op given to `execute` yields exactly one `Done`, from `advance`, unless the worker that it
+    is part of is abandoned.
+
+    Args:
+        layout: Of the rank's blocks.
+        locate: Returns the file and the offset of the rank's part of a slot.
+        length: Bytes of that part.
+
+    Attributes:
+        failure: Why it is unknown what has landed, if it is. Nothing may follow but `close`.
+    """
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        locate: Callable[[int], tuple[int, int]],
+        length: int,
+        io: DirectIO,
+        permit: CopyPermit,
+    ) -> None:
+        self._layout = layout
+        self._locate = locate
+        self._length = length
+        self._io = io
+        self._permit = permit
+        self.failure: str | None = None
+        self._refused: list[Done] = []
+        self._behind: list[tuple[BlockOp, Fence]] = []
+        """Ops whose blocks the engine's compute may still use."""
+        self._queue = BlockOpQueue()
+        self._ops: dict[int, BlockOp] = {}
+        self._tokens = count()
+        self._in_flight: dict[int, tuple[BlockOp, int]] = {}
+
+    @property
+    def op_ids(self) -> list[int]:
+        """Ops that have not ended."""
+        return [*self._ops, *(done.op_id for done in self._refused)]
+
+    def execute(self, message: Execute, after: Fence | None) -> None:
+        """Take an op, which starts when the engine's compute has passed ``after``."""
+        op = BlockOp.of(message)
+        try:
+            op.check("GPU", self._layout.num_blocks)
+        except ValueError as error:
+            self.refuse(op.op_id, f"malformed op: {error}")
+            return
+        self._ops[op.op_id] = op
+        if after is None:
+            self._queue.add(op)
+        else:
+            self._behind.append((op, after))
+
+    def refuse(self, op_id: int, reason: str) -> None:
+        """End an op that was not taken, with nothing moved."""
+        self._refused.append(Done(op_id, 0, error=reason))
+
+    def drop(self, op_ids: Iterable[int]) -> None:
+        """Move no more blocks of these ops. What is in flight ends first."""
+        for op_id in op_ids:
+            if op_id in self._ops:
+                self._ops[op_id].dropped = True
+
+    def fail_all(self, reason: str) -> None:
+        """Fail the ops that have not ended, once what is in flight has."""
+        for op in self._ops.values():
+            op.fail(reason)
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether some are still in flight after that."""
+        return any(op.is_void for op in self._ops.values())
+
+    def advance(self) -> list[Done]:
+        """Process what has ended and start more; return the ops that ended. Never blocks."""
+        try:
+            self._move()
+        except Exception as error:  # the driver or its wrapper may raise any class
+            self.failure = f"{type(error).__name__}: {error}"
+            return []
+        done, self._refused = self._refused, []
+        for op in [op for op in self._ops.values() if op.is_over]:
+            del self._ops[op.op_id]
+            done.append(op.done())
+        return done
+
+    def _move(self) -> None:
+        for ended in self._io.reap():
+            op, position = self._in_flight.pop(ended.token)
+            op.checksums[position] = ended.checksum
+            self._end(op, position, ended)
+        self._release()
+        self._fill()
+
+    def _end(self, op: BlockOp, position: int, ended: Transferred) -> None:
+        op.end(position, ended.error, ended.is_bad)
+        is_suspect = ended.error is not None or op.direction is Direction.WRITE
+        if is_suspect and self._is_revoked(op):
+            # What was written may have been gathered too late.
+            op.fail(ended.error or "its task was revoked")
+
+    def _is_revoked(self, op: BlockOp) -> bool:
+        self._permit.task_id = op.task_id
+        return self._permit.is_revoked
+
+    def _release(self) -> None:
+        """Queue the ops whose blocks are no longer used by the engine's compute."""
+        behind, self._behind = self._behind, []
+        for op, after in behind:
+            if op.dropped or after.query():
+                self._queue.add(op)
+            else:
+                self._behind.append((op, after))
+
+    def _fill(self) -> None:
+        transfers = []
+        while len(self._in_flight) < self._io.depth and (op := self._queue.next()) is not None:
+            position, token = op.begin_next(), next(self._tokens)
+            self._in_flight[token] = op, position
+            transfers.append(self._transfer(token, op, position))
+        if transfers:
+            self._io.submit(transfers)
+
+    def _transfer(self, token: int, op: BlockOp, position: int) -> Transfer:
+        fd, offset = self._locate(int(op.slots[position]))
+        [addresses] = self._layout.gpu_addresses(op.blocks[position : position + 1])
+        is_read = op.direction is Direction.READ
+        return Transfer(
+            token, op.task_id, op.direction, fd, offset, self._length,
+            addresses, self._layout.sizes, int(op.expected[position]) if is_read else 0,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Wait for blocks in flight; no more will start."""
+        self._io.close()
+
+    def check(self) -> None:
+        """Raise `InternalError` if an invariant does not hold."""
+        if len(self._in_flight) > self._io.depth:
+            raise InternalError(f"{len(self._in_flight)} blocks in flight, of {self._io.depth}")
+        for op in self._ops.values():
+            in_flight = sum(op is other for other, _ in self._in_flight.values())
+            if op.in_flight != in_flight:
+                raise InternalError(f"op {op.op_id}: {op.in_flight} in flight, not {in_flight}")

@@ -1,0 +1,201 @@
+"""The copies of a device op: addresses on the GPU and in the host segment, and sizes.
+
+    op          unit 0                      unit 1
+    host        [ block | block ]           [ block | block ]        blocks_per_unit = 2
+    GPU           group 0, 7   group 1, 3     group 0, 8   -1        -1: not to be copied
+
+A block consists of the segments that its group's layers have of it (`BlockLayout`). In the host
+segment every block has as much room as the largest group needs; a smaller one fills its beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flexcache.ids import OpKind
+from flexcache.storage.host_pool import HostSegment
+from flexcache.storage.layout import BlockLayout
+from flexcache.transfer.messages import Execute, groups_of, ids_of, unpack_ids
+
+Addresses = npt.NDArray[np.int64]
+Copies = tuple[Addresses, Addresses, Addresses]
+"""Destinations, sources, sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupCopies:
+    """Addresses of the blocks of one group: a row for each block, a column for each segment."""
+
+    layout: BlockLayout
+    destinations: Addresses
+    sources: Addresses
+
+    @classmethod
+    def of(
+        cls, layout: BlockLayout, blocks: Addresses, starts: Addresses, is_load: bool
+    ) -> _GroupCopies:
+        """Pair blocks on the GPU with where they start in the host segment."""
+        on_gpu = layout.gpu_addresses(blocks)
+        on_host = layout.host_addresses(starts)
+        return cls(layout, *((on_gpu, on_host) if is_load else (on_host, on_gpu)))
+
+    def columns(self, columns: slice) -> Copies:
+        destinations, sources = self.destinations[:, columns], self.sources[:, columns]
+        sizes = np.empty(sources.shape, np.int64)
+        sizes[:] = self.layout.sizes[columns]
+        return destinations.ravel(), sources.ravel(), sizes.ravel()
+
+
+@dataclass(slots=True)
+class OpCopies:
+    """An op's copies, which may be started in parts of some segments of all blocks."""
+
+    message: Execute
+    num_units: int
+    """Blocks of the host segment."""
+    num_blocks: int
+    """GPU blocks to be copied."""
+    groups: list[_GroupCopies]
+    num_started: int = 0
+    """Segments whose copies were taken; or copies, if all segments are taken together."""
+    num_in_flight: int = 0
+    """Pieces that were queued and have not landed."""
+    is_over: bool = False
+    """Whether no more of it will be queued."""
+    failure: str | None = None
+    began_s: float | None = None
+    """When the copies of a gated load could begin, once they could."""
+    _all: Copies | None = None
+    _ends: Addresses | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(group.sources) * group.layout.block_bytes for group in self.groups)
+
+    def require_whole(self, num_blocks: int) -> None:
+        """Raise `ValueError` unless these are all blocks of a load by layer."""
+        if self.num_blocks != num_blocks:
+            raise ValueError(
+                f"{self.num_blocks} of {num_blocks} blocks cannot be loaded layer by layer"
+            )
+
+    def take(self, num_bytes: int) -> Copies:
+        """Return the next copies of all segments: this many bytes, but at least one copy. Without
+        more to take, `is_over`."""
+        if self._all is None:
+            self._all = self._join()
+            if self.num_bytes <= num_bytes:
+                self.num_started, self.is_over = len(self._all[2]), True
+                return self._all
+        if self._ends is None:
+            self._ends = self._all[2].cumsum()
+        first, ends = self.num_started, self._ends
+        taken = int(ends[first - 1]) if first else 0
+        stop = max(first + 1, int(ends.searchsorted(taken + num_bytes, side="right")))
+        self.num_started, self.is_over = stop, stop >= len(ends)
+        destinations, sources, sizes = self._all
+        return destinations[first:stop], sources[first:stop], sizes[first:stop]
+
+    def _join(self) -> Copies:
+        groups = [group.columns(slice(None)) for group in self.groups]
+        if len(groups) == 1:
+            return groups[0]
+        destinations, sources, sizes = zip(*groups, strict=True)
+        return np.concatenate(destinations), np.concatenate(sources), np.concatenate(sizes)
+
+    def next_part(self, layout: BlockLayout, min_bytes: int) -> int:
+        """Return the first end of a layer that makes the next part large enough, or the last. There
+        must be one group, with this layout."""
+        offsets, ends = layout.by_layer.offsets, sorted(set(layout.layer_ends.values()))
+        enough = offsets[self.num_started] + min_bytes / max(1, self.num_blocks)
+        inner = (end for end in ends[:-1] if end > self.num_started and offsets[end] >= enough)
+        return next(inner, ends[-1])
+
+    def take_until(self, stop: int) -> Copies:
+        """Return the copies of the next segments, up to ``stop``. There must be one group."""
+        columns, self.num_started = slice(self.num_started, stop), stop
+        [group] = self.groups
+        return group.columns(columns)
+
+
+class OpAddresses:
+    """Turns the block lists of ops into addresses.
+
+    Args:
+        layouts: Of each group of the model; of all layers if it has no groups.
+        blocks_per_unit: GPU blocks for each block of the host segment, where they are in sequence.
+        may_skip: Whether -1 stands for a GPU block that is not to be copied.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[BlockLayout],
+        segment: HostSegment,
+        blocks_per_unit: int = 1,
+        may_skip: bool = False,
+    ) -> None:
+        self._layouts = layouts
+        self._segment = segment
+        self._blocks_per_unit = blocks_per_unit
+        self._may_skip = may_skip
+        self._block_bytes = max(layout.block_bytes for layout in layouts)
+
+    def most_bytes(self, message: Execute) -> int:
+        """Return how many bytes an op copies at most."""
+        host = message.src if message.kind is OpKind.H2D else message.dst
+        return len(unpack_ids(host)) * self._segment.stride
+
+    def copies_of(self, message: Execute, *, by_layer: bool = False) -> OpCopies:
+        """Return the copies of an op.
+
+        Args:
+            by_layer: In segments that end where layers end (`BlockLayout.by_layer`).
+
+        Raises:
+            ValueError: The op names blocks that do not exist, or lists that do not pair, or is none
+                between the GPU and the host.
+        """
+        if message.kind not in (OpKind.H2D, OpKind.D2H):
+            raise ValueError(f"this rank cannot execute {message.kind.value}")
+        is_load = message.kind is OpKind.H2D
+        src, dst = unpack_ids(message.src), unpack_ids(message.dst)
+        gpu, host = (dst, src) if is_load else (src, dst)
+        per_unit, num_units = self._blocks_per_unit, len(host)
+        if len(gpu) != num_units * per_unit:
+            raise ValueError(f"{len(gpu)} GPU blocks do not pair with {num_units} host blocks")
+        _require_range("host", host, self._segment.num_blocks)
+        starts = self._segment.address + host * self._segment.stride
+        if self._may_skip or per_unit > 1:
+            wanted = np.flatnonzero(gpu != -1) if self._may_skip else np.arange(len(gpu))
+            gpu = gpu[wanted]
+            starts = starts[wanted // per_unit] + wanted % per_unit * self._block_bytes
+        groups = [
+            _GroupCopies.of(layout.by_layer if by_layer else layout, blocks, starts[rows], is_load)
+            for layout, blocks, rows in self._by_group(gpu)
+        ]
+        return OpCopies(message, num_units, len(gpu), groups)
+
+    def _by_group(
+        self, gpu: Addresses
+    ) -> Iterable[tuple[BlockLayout, Addresses, Addresses | slice]]:
+        """Yield each group's layout, the ids of its blocks, and where in the list they are."""
+        if len(self._layouts) == 1:
+            _require_range("GPU", gpu, self._layouts[0].num_blocks)
+            yield self._layouts[0], gpu, slice(None)
+            return
+        groups, ids = groups_of(gpu), ids_of(gpu)
+        _require_range("group's", groups, len(self._layouts))
+        for group in np.unique(groups).tolist():
+            rows = np.flatnonzero(groups == group)
+            _require_range("GPU", ids[rows], self._layouts[group].num_blocks)
+            yield self._layouts[group], ids[rows], rows
+
+
+def _require_range(place: str, blocks: Addresses, count: int) -> None:
+    """Raise `ValueError` unless all blocks are there."""
+    if len(blocks) and blocks.view(np.uint64).max() >= count:  # what is below 0 is above all
+        raise ValueError(f"a {place} block lies outside of [0, {count})")

@@ -1,0 +1,315 @@
+"""The remote worker: executes REMOTE2H and H2REMOTE, and answers look-ups, in its own process.
+
+The server runs it as ``python -m flexcache.transfer.remote_worker``, because a store's native
+client may hang or abort: the server then replaces the process, and nothing else is affected. It is
+up at once, even if the store is not; until then it answers every request with an error.
+
+`RemoteWorker` decides which op is next, without threads or sockets; `RemoteService` has the threads
+that run them; `main` is the shell around both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import numpy as np
+import numpy.typing as npt
+
+from flexcache.config.remote_url import check_remote_url
+from flexcache.ids import OpKind
+from flexcache.logs import log_event
+from flexcache.storage.host_pool import HostSegment
+from flexcache.storage.pieces import Parts
+from flexcache.storage.remote import open_remote_store
+from flexcache.storage.remote.base import Connection, Presence, RemoteStore, StoreUnavailableError
+from flexcache.storage.remote.objects import (
+    BlockCodec,
+    BlockMover,
+    Moved,
+    batch_size,
+    object_name,
+    room_bytes,
+)
+from flexcache.transfer.messages import (
+    BlockNames,
+    Done,
+    Drop,
+    Execute,
+    LookedUp,
+    LookUp,
+    unpack_ids,
+)
+from flexcache.transfer.worker_process import (
+    WorkerConfig,
+    map_segments,
+    serve,
+    start_worker_process,
+)
+
+logger = logging.getLogger(__name__)
+
+_TRANSFER_THREADS = 3  # more threads would only compete for the processors
+_LOOKUP_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteOp:
+    """Unit of work of one thread: some blocks of one prompt, all in one direction."""
+
+    op_id: int
+    is_load: bool
+    names: BlockNames
+    host_blocks: npt.NDArray[np.int64]
+    deadline: float
+
+
+@dataclass(slots=True)
+class _Lane:
+    waiting: dict[int, RemoteOp] = field(default_factory=dict)  # in order of arrival
+    num_running: int = 0
+
+
+class RemoteWorker:
+    """Assigns ops to threads: loads first, and never all threads to loads or all to stores.
+
+    So a load never waits for a store to end, and stores never starve. Every accepted op is answered
+    once. Not thread-safe; O(1) per call.
+
+    Args:
+        num_threads: Number of ops that may run at once; at least two.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._most_running = num_threads - 1
+        self._loads = _Lane()
+        self._stores = _Lane()
+
+    @property
+    def is_idle(self) -> bool:
+        return all(not (lane.waiting or lane.num_running) for lane in (self._loads, self._stores))
+
+    def execute(self, message: Execute, deadline: float) -> None:
+        """Accept an op.
+
+        Raises:
+            ValueError: The op is malformed.
+        """
+        is_load = message.kind is OpKind.REMOTE2H
+        host_blocks = unpack_ids(message.dst if is_load else message.src)
+        if message.names is None or len(message.names.keys) != len(host_blocks):
+            raise ValueError(f"malformed op: {len(host_blocks)} blocks without a name for each")
+        op = RemoteOp(message.op_id, is_load, message.names, host_blocks, deadline)
+        self._lane(op).waiting[op.op_id] = op
+
+    def drop(self, op_id: int) -> Done | None:
+        """Drop an op: a waiting one ends at once, a running one continues."""
+        for lane in (self._loads, self._stores):
+            if lane.waiting.pop(op_id, None) is not None:
+                return Done(op_id, 0)
+        return None
+
+    def next_op(self) -> RemoteOp | None:
+        """Return the next op for a free thread. `end` must follow."""
+        for lane in (self._loads, self._stores):
+            if lane.waiting and lane.num_running < self._most_running:
+                lane.num_running += 1
+                return lane.waiting.pop(next(iter(lane.waiting)))
+        return None
+
+    def end(self, op: RemoteOp, moved: Moved) -> Done:
+        self._lane(op).num_running -= 1
+        return Done(op.op_id, moved.num_ok, error=moved.error, bad_block=moved.bad_block)
+
+    def _lane(self, op: RemoteOp) -> _Lane:
+        return self._loads if op.is_load else self._stores
+
+
+class RemoteWorkerConfig(WorkerConfig, frozen=True):
+    """The configuration of the process, on the first line of its standard input.
+
+    ``shard_bytes`` is what a block has in each segment without padding; a segment's stride may be
+    padded. ``concurrency`` is for stores that take one request per object.
+    """
+
+    shard_bytes: list[int]
+    url: str
+    compression: str
+    timeout_s: float
+    concurrency: int
+
+
+class RemoteService:
+    """Threads that move blocks and look names up; `fileno` is readable when there are answers.
+
+    Args:
+        segments: The mapped segments; they must outlive the service.
+        open_store: As `open_remote_store`.
+    """
+
+    def __init__(
+        self,
+        config: RemoteWorkerConfig,
+        segments: Sequence[HostSegment],
+        open_store: Callable[..., RemoteStore] = open_remote_store,
+    ) -> None:
+        self._config = config
+        self._segments = segments
+        self._worker = RemoteWorker(_TRANSFER_THREADS)
+        self._changed = threading.Condition()
+        self._lookups: SimpleQueue[tuple[LookUp, float]] = SimpleQueue()
+        self._num_lookups = 0
+        self._answers: deque[Done | LookedUp] = deque()
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        codecs = [BlockCodec(config.compression) for _ in range(_TRANSFER_THREADS)]
+        block_bytes = sum(config.shard_bytes)
+        self._connection = Connection(
+            lambda: open_store(
+                config.url,
+                call_bytes=batch_size(block_bytes) * room_bytes(block_bytes),
+                timeout_s=config.timeout_s,
+                concurrency=config.concurrency,
+            )
+        )
+        for i, codec in enumerate(codecs):
+            mover = BlockMover(codec, block_bytes)
+            self._start_thread(f"flexcache-remote-{i}", self._transfer, mover)
+        for i in range(_LOOKUP_THREADS):
+            self._start_thread(f"flexcache-remote-lookup-{i}", self._look_up)
+
+    def fileno(self) -> int:
+        return self._event
+
+    @property
+    def is_idle(self) -> bool:
+        with self._changed:
+            return self._worker.is_idle and not (self._num_lookups or self._answers)
+
+    def take(self, message: Execute | Drop | LookUp) -> None:
+        """Start processing a message. Never blocks."""
+        deadline = time.monotonic() + self._config.timeout_s  # includes waiting in the queue
+        with self._changed:
+            if isinstance(message, LookUp):
+                self._num_lookups += 1
+                self._lookups.put((message, deadline))
+            elif isinstance(message, Execute):
+                try:
+                    self._worker.execute(message, deadline)
+                except ValueError as error:
+                    self._answer(Done(message.op_id, 0, error=str(error)))
+                self._changed.notify()
+            elif (done := self._worker.drop(message.op_id)) is not None:
+                self._answer(done)
+
+    def answers(self) -> list[Done | LookedUp]:
+        """Return the answers since the last call. Never blocks."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._event)
+        with self._changed:
+            answers = list(self._answers)
+            self._answers.clear()
+        return answers
+
+    def close(self) -> None:
+        """Close the store; the threads must be idle. They end with the process."""
+        self._connection.close()
+
+    def _start_thread(self, name: str, target: Callable[..., None], *args: BlockMover) -> None:
+        # Daemon threads: one that hangs in a native call must not keep the process alive.
+        threading.Thread(target=target, args=args, name=name, daemon=True).start()
+
+    def _transfer(self, mover: BlockMover) -> None:
+        while True:
+            with self._changed:
+                while (op := self._worker.next_op()) is None:
+                    self._changed.wait()
+            try:
+                moved = self._move(op, mover)
+            except StoreUnavailableError as error:
+                moved = Moved(0, str(error))
+            except Exception as error:
+                log_event(logger, logging.ERROR, "op_failed", op_id=op.op_id, exc_info=True)
+                moved = Moved(0, f"{type(error).__name__}: {error}")
+            with self._changed:
+                self._answer(self._worker.end(op, moved))
+                self._changed.notify()  # its lane has room again
+
+    def _move(self, op: RemoteOp, mover: BlockMover) -> Moved:
+        store = self._connection.store()
+        move = mover.load if op.is_load else mover.save
+        blocks = [self._pieces(int(block)) for block in op.host_blocks]
+        return move(store, op.names.root, op.names.keys, blocks, op.deadline)
+
+    def _pieces(self, block: int) -> Parts:
+        sizes = self._config.shard_bytes
+        return [s.block(block)[:size] for s, size in zip(self._segments, sizes, strict=True)]
+
+    def _look_up(self) -> None:
+        while True:
+            message, deadline = self._lookups.get()
+            tail = -1
+            try:
+                found, tail = self._find(message, deadline)
+            except StoreUnavailableError as error:
+                found = Presence(0, str(error))
+            except Exception as error:
+                log_event(
+                    logger,
+                    logging.ERROR,
+                    "look_up_failed",
+                    lookup_id=message.lookup_id,
+                    exc_info=True,
+                )
+                found = Presence(0, f"{type(error).__name__}: {error}")
+            with self._changed:
+                self._num_lookups -= 1
+                self._answer(LookedUp(message.lookup_id, found.num_present, found.error, tail))
+
+    def _find(self, message: LookUp, deadline: float) -> tuple[Presence, int]:
+        """Return how many blocks are there, and which tail, or -1."""
+        store = self._connection.store()
+        found = store.count_present([object_name(message.root, k) for k in message.keys], deadline)
+        tails = [
+            (number, object_name(message.root, key))
+            for number, (num_needed, key) in enumerate(message.tails)
+            if num_needed <= found.num_present
+        ]
+        if found.error is not None or not tails:
+            return found, -1
+        at = store.first_present([name for _, name in tails], deadline)
+        return found, tails[at][0] if at < len(tails) else -1
+
+    def _answer(self, answer: Done | LookedUp) -> None:
+        self._answers.append(answer)
+        os.eventfd_write(self._event, 1)
+
+
+def main() -> None:
+    """Serve until a `Stop` message arrives or the parent closes its end of standard input."""
+    config = start_worker_process(RemoteWorkerConfig)
+    service = RemoteService(config, map_segments(config))
+    serve(
+        config,
+        check_remote_url(config.url).name,
+        Execute | Drop | LookUp,
+        service.take,
+        service.answers,
+        lambda: service.is_idle,
+        [service.fileno()],
+    )
+    if service.is_idle:  # else a thread is inside the client, which cannot be closed under it
+        service.close()
+    # Daemon threads, ours and the client's, may still be leaving native code: finalizing the
+    # interpreter at the same time would abort the process.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
