@@ -46,7 +46,7 @@ def check_sessions(ssd: str) -> None:
     early = manager_of(engine).stats()["early_loads"]
     request = engine.add(shared + own)
     assert request.rid in linker_of(engine).requests.parked
-    linker_of(engine).ended(request.rid)
+    linker_of(engine).requests.ended(request.rid)
     assert request.rid not in linker_of(engine).requests.parked
     until(lambda: not manager_of(engine).stats()["tasks"]["running"])
     until(lambda: open_blocks(engine) == 0)
@@ -55,9 +55,9 @@ def check_sessions(ssd: str) -> None:
 
     forget_gpu(engine, "CPU")
     request = engine.add(shared + own)
-    until(lambda: linker_of(engine).is_ready(request.rid))
+    until(lambda: linker_of(engine).requests.is_ready(request.rid))
     assert open_blocks(engine) > 0
-    linker_of(engine).ended(request.rid)
+    linker_of(engine).requests.ended(request.rid)
     until(lambda: open_blocks(engine) == 0)
     engine.step_until(request.finished)
     settle(engine)
