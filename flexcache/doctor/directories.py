@@ -243,13 +243,22 @@ class PoolDoctor:
             if not len(wrong):
                 yield ok(f"{name}: all recorded slots match their checksums")
         for what, slots in bad.items():
-            text = f"{name}: {len(slots):,} {what}"
-            if len(slots) and not self.repair:
-                options = "--verify --repair" if self.verify else "--repair"
-                yield error(text, f"{options} erases their records")
-            elif len(slots):
-                erased = _erase(text, index, slots, [fd for fd in index_fds if fd >= 0])
+            if len(slots):
+                text, fds = f"{name}: {len(slots):,} {what}", [fd for fd in index_fds if fd >= 0]
+                erased = self._erase(text, index, slots, fds)
                 yield from _errors_told(f"{text} and could not be erased", erased)
+
+    def _erase(
+        self, text: str, index: SlotIndex, slots: SlotIds, index_fds: Sequence[int]
+    ) -> Told[None]:
+        if not self.repair:
+            options = "--verify --repair" if self.verify else "--repair"
+            yield error(text, f"{options} erases their records")
+            return
+        index.erase(slots)
+        for fd in index_fds:
+            os.fsync(fd)
+        yield ok(f"{text}: erased")
 
     def _verify(
         self, header: PoolHeader, at_hand: Mapping[int, PoolDirectory], records: Records
@@ -273,13 +282,6 @@ def _errors_told(where: str, findings: Told[T]) -> Told[T | None]:
     except MissingDependencyError as failure:
         yield error(f"{where}: {failure}")
     return None
-
-
-def _erase(text: str, index: SlotIndex, slots: SlotIds, index_fds: Sequence[int]) -> Told[None]:
-    index.erase(slots)
-    for fd in index_fds:
-        os.fsync(fd)
-    yield ok(f"{text}: erased")
 
 
 def _look_at_chains(name: str, records: Records) -> Finding:
