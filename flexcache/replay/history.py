@@ -193,11 +193,8 @@ def _blocks(count: int) -> str:
 
 
 def _listed(before: str, counts: Mapping[str, int]) -> str:
-    return before + _joined(f"{count:,} {name}" for name, count in counts.items()) if counts else ""
-
-
-def _joined(parts: Iterable[str]) -> str:
-    return ", ".join(parts)
+    listed = ", ".join(f"{count:,} {name}" for name, count in counts.items())
+    return before + listed if counts else ""
 
 
 def _ms(seconds: float) -> str:
