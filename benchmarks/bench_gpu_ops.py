@@ -24,7 +24,6 @@ from flexcache.bench.gpu import (
     OP_BYTES,
     Arrangement,
     Pool,
-    Runs,
     beside_threads,
     open_pool,
 )
@@ -37,7 +36,7 @@ from flexcache.bench.suite import (
     sample_beside,
 )
 from flexcache.ids import OpKind
-from flexcache.transfer.copier import Lane
+from flexcache.transfer.copier import CopyLane, Runs
 from flexcache.transfer.copy_ways import CopyWay
 from flexcache.transfer.cuda_copier import KernelTables, split_by_table
 from flexcache.transfer.device_worker import DeviceWorker
@@ -96,11 +95,11 @@ def _copy_by_kernel(tables: KernelTables, runs: Runs, programs: int) -> None:
     from flexcache.transfer import copy_kernel
 
     for part in split_by_table(runs):
-        table = tables.fill(Lane.LOADS, part)
+        table = tables.fill(CopyLane.LOADS, part)
         assert table is not None
-        copy_kernel.launch(table, tables.scratch[Lane.LOADS], programs)
+        copy_kernel.launch(table, tables.scratch[CopyLane.LOADS], programs)
     torch.cuda.current_stream().synchronize()
-    tables.clear(Lane.LOADS)
+    tables.clear(CopyLane.LOADS)
 
 
 def without_batches(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:

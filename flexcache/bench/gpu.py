@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from flexcache.bench.ssd import beside_raw, raw_disks
@@ -30,13 +29,11 @@ from flexcache.ids import OpKind
 from flexcache.storage.block_io import Direction, open_block_io
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import describe_kv_caches
-from flexcache.transfer.copier import CopyPermit
+from flexcache.transfer.copier import CopyPermit, Runs
 from flexcache.transfer.copy_ways import CopyWay
 from flexcache.transfer.cuda_copier import CudaCopier
 from flexcache.transfer.direct.cuda import CudaDirectIO
 from flexcache.transfer.direct.ops import Transfer
-
-Runs = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]
 
 NUM_LAYERS = 32
 KINDS = (OpKind.H2D, OpKind.D2H)
@@ -108,11 +105,12 @@ class Pool:
         starts = self.segment.address + host * self.segment.stride
         on_host = self.layout.host_addresses(starts).ravel()
         sizes = np.tile(self.layout.sizes, len(gpu))
-        return (on_gpu, on_host, sizes) if kind is OpKind.H2D else (on_host, on_gpu, sizes)
+        to, start = (on_gpu, on_host) if kind is OpKind.H2D else (on_host, on_gpu)
+        return Runs(to, start, sizes)
 
     def start(self, runs: Runs, kind: OpKind, way: CopyWay | None = None) -> torch.cuda.Event:
         """Submit copies behind the current stream, by default with the copier's choice."""
-        return self.copier.start(*runs, kind, self.copier.fence(), way=way)
+        return self.copier.start(runs, kind, self.copier.fence(), way=way)
 
     def copy(self, runs: Runs, kind: OpKind, way: CopyWay | None = None) -> None:
         """Submit copies and wait for their completion."""
@@ -208,7 +206,7 @@ def scattered_blocks(block_bytes: int, op_bytes: int, rounds: int, seed: int) ->
     with open_pool(block_bytes, op_bytes, seed) as pool:
         for kind in KINDS:
             runs, contiguous = pool.runs(kind), pool.contiguous(kind)
-            chosen = pool.copier.choose(*runs, kind).value
+            chosen = pool.copier.choose(runs, kind).value
             for way in (None, *pool.copier.ways):
                 copy = partial(pool.copy, runs, kind, way)
                 yield rates(
@@ -458,7 +456,7 @@ def _copying(pool: Pool, way: CopyWay) -> Iterator[None]:
         under_way: deque[Any] = deque()
 
         def copy() -> None:  # one is always waiting while another runs
-            under_way.append(pool.copier.start(*runs, kind, None, way=way))
+            under_way.append(pool.copier.start(runs, kind, None, way=way))
             if len(under_way) > 1:
                 under_way.popleft().synchronize()
 
