@@ -49,7 +49,7 @@ from flexcache.protocol.messages import (
 from flexcache.server.cache import CacheSlot, OpenCache, ServedCache
 from flexcache.server.calls import Requests
 from flexcache.server.greeter import EngineReadiness, Peers, malformed_greeting, refuse_undecodable
-from flexcache.server.outbox import BackgroundJob, Outbox, pass_on, problem_of
+from flexcache.server.outbox import BackgroundJob, Outbox, problem_of
 from flexcache.server.places import Claims, Host, Rank, Registry, Scheduler
 from flexcache.server.reactor import Buffer, SocketGuard
 from flexcache.server.sessions import HubConfig, Notices, ServerSessions
@@ -266,7 +266,7 @@ class Hub:
                 if (problem := problem_of(message)) is not None:
                     self._reject(identity, "malformed", problem)
                 else:
-                    pass_on(self._slot.tasks, peer.executor, message, now)
+                    self._slot.tasks.op_done(peer.executor, message, now)
             case WeightsChanged() if isinstance(peer, Rank) and peer.serving:
                 # What is planned already is for the weights that it had.
                 self._has_news = self.route(now)
@@ -438,7 +438,7 @@ class HubWorkers:
         self._hub.readiness.changed()
 
     def op_done(self, worker: str, done: Done, now: float) -> None:
-        pass_on(self._tasks, worker, done, now)
+        self._tasks.op_done(worker, done, now)
 
     def looked_up(self, answer: LookedUp, now: float) -> None:
         self._tasks.looked_up(answer.lookup_id, answer.num_present, answer.error, now, answer.tail)
