@@ -249,6 +249,9 @@ class FlexCacheConnectorV1(KVConnectorBase_V1, GroupHooks):  # type: ignore[misc
         (self._scheduler if self.role is KVConnectorRole.SCHEDULER else self._worker).shutdown()
 
 
+def _do_nothing(self: Any, *arguments: Any, **options: Any) -> None: ...
+
+
 class UncachedConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Stores and loads nothing, for an engine that FlexCache is configured for in vain.
 
@@ -256,16 +259,13 @@ class UncachedConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """
 
     requires_kv_delivery = False
+    update_state_after_alloc = start_load_kv = wait_for_layer_load = _do_nothing
+    save_kv_layer = wait_for_save = unregister_kv_caches = restore_kv_caches = _do_nothing
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
         return 0, False
-
-    def update_state_after_alloc(
-        self, request: Request, blocks: Any, num_external_tokens: int
-    ) -> None:
-        pass
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return KVConnectorMetadata()
@@ -274,26 +274,6 @@ class UncachedConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return False, None
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        pass
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        pass
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        pass
-
-    def wait_for_save(self) -> None:
-        pass
-
-    def unregister_kv_caches(self) -> None:
-        pass
-
-    def restore_kv_caches(self) -> None:
-        pass
 
 
 def _log_where_vllm_does() -> None:

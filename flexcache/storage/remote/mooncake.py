@@ -41,7 +41,7 @@ from flexcache.storage.pieces import Parts, address_of, cut, gather, num_bytes_o
 from flexcache.storage.remote.base import (
     MISSING,
     TOO_LATE,
-    Outcome,
+    ObjectOutcome,
     Presence,
     RemoteStore,
     Status,
@@ -166,7 +166,7 @@ class MooncakeStore(RemoteStore):
 
     def read_into(
         self, names: Sequence[str], parts: Sequence[Parts], deadline: float
-    ) -> list[Outcome]:
+    ) -> list[ObjectOutcome]:
         problem = self._problem(deadline)
         if problem:
             return [failed(problem) for _ in names]
@@ -184,7 +184,7 @@ class MooncakeStore(RemoteStore):
             for name, room, result, target in zip(names, rooms, results, parts, strict=True):
                 if result >= 0:
                     digest = scatter_checked(room[:result], target)
-                    outcomes.append(Outcome(Status.OK, result, digest=digest))
+                    outcomes.append(ObjectOutcome(Status.OK, result, digest=digest))
                 elif result == _BAD_SIZE and (size := self._size(name)) > len(room):
                     outcomes.append(too_large(size, len(room)))
                 else:
@@ -193,7 +193,7 @@ class MooncakeStore(RemoteStore):
 
     def write_from(
         self, names: Sequence[str], parts: Iterable[Parts], deadline: float
-    ) -> list[Outcome]:
+    ) -> list[ObjectOutcome]:
         problem = self._problem(deadline)
         if problem:
             return [failed(problem) for _ in names]
@@ -211,7 +211,7 @@ class MooncakeStore(RemoteStore):
             if results is None:
                 return [TOO_LATE for _ in names]
             return [
-                Outcome(Status.OK, len(room)) if result == 0 else self._failure(result)
+                ObjectOutcome(Status.OK, len(room)) if result == 0 else self._failure(result)
                 for room, result in zip(rooms, results, strict=True)
             ]
 
@@ -239,7 +239,7 @@ class MooncakeStore(RemoteStore):
                 return int(replica.get_memory_descriptor().buffer_descriptor.size)
         return 0
 
-    def _failure(self, code: int) -> Outcome:
+    def _failure(self, code: int) -> ObjectOutcome:
         if code == _NOT_FOUND:
             return MISSING
         if code == _NO_SPACE:
