@@ -27,10 +27,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from flexcache.cache.density import DensityPolicy
 from flexcache.cache.prompt import Prompt
 from flexcache.cache.tiered_cache import CacheSizes, build_cache
 from flexcache.config import CacheConfig
-from flexcache.config.cache import EvictionName
 from flexcache.ids import OpKind, TaskId, TaskIds, TaskKind, make_session
 from flexcache.replay.traces import TOKENS_PER_ID
 from flexcache.tasks.engine import KVTaskEngine
@@ -65,7 +65,7 @@ class Replay:
         total_s: Seconds that computing everything takes.
     """
 
-    def __init__(self, size: int, wait_s: float, is_early: bool, policy: EvictionName) -> None:
+    def __init__(self, size: int, wait_s: float, is_early: bool, policy: str) -> None:
         config = CacheConfig(
             num_cpu_blocks=size, num_ssd_blocks=size * SSD_PER_DRAM, ssd_cache_dirs=("/tmp",),
             tokens_per_block=TOKENS_PER_ID, eviction_policy=policy,
@@ -97,8 +97,8 @@ class Replay:
             self._ask_later(request, request.time_s + self._wait_s, request.time_s + self._wait_s)
         self._run_until(float("inf"))
         self._engine.check()
-        forecaster = self.cache.tiers.forecaster
-        if forecaster is not None and forecaster.history.num_visits < len(requests) // 2:
+        policy = self.cache.tiers.policy
+        if isinstance(policy, DensityPolicy) and policy.history.num_visits < len(requests) // 2:
             raise RuntimeError("the eviction policy has not seen the requests")
 
     # -- requests --------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class Replay:
                     if request is not None:
                         self._compute(request, asked_s, instruction.result.num_ok, now)
         self.cache.tiers.settle()
-        study(self.cache.tiers.forecaster)
+        study(self.cache.tiers.policy)
 
     def _begin(self, run: RunOp, now: float) -> None:
         op, num_blocks = run.op, len(run.op)
@@ -179,7 +179,7 @@ def main(
     trace: Annotated[Path, typer.Option(help="In Mooncake's format, maybe gzipped.")],
     size: Annotated[list[int], typer.Option(help="Blocks of DRAM.")] = list(SIZES),  # noqa: B006
     wait: Annotated[list[float], typer.Option(help="Seconds.")] = list(WAITS),  # noqa: B006
-    policy: Annotated[EvictionName, typer.Option(help="Eviction policy.")] = "density",
+    policy: Annotated[str, typer.Option(help="Eviction policy.")] = "density",
 ) -> None:
     requests = [request for request in read_trace(trace) if request.keys.num_blocks]
     table = Table(title=f"{trace.name}: prefill time saved, of all")

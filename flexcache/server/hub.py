@@ -232,7 +232,7 @@ class Hub:
         self.greeter.readiness_changed()
 
     def op_done(self, executor: str, done: Done, now: float) -> None:
-        pass_on(self._slot.tasks, executor, done, now)
+        self._slot.tasks.op_done(executor, done, now)
 
     def looked_up(self, answer: LookedUp, now: float) -> None:
         self._slot.tasks.looked_up(
@@ -262,9 +262,9 @@ class Hub:
                 del ending[session]
                 self.state.tell(engine, SessionOver(session))
         if (begun := tasks.begin_study()) is not None:
-            forecaster, study = begun
+            policy, study = begun
             # One that could not be run has learned nothing.
-            job = BackgroundJob(study.run, lambda _: tasks.adopt_study(forecaster, study))
+            job = BackgroundJob(study.run, lambda _: tasks.adopt_study(policy, study))
             self.outbox.begin(job)
         if has_news or self._seen_readiness != self.greeter.num_changes:
             self._seen_readiness = self.greeter.num_changes

@@ -31,7 +31,7 @@ from types import TracebackType
 
 import numpy as np
 
-from flexcache.cache.density import Forecaster, Study
+from flexcache.cache.eviction_policy import EvictionPolicy, Study
 from flexcache.cache.plan import Plan
 from flexcache.cache.prompt import Prompt
 from flexcache.cache.restore import Records, RestoreReport, Seconds
@@ -642,19 +642,25 @@ class KVTaskEngine:
         self._runner.expire(now)
         self._early.tick(now)
 
+<<<<<<< HEAD
     def begin_study(self) -> tuple[Forecaster, Study] | None:
         """Return what the forecaster is to learn aside, if it is time for that."""
         forecaster = self.cache.tiers.forecaster
         if forecaster is None or not forecaster.wants_study:
             return None
+=======
+    def begin_study(self) -> tuple[EvictionPolicy, Study] | None:
+        """Return what the eviction policy is to learn aside, if it is time for that."""
+        policy = self.cache.tiers.policy
+>>>>>>> main
         with self._change:  # on the engine's thread too, where a signal's error must get out
-            study = forecaster.begin_study()
-        return None if study is None else (forecaster, study)
+            study = policy.begin_study()
+        return None if study is None else (policy, study)
 
-    def adopt_study(self, forecaster: Forecaster, study: Study) -> None:
+    def adopt_study(self, policy: EvictionPolicy, study: Study) -> None:
         """Take over what was learned; ignored if everything was forgotten meanwhile."""
-        if forecaster is self.cache.tiers.forecaster:
-            self._take_in(lambda: forecaster.adopt(study))
+        if policy is self.cache.tiers.policy:
+            self._take_in(lambda: policy.adopt(study))
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do at the earliest."""

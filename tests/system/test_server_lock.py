@@ -19,7 +19,7 @@ from test_faults import TOKENS, until
 
 from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient, ModelConfig
 from flexcache.cache.block_keys import BlockKeys
-from flexcache.cache.density import Forecaster
+from flexcache.cache.density import DensityPolicy
 from flexcache.protocol.endpoints import private_endpoint
 from flexcache.server.hub import Hub
 from flexcache.server.operator import open_http
@@ -119,14 +119,14 @@ def test_an_answer_does_not_wait_for_what_is_learned_from_its_question(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     is_answered, was_answered = threading.Event(), list[bool]()
-    look_up = Forecaster.look_up
+    look_up = DensityPolicy.look_up
 
-    def wait_and_look_up(forecaster: Forecaster, keys: BlockKeys, *more: Any) -> None:
+    def wait_and_look_up(policy: DensityPolicy, keys: BlockKeys, *more: Any) -> None:
         if keys.num_blocks == 23:
             was_answered.append(is_answered.wait(30))
-        look_up(forecaster, keys, *more)
+        look_up(policy, keys, *more)
 
-    monkeypatch.setattr(Forecaster, "look_up", wait_and_look_up)
+    monkeypatch.setattr(DensityPolicy, "look_up", wait_and_look_up)
     config = CacheConfig(num_cpu_blocks=48, endpoint=private_endpoint("learning"))
     server = KVServer(config)
     server.start()
