@@ -542,24 +542,11 @@ class DensityPolicy(EvictionPolicy):
         visit = self.history.recall(keys, near)
         return None if visit is None else self._outlook(visit)
 
-<<<<<<< HEAD
-    @property
-    def wants_study(self) -> bool:
-        """Whether there is something to learn that is worth it."""
-        is_fit_due = self.history.num_visits >= self._next_fit
-        return not self._is_studying and (is_fit_due or len(self._seen) >= _VISITS_PER_STUDY)
-
-    def begin_study(self) -> Study | None:
-        """Return what there is to learn, if it is worth it. The study must be run and adopted."""
-        if not self.wants_study:
-=======
     def begin_study(self) -> DensityStudy | None:
         is_fit_due = self.history.num_visits >= self._next_fit
         if self._is_studying or not (is_fit_due or len(self._seen) >= _VISITS_PER_STUDY):
->>>>>>> main
             return None
         self._is_studying = True
-        is_fit_due = self.history.num_visits >= self._next_fit
         if is_fit_due:
             self._next_fit = self.history.num_visits + VISITS_PER_FIT
         spells = self.history.snapshot() if is_fit_due else None

@@ -642,17 +642,9 @@ class KVTaskEngine:
         self._runner.expire(now)
         self._early.tick(now)
 
-<<<<<<< HEAD
-    def begin_study(self) -> tuple[Forecaster, Study] | None:
-        """Return what the forecaster is to learn aside, if it is time for that."""
-        forecaster = self.cache.tiers.forecaster
-        if forecaster is None or not forecaster.wants_study:
-            return None
-=======
     def begin_study(self) -> tuple[EvictionPolicy, Study] | None:
         """Return what the eviction policy is to learn aside, if it is time for that."""
         policy = self.cache.tiers.policy
->>>>>>> main
         with self._change:  # on the engine's thread too, where a signal's error must get out
             study = policy.begin_study()
         return None if study is None else (policy, study)
