@@ -161,6 +161,9 @@ _COUNT_BITS = 32
 _SESSION_BITS = 16
 _EPOCHS_PER_S = 4
 MAX_TASK_ID = (1 << 64) - 2  # below `transfer.copier.NEVER_REVOKED`
+NUM_WORDS = 2
+"""Words of an engine's fence (`protocol.fence`): the server's and the scheduler's."""
+WORD_BYTES = 8
 
 
 def new_epoch() -> int:

@@ -247,7 +247,8 @@ class DiskWorker:
         blocks_read = self._take_in()
         over = self._take_committed()
         self._fill()
-        for op, position in blocks_read:  # while the device is busy with the next blocks
+        # While the device is busy with the next blocks: else it was idle for 5 of 45 ms.
+        for op, position in blocks_read:
             self._verify(op, position)
         for op in [op for op in self._moving.values() if op.is_over]:
             del self._moving[op.op_id]
@@ -356,6 +357,8 @@ class DiskWorker:
         return records
 
     def _verify(self, op: BlockOp, position: int) -> None:
+        # So a swapped or stale slot is found. A generation checked after the read would find no
+        # more: a slot is pinned while it is read, and other bytes have another checksum.
         is_right = checksum(self._pieces(op, position)) == int(op.expected[position])
         self._end(op, position, None if is_right else "checksum mismatch")
 
@@ -368,6 +371,8 @@ class DiskWorker:
 
 def _op_of(message: Execute) -> BlockOp:
     """Make an op; a rank has written the blocks of a COMMIT already, and knows their checksums."""
+    # Only the rank reaches its tensors, and only one process may write the index. So a put past
+    # DRAM is two ops: the first gives the engine its slots back, this one lets the block be found.
     op = BlockOp.of(message)
     if message.kind is OpKind.COMMIT:
         if len(op.expected) != len(op.slots):

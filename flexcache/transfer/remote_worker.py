@@ -222,6 +222,8 @@ class RemoteService:
         self._connection.close()
 
     def _start_thread(self, name: str, target: Callable[..., None], *args: BlockMover) -> None:
+        # A client cannot be interrupted and might still write into the pool; once its process is
+        # dead, nothing can. So the server kills it at an op's deadline.
         # Daemon threads: one that hangs in a native call must not keep the process alive.
         threading.Thread(target=target, args=args, name=name, daemon=True).start()
 
