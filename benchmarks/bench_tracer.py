@@ -87,7 +87,7 @@ def run(
     num_blocks = make_keys(0).num_blocks
     tier = Tier(TierName.CPU, num_blocks)
     settings = PlannerSettings(chunk_blocks=num_blocks, max_store_backlog=num_blocks)
-    engine = KVTaskEngine(TieredCache(Tiers([tier]), settings), block_bytes=1)
+    engine = KVTaskEngine(TieredCache(Tiers([tier]), settings))
     engine.add_session(SESSION, "bench")
     lease = tier.reserve(make_keys(0), 0, num_blocks)
     tier.publish(lease, num_blocks)

@@ -70,11 +70,11 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 77_300,
-    "files of the package": 552,
+    "lines of the package": 74_000,
+    "files of the package": 275,
     "lines of the router": 16_000,
     "modules under 120 lines with one importer": 4,
-    "class names that several classes have": 23,
+    "class names that several classes have": 20,
     "functions with too many parameters": 20,
     "functions more complex than 12": 67,
     "types of messages": 59,
