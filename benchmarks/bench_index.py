@@ -108,7 +108,7 @@ def _leaves(num_leaves: int) -> Iterator[Result]:
         table = dict.fromkeys((_prompt(number, 1).key(0) for number in range(num_leaves)), 0)
         keys = iter(list(table))
         pinned = tier.match(_prompt(0, 1))
-        tier.pin(pinned)
+        tier.index.pin(pinned)
 
         def evict_plainly() -> None:
             for _ in range(ALLOCATED):

@@ -89,7 +89,7 @@ def request_of(time_s: float, hash_ids: Sequence[int], output_tokens: int = 0) -
 
 def policies_of(policy: str, capacity: int) -> tuple[EvictionPolicy, Selective | None]:
     eviction, writes = policy.split(", ")
-    admission = Selective(capacity, 2) if writes == "selective" else None
+    admission = Selective(capacity) if writes == "selective" else None
     return make_policy(eviction, TOKENS_PER_ID), admission
 
 
@@ -246,7 +246,7 @@ def long_prompt(number: int) -> EngineBlockKeys:
 
 def filled(capacity: int) -> tuple[Selective, count[int]]:
     """An admission that has seen so much that each further prompt makes it forget another."""
-    admission, numbers = Selective(capacity, 2), count()
+    admission, numbers = Selective(capacity), count()
     for _ in range(5 * capacity // LONG_PROMPT + 2):
         admission.admit(long_prompt(next(numbers)), LONG_PROMPT)
     return admission, numbers

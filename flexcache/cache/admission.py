@@ -1,6 +1,6 @@
 """Admission: decides which blocks are worth writing to a tier below the host.
 
-    Selective     blocks seen for the n-th time; old sightings do not count
+    Selective     blocks seen for the second time; old sightings do not count
     ReuseWatch    every block, except while nothing that is written comes back
 
 A tier without an admission is written through: it gets every block, at once.
@@ -25,7 +25,7 @@ from typing import Protocol
 
 import numpy as np
 
-from flexcache.cache.block_keys import BlockKeys, PromptContent, PromptKeys
+from flexcache.cache.block_keys import BlockKeys, PromptKeys, SampledKeys
 from flexcache.cache.plan import Plan
 from flexcache.cache.prefix_index import PrefixIndex, PrefixMatch
 from flexcache.cache.tiers import Tiers
@@ -58,44 +58,6 @@ class Admission(Protocol):
 
     def stats(self) -> dict[str, int]:
         """Return counters since construction."""
-
-
-class Sample:
-    """Every ``stride``-th of a prompt's first ``stop`` blocks, as a prompt of its own.
-
-    A sampled block stands for those around it; the first is half a stride from the start.
-    """
-
-    __slots__ = ("_keys", "_positions", "_stop", "content", "num_blocks", "root")
-
-    def __init__(self, keys: BlockKeys, stop: int, stride: int) -> None:
-        self._keys = keys
-        self._stop = stop
-        self._positions = range(stride // 2, stop, stride)
-        self.root = keys.root
-        self.content: PromptContent | None = None
-        self.num_blocks = len(self._positions)
-
-    def num_represented(self, count: int) -> int:
-        """Return how many blocks of the prompt the first ``count`` sampled ones stand for.
-
-        Those before the next sampled block; none if that is the first.
-        """
-        if count == self.num_blocks:
-            return self._stop
-        return self._positions[count] if count else 0
-
-    def num_before(self, start: int) -> int:
-        """Return how many sampled blocks are among the prompt's first ``start``."""
-        return len(range(self._positions.start, start, self._positions.step))
-
-    def key(self, index: int) -> BlockKey:
-        return self._keys.key(self._positions[index])
-
-    def slice(self, start: int, stop: int) -> list[BlockKey]:
-        if self._positions.step == 1:
-            return self._keys.slice(start, stop)
-        return list(map(self._keys.key, self._positions[start:stop]))
 
 
 class GhostTier:
@@ -133,46 +95,43 @@ class GhostTier:
 
 
 class Selective:
-    """Admits blocks that are seen for the ``min_sightings``-th time.
+    """Admits blocks that are seen for the second time.
 
     Prompts are sampled: the blocks between two sampled ones count as seen if the first does, and a
-    prompt too short to have one is admitted. The k-th ghost holds the blocks seen k times; a
-    sighting moves a block on to the next one.
+    prompt too short to have one is admitted.
 
     Args:
         capacity: Blocks of the tier.
-        min_sightings: 1 admits everything.
     """
 
     why_refused = None
 
-    def __init__(self, capacity: int, min_sightings: int) -> None:
+    def __init__(self, capacity: int) -> None:
         self._stride = stride_for(capacity)
-        remembered = SIGHTINGS_PER_BLOCK * (capacity // self._stride)
-        self._ghosts = [GhostTier(remembered) for _ in range(min_sightings - 1)]
+        self._seen = GhostTier(SIGHTINGS_PER_BLOCK * (capacity // self._stride))
         self._seen_blocks = 0
         self._refused_blocks = 0
 
     def admit(self, keys: BlockKeys, stop: int, start: int = 0, retain_s: float = 0.0) -> int:
-        sample = Sample(keys, stop, self._stride)
-        admitted = sample.num_represented(self._record(sample, sample.num_before(start)))
+        sample = sample_of(keys, stop, self._stride)
+        num_before = len(range(sample.positions.start, start, self._stride))
+        num_proven = self._seen.see(sample, sample.num_blocks)
+        if num_before and num_proven <= num_before:
+            num_proven = 0  # those before were counted by the request's earlier put
+        admitted = stop  # a sampled block stands for those up to the next one
+        if num_proven < sample.num_blocks:
+            admitted = sample.positions[num_proven] if num_proven else 0
         self._seen_blocks += stop - start
         self._refused_blocks += stop - max(start, admitted)
         return admitted
 
-    def _record(self, keys: BlockKeys, start: int) -> int:
-        """Count a sighting of the prompt's blocks from ``start`` on, where those before it were
-        just counted; return how many of its blocks were seen often enough before: 0 if none of
-        these."""
-        reach = keys.num_blocks
-        for ghost in self._ghosts:
-            reach = ghost.see(keys, reach)
-            if start and reach <= start:
-                return 0
-        return reach
-
     def stats(self) -> dict[str, int]:
         return {"seen_blocks": self._seen_blocks, "refused_blocks": self._refused_blocks}
+
+
+def sample_of(keys: BlockKeys, stop: int, stride: int) -> SampledKeys:
+    """Return every ``stride``-th of a prompt's first blocks, from half a stride on."""
+    return SampledKeys(keys, range(stride // 2, stop, stride))
 
 
 def stride_for(capacity: int) -> int:
@@ -246,7 +205,7 @@ class ReuseWatch:
         self._forget_old_notes()
         if retain_s > 0 or self._tier.pool.num_free >= stop - start or not self._is_useless():
             return stop
-        sample = Sample(keys, stop, self._stride)
+        sample = sample_of(keys, stop, self._stride)
         if not sample.num_blocks:
             return stop  # too short to be noted
         # Only the SSD pauses: a DRAM store is cheap and keeps all that returns soon. When DRAM
@@ -293,7 +252,7 @@ class ReuseWatch:
 
     def _has_noted(self, keys: BlockKeys, stop: int) -> bool:
         """Whether the beginning of a prompt was noted; it is then no longer."""
-        sample = Sample(keys, stop, self._stride)
+        sample = sample_of(keys, stop, self._stride)
         if self._noted is None or not self._noted.has(sample):
             return False
         self._noted.index.discard(sample.root, sample.key(0))

@@ -174,6 +174,28 @@ class EngineBlockKeys:
         return size, data
 
 
+class SampledKeys:
+    """Some of a prompt's keys, as a prompt of its own: those at ``positions``."""
+
+    __slots__ = ("_keys", "content", "num_blocks", "positions", "root")
+
+    def __init__(self, keys: BlockKeys, positions: range) -> None:
+        self._keys = keys
+        self.positions = positions
+        self.root = keys.root
+        self.content: PromptContent | None = None
+        self.num_blocks = len(positions)
+
+    def key(self, index: int) -> BlockKey:
+        return self._keys.key(self.positions[index])
+
+    def slice(self, start: int, stop: int) -> list[BlockKey]:
+        if self.positions.step == 1:
+            first = self.positions.start
+            return self._keys.slice(first + start, first + stop)
+        return list(map(self._keys.key, self.positions[start:stop]))
+
+
 class TokenBlockKeys:
     """Keys hashed from tokens, lazily.
 

@@ -23,11 +23,12 @@ from __future__ import annotations
 import math
 from array import array
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from flexcache.cache.block_keys import BlockKeys, PromptContent
+from flexcache.cache.block_keys import BlockKeys, SampledKeys
 from flexcache.cache.density_hazards import Spells
 from flexcache.cache.prefix_index import PrefixIndex, PrefixMatch
 from flexcache.ids import BlockKey, RootId
@@ -49,39 +50,40 @@ _NEVER = math.inf
 _NO_SPELL = math.nan
 
 
+_NO_KEY = BlockKey(b"")
+
+
+@dataclass(slots=True, eq=False)
 class Visit:
-    """A look-up of a prompt. Lengths are in stretches, and times in seconds."""
+    """A look-up of a prompt. Lengths are in stretches, and times in seconds.
 
-    __slots__ = (
-        "gap", "generated", "is_named", "is_shown", "is_stored", "last_key", "length", "line",
-        "mean_gap", "noted_levels", "num_branches", "num_returns", "num_seen", "number", "time",
-    )  # fmt: skip
+    Attributes:
+        time: No two visits have the same.
+        num_seen: Stretches seen before.
+        num_returns: Visits before it in its line of prompts; each continues the one before.
+        num_branches: Other prompts that diverge from this one where its new part begins.
+        line: Number of the first visit in its line of prompts.
+        is_named: Whether it is of a session that names itself.
+        last_key: Key of the last stretch that was stored.
+        is_shown: Whether the guards have seen it.
+        noted_levels: `levels` of its look-up, or of when it was stored.
+    """
 
-    def __init__(self, number: int, time: float, length: int, num_seen: int) -> None:
-        self.number = number
-        self.time = time
-        """No two visits have the same time."""
-        self.length = length
-        self.num_seen = num_seen
-        """Stretches seen before."""
-        self.num_returns = 0
-        """Visits before it in its line of prompts, each of which continues the one before."""
-        self.gap = 0.0
-        self.mean_gap = 0.0
-        self.num_branches = 0
-        """Other prompts that diverge from this one where its new part begins."""
-        self.generated = 0.0
-        self.line = number
-        """Number of the first visit in its line of prompts."""
-        self.is_named = False
-        """Whether it is of a session that names itself."""
-        self.is_stored = False
-        self.last_key = BlockKey(b"")
-        """Key of the last stretch that was stored."""
-        self.is_shown = False
-        """Whether the guards have seen it."""
-        self.noted_levels = b""
-        """`levels` of its look-up, or of when it was stored."""
+    number: int
+    time: float
+    length: int
+    num_seen: int
+    line: int
+    num_returns: int = 0
+    gap: float = 0.0
+    mean_gap: float = 0.0
+    num_branches: int = 0
+    generated: float = 0.0
+    is_named: bool = False
+    is_stored: bool = False
+    last_key: BlockKey = _NO_KEY
+    is_shown: bool = False
+    noted_levels: bytes = b""
 
     @property
     def num_new(self) -> int:
@@ -112,27 +114,6 @@ def _octave(seconds: float) -> int:
 
 def _half_octave(count: int) -> int:
     return min(int(math.log2(count + 1) * 2.0), 20)
-
-
-class Stretches:
-    """A prompt as a prompt of stretches: each has the key of its last block."""
-
-    __slots__ = ("_blocks_each", "_keys", "content", "num_blocks", "root")
-
-    def __init__(self, keys: BlockKeys, stop: int, blocks_each: int) -> None:
-        self._keys = keys
-        self._blocks_each = blocks_each
-        self.root = keys.root
-        self.content: PromptContent | None = None
-        self.num_blocks = stop // blocks_each
-
-    def key(self, index: int) -> BlockKey:
-        return self._keys.key((index + 1) * self._blocks_each - 1)
-
-    def slice(self, start: int, stop: int) -> list[BlockKey]:
-        if self._blocks_each == 1:
-            return self._keys.slice(start, stop)
-        return [self.key(index) for index in range(start, stop)]
 
 
 class VisitSpells(NamedTuple):
@@ -167,7 +148,7 @@ class History:
         Args:
             near: About how many of its blocks earlier prompts had, if that is known.
         """
-        stretches = Stretches(keys, keys.num_blocks, self.blocks_each)
+        stretches = self._stretches(keys, keys.num_blocks)
         match = self._match(stretches, near)
         before = self._last_visit(match)
         length, num_seen = stretches.num_blocks, match.num_blocks
@@ -176,7 +157,8 @@ class History:
             and num_seen >= min(before.num_seen + 1, length) and now < before.time + _RETRY_S
         ):  # fmt: skip
             return before
-        visit = Visit(self.num_visits, self._tick(now), length, num_seen)
+        number = self.num_visits
+        visit = Visit(number, self._tick(now), length, num_seen, line=number)
         self.num_visits += 1
         self._visits[visit.time] = visit
         if len(self._visits) > MAX_VISITS:
@@ -203,7 +185,7 @@ class History:
             Its visit, the last if there were several, and the keys of its stretches. None if it
             has no stretch, or its visit is forgotten.
         """
-        stretches = Stretches(keys, stop, self.blocks_each)
+        stretches = self._stretches(keys, stop)
         match = self._index.match(stretches)
         visit = self._last_visit(match)
         if visit is None:
@@ -252,7 +234,7 @@ class History:
 
     def recall(self, keys: BlockKeys, near: int | None = None) -> Visit | None:
         """Return the last visit of a prompt's longest known prefix; records nothing."""
-        stretches = Stretches(keys, keys.num_blocks, self.blocks_each)
+        stretches = self._stretches(keys, keys.num_blocks)
         return self._last_visit(self._match(stretches, near))
 
     def snapshot(self) -> VisitSpells:
@@ -274,7 +256,11 @@ class History:
         """Raise `InternalError` if an invariant does not hold. O(stretches)."""
         self._index.check()
 
-    def _match(self, stretches: Stretches, near: int | None) -> PrefixMatch:
+    def _stretches(self, keys: BlockKeys, stop: int) -> SampledKeys:
+        """Return a prompt as one of stretches: each has the key of its last block."""
+        return SampledKeys(keys, range(self.blocks_each - 1, stop, self.blocks_each))
+
+    def _match(self, stretches: SampledKeys, near: int | None) -> PrefixMatch:
         """Return the known prefix of a prompt, of which this many blocks may be known."""
         return self._index.match(stretches, None if near is None else near // self.blocks_each)
 

@@ -140,7 +140,8 @@ class EarlyLoads:
         """Those that have been read, behind blocks that are still on their way."""
         self._landed: list[EarlyLoad] = []
         """The oldest first."""
-        self._num_blocks = 0
+        self.num_blocks = 0
+        """Blocks that are on their way or wait for their request."""
         self._experience = _Experience()
         self.counters = EarlyLoadCounters()
 
@@ -148,14 +149,9 @@ class EarlyLoads:
     def num_open(self) -> int:
         return len(self._moving) + len(self._behind) + len(self._landed)
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that are on their way or wait for their request."""
-        return self._num_blocks
-
     def terms(self, now: float) -> EarlyTerms:
         """Return what the next one may take."""
-        room = max(0, self._max_blocks - self._num_blocks) if self.num_open < _MAX_OPEN else 0
+        room = max(0, self._max_blocks - self.num_blocks) if self.num_open < _MAX_OPEN else 0
         return EarlyTerms(room, self._experience.wait_s, self._experience.hold_s(now))
 
     # -- loads -----------------------------------------------------------------------------------
@@ -173,7 +169,7 @@ class EarlyLoads:
             task_id, plan, keys.root, keys.key(plan.stop - 1), plan.stop, num_below, now,
             now + self._ttl_s,
         )  # fmt: skip
-        self._num_blocks += num_below
+        self.num_blocks += num_below
 
     def ended(self, plan: Plan, num_landed: int, num_read: int, now: float) -> None:
         """Keep what a prefetch, whose plan is finished, has brought for its request.
@@ -185,7 +181,7 @@ class EarlyLoads:
         load = self._moving.pop(plan, None)
         if load is None:
             return
-        self._num_blocks -= load.num_blocks
+        self.num_blocks -= load.num_blocks
         if load.is_used:
             return  # it has been counted as late
         if not num_landed:
@@ -193,7 +189,7 @@ class EarlyLoads:
             return
         load.key, load.stop = plan.load_keys[num_landed - 1], plan.load_start + num_landed
         load.num_blocks = num_landed
-        self._num_blocks += num_landed
+        self.num_blocks += num_landed
         self._behind.append(load)
         self.settle(now)
 
@@ -205,15 +201,15 @@ class EarlyLoads:
                 continue
             self._behind.remove(load)
             if load.match.run is None:  # what it builds on has not come
-                self._num_blocks -= load.num_blocks
+                self.num_blocks -= load.num_blocks
                 self.counters.wasted += load.num_blocks
                 continue
             load.has_landed, load.until_s = True, now + self._ttl_s
-            self._host.pin(load.match)
+            self._host.index.pin(load.match)
             if load.plan.tail is not None:
                 load.tail = self._host.tails.find(load.root, load.plan.tail.key)
             if load.tail is not None:
-                self._host.pin_tail(load.tail)
+                self._host.tails.pin(load.tail)
             self._landed.append(load)
 
     def cancel(self, task_id: TaskId, now: float) -> None:
@@ -285,7 +281,7 @@ class EarlyLoads:
         else:
             return
         load.has_landed = False
-        self._num_blocks -= load.num_blocks
+        self.num_blocks -= load.num_blocks
 
     # -- time ------------------------------------------------------------------------------------
 
@@ -326,7 +322,7 @@ class EarlyLoads:
 
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold."""
-        if self._num_blocks != sum(load.num_blocks for load in (*self._under_way(), *self._landed)):
+        if self.num_blocks != sum(load.num_blocks for load in (*self._under_way(), *self._landed)):
             raise InternalError("blocks of early loads are miscounted")
         if any(load.match.run is None or not load.has_landed for load in self._landed):
             raise InternalError("an early load has landed and is not pinned")

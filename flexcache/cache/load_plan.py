@@ -123,7 +123,7 @@ class TailLoads:
     def begin(self, plan: Plan, found: FoundTail) -> None:
         """Keep the tail in place for a plan whose blocks are planned next."""
         position, tier, tail = found
-        tier.pin_tail(tail)
+        tier.tails.pin(tail)
         plan.tail = PlannedTail(position, tail.key, tail.units, pins=[(tier, tail)])
 
     def add(self, plan: Plan, keys: BlockKeys, found: FoundTail) -> bool:
@@ -323,12 +323,7 @@ class LoadPlanner:
         return False
 
     def _add_loads(
-        self,
-        plan: Plan,
-        keys: BlockKeys,
-        on_host: PrefixMatch,
-        segments: list[_Segment],
-        stop: int,
+        self, plan: Plan, keys: BlockKeys, on_host: PrefixMatch, segments: list[_Segment], stop: int
     ) -> None:
         """Load what the host tier lacks: past it, or through it."""
         plan.load_start = plan.stop
@@ -350,12 +345,7 @@ class LoadPlanner:
         plan.stop = high
 
     def _add_staged_loads(
-        self,
-        plan: Plan,
-        keys: BlockKeys,
-        on_host: PrefixMatch,
-        segments: list[_Segment],
-        stop: int,
+        self, plan: Plan, keys: BlockKeys, on_host: PrefixMatch, segments: list[_Segment], stop: int
     ) -> None:
         """Load what the host tier lacks into a lease on it, and then to the GPU chunk by chunk."""
         begin, before = plan.stop, on_host.num_blocks

@@ -224,7 +224,7 @@ class Plan:
 
     def pin(self, tier: Tier, match: PrefixMatch) -> None:
         """Keep matched blocks in place until the plan is finished."""
-        tier.pin(match)
+        tier.index.pin(match)
         self.pins.append((tier, match))
 
     def drop(self, reason: str, count: int) -> None:

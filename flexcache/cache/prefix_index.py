@@ -323,14 +323,15 @@ class PrefixIndex:
         self._now = 0.0
         self.queues = [make_queue(self) for _ in range(num_tenants)]
         self._has_kinds, self._sees_uses = self.queues[0].has_kinds, self.queues[0].sees_uses
-        self._num_blocks = 0
+        self.num_blocks = 0
         self._discarded: dict[int, int] = {}  # tenant -> its blocks that wait for their last unpin
         self.on_removed: list[Callable[[RootId, Sequence[BlockKey]], None]] = []
         """Called with consecutive blocks that can no longer be found."""
 
     @property
-    def num_blocks(self) -> int:
-        return self._num_blocks
+    def has_discarded(self) -> bool:
+        """Whether discarded blocks wait for their last unpin."""
+        return bool(self._discarded)
 
     def contains(self, root: RootId, key: BlockKey) -> bool:
         return key in self._directories.get(root, ())
@@ -556,7 +557,7 @@ class PrefixIndex:
             outlook = _ONE_KIND if run is None else _like(run, length)
         if run is None or length != run.length:
             run = self._add_run(root, run, length)
-        offset = run.length
+        offset = len(run.keys)
         self._unqueue(run)  # its tail is another one from here on
         run.extend(keys, blocks, now + retain, outlook.rear)
         match = PrefixMatch(run, run.length, run.depth + run.length)
@@ -595,7 +596,7 @@ class PrefixIndex:
         directory = self._directories.setdefault(run.root, {})
         before = len(directory)
         codes = range(run.code(offset), run.code(run.length), CODE_STEP)
-        self._num_blocks += len(keys)
+        self.num_blocks += len(keys)
         directory.update(zip(keys, codes, strict=True))
         if not offset:
             directory[keys[0]] = run.run_id  # the same number, and no object of its own
@@ -644,7 +645,7 @@ class PrefixIndex:
                 self._hide(run.root, keys[keep:])
             else:
                 self._count_discarded(tenant, -num_gone)
-            self._num_blocks -= num_gone
+            self.num_blocks -= num_gone
             freed.append(run.ids[ID_BYTES * keep : ID_BYTES * length])
             if keep:
                 run.truncate(keep)
@@ -740,7 +741,7 @@ class PrefixIndex:
 
     def _queue_if_evictable(self, run: Run) -> None:
         """Queue a run's tail. If it is queued and used again, its entry is corrected at an end."""
-        if run.queued is None and run.length > run.held_length:
+        if run.queued is None and len(run.keys) > run.held_length:
             run.queued = run.tail
             (run.queue if run.tail[0] > RETIRED else run.queue.retired).add(run.tail)
 
@@ -777,8 +778,8 @@ class PrefixIndex:
             if any(run.queue is not queue for run in runs):
                 raise InternalError("a run is in the queue of another tenant")
             queue.check({run.queued for run in runs if run.queued is not None})
-        if num_blocks != self._num_blocks:
-            raise InternalError(f"{num_blocks} blocks in runs, {self._num_blocks} counted")
+        if num_blocks != self.num_blocks:
+            raise InternalError(f"{num_blocks} blocks in runs, {self.num_blocks} counted")
         if discarded != self._discarded:
             raise InternalError(f"{discarded} discarded, {self._discarded} counted")
         for directory in self._directories.values():

@@ -422,7 +422,7 @@ class StorePlanner:
         if tail is None:
             return False
         host.use_tail(tail, offer.retain_s)
-        host.pin_tail(tail)
+        host.tails.pin(tail)
         offer.plan.tail = PlannedTail(position, tail.key, tail.units, pins=[(host, tail)])
         return True
 

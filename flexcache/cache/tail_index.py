@@ -16,6 +16,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -57,20 +58,19 @@ def _tail_key(key: BlockKey, count: int, number: int) -> BlockKey:
 # behind.
 
 
+@dataclass(slots=True, eq=False)
 class Tail:
     """The units of one tail. Internal to a tier; `is_indexed` says whether it can be found."""
 
-    __slots__ = ("due", "is_indexed", "is_queued", "key", "num_pins", "root", "units", "used")
-
-    def __init__(self, root: RootId, key: BlockKey, units: BlockIds) -> None:
-        self.root = root
-        self.key = key
-        self.units = units
-        self.due = 0.0
-        self.num_pins = 0
-        self.is_indexed = False
-        self.is_queued = False
-        self.used = 0.0  # when it was last used, whenever it is due
+    root: RootId
+    key: BlockKey
+    units: BlockIds
+    due: float = 0.0
+    num_pins: int = 0
+    is_indexed: bool = False
+    is_queued: bool = False
+    used: float = 0.0
+    """When it was last used, whenever it is due."""
 
 
 class TailIndex:

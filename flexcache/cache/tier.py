@@ -38,7 +38,9 @@ from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId, TierName
 
 BlockIds = npt.NDArray[np.int64]
-OnStored = Callable[[RootId, BlockKey | None, Sequence[BlockKey], PromptContent | None, int], None]
+OnStored = Callable[
+    [RootId, BlockKey | None, Sequence[BlockKey], PromptContent | None, int], object
+]
 """Root, key of the block before, keys, content, position of the first key in its prompt."""
 _TICK_S = 1e-6  # well above the resolution of a double that counts seconds since boot
 
@@ -141,6 +143,7 @@ class Tier:
             retention_s: What was not used for this long is dropped; None to keep it.
         """
         self.name = name
+        self.capacity = capacity
         self.pool = BlockIdPool(capacity)
         self.quotas = quotas
         parts = (1, lambda root: 0) if quotas is None else (quotas.num_tenants, quotas.tenant)
@@ -152,7 +155,7 @@ class Tier:
             self._retention = Retention(self.index, self.tails, retention_s)
         self.counters = TierCounters()
         self._flights: dict[RootId, _Flight] = {}
-        self._num_leased = 0
+        self.num_leased = 0
         self._era = 0
         self._expected = NO_BLOCKS
         self._expected_s = 0.0
@@ -163,17 +166,9 @@ class Tier:
         """Called for a lease that has ended with blocks that were not published."""
 
     @property
-    def capacity(self) -> int:
-        return self.pool.capacity
-
-    @property
     def num_indexed(self) -> int:
         """Blocks and units of tails that can be found, or were discarded while pinned."""
         return self.index.num_blocks + self.tails.num_units
-
-    @property
-    def num_leased(self) -> int:
-        return self._num_leased
 
     @property
     def num_expected(self) -> int:
@@ -320,7 +315,7 @@ class Tier:
         """Reserve these blocks, which must be free, likewise."""
         self.pool.take_exactly(blocks)
         self._charge(NO_ROOT, blocks)
-        self._num_leased += len(blocks)
+        self.num_leased += len(blocks)
         return Lease(NO_ROOT, None, (), blocks)
 
     def is_tail_in_flight(self, root: RootId, key: BlockKey, count: int) -> bool:
@@ -361,14 +356,11 @@ class Tier:
         if not lease.waiting:
             self._settle(lease)
 
-    def pin(self, match: PrefixMatch) -> None:
-        """Keep the matched blocks in place until `unpin` with the same match."""
-        self.index.pin(match)
-
     def unpin(self, match: PrefixMatch) -> None:
-        """Release matched blocks; those discarded in the meantime are freed."""
+        """Release blocks that were pinned in the index; those discarded meanwhile are freed."""
         self.index.unpin(match)
-        self._drop(self.index.sweep())
+        if self.index.has_discarded:
+            self._drop(self.index.sweep())
 
     def keep(self, match: PrefixMatch, for_s: float) -> None:
         """Make the matched blocks due no sooner than if they were used ``for_s`` from now."""
@@ -398,12 +390,8 @@ class Tier:
         self.tails.touch(tail, self._tail_due(tail, retain_s))
         tail.used = self._now if is_use else tail.used
 
-    def pin_tail(self, tail: Tail) -> None:
-        """Keep a tail in place until `unpin_tail`."""
-        self.tails.pin(tail)
-
     def unpin_tail(self, tail: Tail) -> None:
-        """Release a tail; it is freed if it was discarded in the meantime."""
+        """Release a tail that was pinned in `tails`; it is freed if it was discarded meanwhile."""
         self._drop(self.tails.unpin(tail))
 
     def discard_tail(self, root: RootId, key: BlockKey) -> None:
@@ -477,7 +465,7 @@ class Tier:
             "capacity": self.capacity,
             "free": self.pool.num_free,
             "indexed": self.num_indexed,
-            "leased": self._num_leased,
+            "leased": self.num_leased,
             "restoring": self.num_expected,
             "tails": self.tails.num_tails,
             **asdict(self.counters),
@@ -520,7 +508,7 @@ class Tier:
             else:
                 evicted = self._take_by_quota(self.quotas, root, missing, below)
             blocks = np.concatenate((blocks, evicted)) if num_free else evicted
-        self._num_leased += len(blocks)
+        self.num_leased += len(blocks)
         return blocks
 
     def _take_by_quota(self, quotas: Quotas, root: RootId, missing: int, below: float) -> BlockIds:
@@ -628,7 +616,7 @@ class Tier:
         # and gives none back that the index leads to.
         blocks, rest = lease.blocks[start:stop], lease.blocks[stop:]
         lease.blocks = np.concatenate((lease.blocks[:start], rest)) if start else rest
-        self._num_leased -= len(blocks)
+        self.num_leased -= len(blocks)
         lease.published = self.index.insert(
             parent, lease.root, lease.keys[start:stop], blocks, self._tick(), lease.retain_s,
             lease.outlook,
@@ -650,7 +638,7 @@ class Tier:
         if not is_whole or self.tails.find(tail.root, tail.key) is not None:
             return
         lease.num_published, lease.blocks = len(lease), NO_BLOCKS  # before the index gets them
-        self._num_leased -= lease.num_published
+        self.num_leased -= lease.num_published
         self.tails.insert(tail, self._tail_due(tail, lease.retain_s))
         tail.used = self._now if lease.used_s is None else float(lease.used_s[-1])
         self.tails.pin(tail)
@@ -686,7 +674,7 @@ class Tier:
             self.unpin_tail(lease.tail)
         followers = self._land(lease)
         unpublished, lease.blocks = lease.blocks, NO_BLOCKS  # before they are anyone else's
-        self._num_leased -= len(unpublished)
+        self.num_leased -= len(unpublished)
         self._give_back(unpublished)
         is_short = lease.num_published < len(lease.keys) and lease.tail is None
         if is_short and lease.era == self._era and self.on_unpublished is not None:
@@ -792,9 +780,9 @@ class Tier:
 
     def check_counts(self) -> None:
         """Raise `InternalError` if the counts say that ids were lost. O(1)."""
-        total = self.pool.num_free + self.num_indexed + self._num_leased + self.num_expected
+        total = self.pool.num_free + self.num_indexed + self.num_leased + self.num_expected
         if total != self.capacity:
             raise InternalError(
                 f"{self.name.value}: {self.pool.num_free} free + {self.num_indexed} indexed "
-                f"+ {self._num_leased} leased + {self.num_expected} expected != {self.capacity}"
+                f"+ {self.num_leased} leased + {self.num_expected} expected != {self.capacity}"
             )

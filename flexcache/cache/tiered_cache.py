@@ -338,9 +338,7 @@ def _settings(
     max_dirty = int(config.write_back_max_dirty * sizes.num_host_blocks)
     reuse: ReuseWatch | None = None
     admissions: dict[TierName, Admission] = {
-        name: Selective(capacities[name], config.write_min_sightings)
-        for name, how in writes.items()
-        if how == "selective"
+        name: Selective(capacities[name]) for name, how in writes.items() if how == "selective"
     }
     if _skips_useless_writes(config, sizes):
         reuse = admissions[TierName.SSD] = ReuseWatch(tiers)

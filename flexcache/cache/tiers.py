@@ -162,6 +162,7 @@ class Tiers:
         self.host = tiers[0]
         self.lower = self._tiers[1:]
         self.last = self._tiers[-1]
+        self.remote = self.last if isinstance(self.last, RemoteTier) else None
         self.by_name = {tier.name: tier for tier in tiers}
         self.unavailable: set[TierName] = set()
         self.num_holders = 0
@@ -176,10 +177,6 @@ class Tiers:
 
     def __iter__(self) -> Iterator[Tier]:
         return iter(self._tiers)
-
-    @property
-    def remote(self) -> RemoteTier | None:
-        return self.last if isinstance(self.last, RemoteTier) else None
 
     def advance(self, now: float) -> None:
         """Set the time: recency is counted in seconds."""

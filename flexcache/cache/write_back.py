@@ -255,9 +255,11 @@ class WriteBack:
         self.dirty = dirty
         self.tokens_per_block = 0
         """Block size if a journal records the content of blocks; else 0."""
-        host.on_stored.append(self._arrived)
+        host.on_stored.append(
+            lambda root, _, keys, content, first: self.mark(root, keys, content, first)
+        )
         host.index.on_removed.append(self._evicted)
-        tier.on_stored.append(self._written)
+        tier.on_stored.append(lambda root, _, keys, *__: dirty.discard(root, keys))
         tier.on_unpublished = self._unwritten
 
     def mark(
@@ -275,29 +277,9 @@ class WriteBack:
             content = content.part(first, stop, size) if size else None
         self.dirty.add(root, lacking, content, is_old)
 
-    def _arrived(
-        self,
-        root: RootId,
-        parent: BlockKey | None,
-        keys: Sequence[BlockKey],
-        content: PromptContent | None,
-        first: int,
-    ) -> None:
-        self.mark(root, keys, content, first)
-
     def _evicted(self, root: RootId, keys: Sequence[BlockKey]) -> None:
         if count := self.dirty.discard(root, keys):
             self._lose(self._tier, count)
-
-    def _written(
-        self,
-        root: RootId,
-        parent: BlockKey | None,
-        keys: Sequence[BlockKey],
-        content: PromptContent | None,
-        first: int,
-    ) -> None:
-        self.dirty.discard(root, keys)
 
     def _unwritten(self, lease: Lease) -> None:
         """Handle a lease on the tier that ended without some of its blocks."""

@@ -145,14 +145,8 @@ class CacheConfig:
         "recently used are forgotten first, and looked up again when a prompt needs them.",
         "blocks",
     )
-    write_min_sightings: Count = setting(
-        2, "For selective: the sighting of a block at which it is written.", "sightings"
-    )
     write_back_max_dirty: Annotated[float, Meta(gt=0, le=0.75)] = setting(
         0.5, "For write_back: the share of DRAM that may wait to be written.", "of DRAM"
-    )
-    priority_step_s: Seconds = setting(
-        3600.0, "Each step of a put's priority counts as a use this much later.", "s"
     )
     skip_slow_loads: bool = setting(
         True,

@@ -180,6 +180,13 @@ def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
+GONE = {
+    "write_min_sightings": "selective writes a block at its second sighting",
+    "priority_step_s": "a step of a put's priority is an hour; its ttl_s takes any time",
+}
+"""Settings of earlier versions, with what holds now."""
+
+
 def require_known(layer: Mapping[str, Any], known: Collection[str]) -> None:
     """
     Raises:
@@ -187,6 +194,8 @@ def require_known(layer: Mapping[str, Any], known: Collection[str]) -> None:
     """
     for name in layer:
         if name not in known:
+            if name in GONE:
+                raise ConfigError(f"{name}: is gone{_origin(layer, name)}: {GONE[name]}")
             close = closest(name, known)
             hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
             raise ConfigError(f"{name}: no such setting{_origin(layer, name)}; {hint}")

@@ -35,48 +35,47 @@ some_sight = st.tuples(st.sampled_from(ROOTS), some_word, st.integers(0, 12))
 # Sightings
 
 
-@given(st.lists(some_sight, max_size=40), st.integers(1, 4), st.sampled_from([1, 2, 3, 5]))
+@given(st.lists(some_sight, max_size=40), st.sampled_from([1, 2, 3, 5]))
 def test_selective_admits_up_to_the_first_sampled_block_that_was_not_seen_often_enough(
-    sights: list[Sight], min_sightings: int, stride: int
+    sights: list[Sight], stride: int
 ) -> None:
     capacity = stride * SAMPLED_BLOCKS  # nothing is forgotten
     assert stride_for(capacity) == stride
-    admission = Selective(capacity, min_sightings)
+    admission = Selective(capacity)
     seen: Counter[tuple[RootId, str]] = Counter()
     for root, word, offered in sights:
         stop = min(offered, len(word))
         sampled = range(stride // 2, stop, stride)
-        new = (at for at in sampled if seen[root, word[: at + 1]] < min_sightings - 1)
+        new = (at for at in sampled if not seen[root, word[: at + 1]])
         first_new = next(new, stop)
         admitted = 0 if first_new in sampled[:1] else first_new
         assert admission.admit(prompt(word, root), stop) == admitted
         seen.update((root, word[:end]) for end in range(1, stop + 1))
 
 
-@given(st.lists(some_sight, max_size=60), st.integers(2, 4), st.integers(1, 3))
+@given(st.lists(some_sight, max_size=60), st.integers(1, 3))
 def test_blocks_seen_too_rarely_are_never_admitted_however_small_the_memory(
-    sights: list[Sight], min_sightings: int, capacity: int
+    sights: list[Sight], capacity: int
 ) -> None:
-    admission = Selective(capacity, min_sightings)
+    admission = Selective(capacity)
     seen: Counter[tuple[RootId, str]] = Counter()
     for root, word, offered in sights:
         stop = min(offered, len(word))
         admitted = admission.admit(prompt(word, root), stop)
         assert 0 <= admitted <= stop
-        assert all(seen[root, word[:end]] >= min_sightings - 1 for end in range(1, admitted + 1))
+        assert all(seen[root, word[:end]] for end in range(1, admitted + 1))
         seen.update((root, word[:end]) for end in range(1, stop + 1))
 
 
 @given(
     st.lists(st.tuples(some_sight, st.integers(1, 11)), max_size=40),
-    st.integers(1, 4),
     st.sampled_from([1, 3]),
 )
 def test_a_request_that_is_offered_in_two_puts_is_seen_once(
-    sights: list[tuple[Sight, int]], min_sightings: int, stride: int
+    sights: list[tuple[Sight, int]], stride: int
 ) -> None:
     capacity = stride * SAMPLED_BLOCKS  # nothing is forgotten
-    whole, parts = (Selective(capacity, min_sightings) for _ in range(2))
+    whole, parts = (Selective(capacity) for _ in range(2))
     for (root, word, offered), split in sights:
         keys, stop = prompt(word, root), min(offered, len(word))
         expected = whole.admit(keys, stop)
@@ -93,7 +92,7 @@ def test_a_request_that_is_offered_in_two_puts_is_seen_once(
 def test_old_sightings_do_not_count() -> None:
     remembered = SIGHTINGS_PER_BLOCK * CAPACITY
     for others, admitted in ((remembered - 1, 1), (remembered, 0)):
-        admission, names = Selective(CAPACITY, 2), count()
+        admission, names = Selective(CAPACITY), count()
         returning = one_off(names, 1)
         assert admission.admit(returning, 1) == 0
         for _ in range(others):
@@ -102,7 +101,7 @@ def test_old_sightings_do_not_count() -> None:
 
 
 def test_an_unbounded_tier_too_is_written_to_on_the_second_sighting() -> None:
-    admission = Selective(1 << 20, 2)
+    admission = Selective(1 << 20)
     keys = one_off(count(), 4096)
     assert admission.admit(keys, 4096) == 0
     assert admission.admit(keys, 4096) == 4096
@@ -132,7 +131,7 @@ def test_a_ghost_holds_what_an_lru_tier_would(sights: list[Sight], capacity: int
 
 @given(st.lists(st.lists(st.sampled_from([b"a", b"b", b"c", b"d"]), max_size=6), max_size=20))
 def test_keys_that_do_not_chain_break_nothing(prompts: list[list[bytes]]) -> None:
-    ghost, admission = GhostTier(3), Selective(3, 2)
+    ghost, admission = GhostTier(3), Selective(3)
     for keys in prompts:
         unchained = EngineBlockKeys(ROOT, keys, len(keys))
         assert 0 <= admission.admit(unchained, len(keys)) <= len(keys)
@@ -190,7 +189,7 @@ def hits_by_policy(*patterns: tuple[Pattern, int]) -> dict[str, int]:
     for policy in POLICIES:
         names = count()
         stream = (keys for pattern, rounds in patterns for keys in pattern(names, rounds))
-        admission = Selective(CAPACITY, 2) if policy == "selective" else None
+        admission = Selective(CAPACITY) if policy == "selective" else None
         hits[policy] = num_hits(admission, stream)
     return hits
 
@@ -211,7 +210,7 @@ def test_selective_misses_what_comes_back_once() -> None:
 
 
 def test_refused_blocks_are_counted() -> None:
-    admission, keys = Selective(CAPACITY, 2), one_off(count(), 10)
+    admission, keys = Selective(CAPACITY), one_off(count(), 10)
     admission.admit(keys, 6)
     admission.admit(keys, 10)
     assert admission.stats() == {"seen_blocks": 16, "refused_blocks": 6 + 4}

@@ -132,7 +132,7 @@ def _swap_a_flag(pool: BlockIdPool) -> None:
 
 
 def _count_one_less(pool: BlockIdPool) -> None:
-    pool._num_free -= 1
+    pool.num_free -= 1
 
 
 @pytest.mark.parametrize(

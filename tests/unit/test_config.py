@@ -19,6 +19,7 @@ from flexcache.config.settings import (
     describe_settings,
     read_effective_settings,
 )
+from flexcache.config.sources import GONE
 from flexcache.config.values import split_address, with_engine
 from flexcache.errors import ConfigError
 
@@ -399,3 +400,9 @@ def test_no_setting_has_the_name_of_such_a_variable(caplog: pytest.LogCaptureFix
     for prefix in (sources.ENV_PREFIX, sources.ROUTER_PREFIX):
         sources.read_environment({row.environment: "1" for row in rows}, prefix)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_a_setting_that_is_gone_says_what_holds_now(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}: is gone.*FLEXCACHE_.*: {GONE[name]}"):
+        CacheConfig.from_env({f"FLEXCACHE_{name.upper()}": "3"})

@@ -201,7 +201,7 @@ def test_shadows_are_not_checked_while_a_study_changes_them() -> None:
         study = study or forecaster.begin_study()
     assert study is not None
     shadow = forecaster._guards[0]._lru.index
-    shadow._num_blocks += 1  # as halfway through an insertion
+    shadow.num_blocks += 1  # as halfway through an insertion
     forecaster.check()
     forecaster.adopt(study)
     with pytest.raises(InternalError, match="counted"):

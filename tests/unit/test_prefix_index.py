@@ -693,7 +693,7 @@ class Damaged:
 
 
 def _lose_count(tree: Damaged) -> None:
-    tree.index._num_blocks += 1
+    tree.index.num_blocks += 1
 
 
 def _lose_count_of_the_discarded(tree: Damaged) -> None:
@@ -715,7 +715,7 @@ def _empty_a_run(tree: Damaged) -> None:
 
 def _lose_a_run(tree: Damaged) -> None:
     del tree.index._runs[tree.branch.run_id]
-    tree.index._num_blocks -= tree.branch.length
+    tree.index.num_blocks -= tree.branch.length
 
 
 def _lead_a_key_astray(tree: Damaged) -> None:

@@ -180,7 +180,7 @@ class QuotaMachine(RuleBasedStateMachine):
     @rule(root=some_root, word=some_word)
     def get(self, root: RootId, word: str) -> None:
         match = self.tier.match(prompt(word, root))
-        self.tier.pin(match)
+        self.tier.index.pin(match)
         self.pins.append(match)
 
     @precondition(lambda self: self.pins)
@@ -251,7 +251,7 @@ def test_pinned_blocks_of_a_tenant_over_its_quota_are_not_waited_for() -> None:
     store(tier, "xxxx", A)
     store(tier, "yy", B)
     pinned = tier.match(prompt("xxxx", A))
-    tier.pin(pinned)
+    tier.index.pin(pinned)
     assert store(tier, "xx", B) == 2, "its own older blocks go instead"
     assert used(tier) == {"*": 0, "a": 4, "b": 2}
     tier.unpin(pinned)

@@ -105,7 +105,7 @@ class RetainedTier(RuleBasedStateMachine):
     def pin(self, root: RootId, word: str) -> None:
         match = self.tier.index.match(prompt(word, root))
         if match.run is not None:
-            self.tier.pin(match)
+            self.tier.index.pin(match)
             self.pinned.append((match, (root, word[: match.num_blocks])))
 
     @precondition(lambda self: self.pinned)
@@ -197,7 +197,7 @@ def test_a_pinned_block_is_not_found_any_more_and_freed_at_its_unpin() -> None:
     tier.advance(0.0)
     store(tier, "abcd")
     match = tier.index.match(prompt("abcd"))
-    tier.pin(match)
+    tier.index.pin(match)
     sweep(tier, 100.0)
     assert cached(tier, "abcd") == 0
     assert tier.pool.num_free == 4

@@ -55,7 +55,7 @@ def test_held_and_discarded_blocks_keep_what_they_are(tier: Tier) -> None:
     store(tier, "abcd")
     store(tier, "abxy")
     pinned = tier.match(prompt("abcd"))
-    tier.pin(pinned)
+    tier.index.pin(pinned)
     tier.discard(ROOT, key_of("abc"))
     tier.retire_root(ROOT)
     tier.check()

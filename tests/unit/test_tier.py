@@ -732,7 +732,7 @@ def _lose_an_id(tier: Tier) -> None:
 
 
 def _miscount_leases(tier: Tier) -> None:
-    tier._num_leased += 1
+    tier.num_leased += 1
 
 
 def _break_the_pool(tier: Tier) -> None:
@@ -740,7 +740,7 @@ def _break_the_pool(tier: Tier) -> None:
 
 
 def _break_the_index(tier: Tier) -> None:
-    tier.index._num_blocks += 1
+    tier.index.num_blocks += 1
 
 
 def _free_an_indexed_block(tier: Tier) -> None:

@@ -127,7 +127,7 @@ class TailedTier(RuleBasedStateMachine):
         tail = self.tier.tails.find(root, key_of(word))
         if tail is not None:
             self.tier.use_tail(tail)
-            self.tier.pin_tail(tail)
+            self.tier.tails.pin(tail)
             self.pinned.append((tail, tail.units.tolist()))
 
     @precondition(lambda self: self.pinned)

@@ -504,7 +504,7 @@ class ChunkTiers:
         match = self._ssd.index.locate(self._root, key)
         if match.run is None:
             return None
-        self._ssd.pin(match)
+        self._ssd.index.pin(match)
         return match
 
     def _op(self, kind: OpKind, src: BlockIds, dst: BlockIds, cargo: _Cargo) -> TransferOp:
