@@ -73,7 +73,7 @@ class Visit:
     time: float
     length: int
     num_seen: int
-    line: int
+    line: int = 0
     num_returns: int = 0
     gap: float = 0.0
     mean_gap: float = 0.0
