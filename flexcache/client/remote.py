@@ -27,8 +27,8 @@ import numpy as np
 
 from flexcache.cache.journal import Change
 from flexcache.cache.prompt import Prompt
+from flexcache.client.arguments import BlockIds
 from flexcache.client.calls import Calls
-from flexcache.client.gpu_blocks import BlockIds
 from flexcache.client.link import ServerLink
 from flexcache.client.tasks import ClientTask, ClientTasks
 from flexcache.config import CacheConfig, ModelConfig, ServerConfig

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from flexcache.cache.journal import Change
 from flexcache.cache.prompt import Prompt
-from flexcache.client.gpu_blocks import BlockIds
+from flexcache.client.arguments import BlockIds
 from flexcache.client.remote import RemoteTransport
 from flexcache.client.tasks import ClientTasks
 from flexcache.config import CacheConfig, ModelConfig

@@ -315,6 +315,7 @@ class Executors:
         return overdue
 
     def next_deadline(self) -> float | None:
+        """When the first op that runs misses its deadline, which a call may have set. O(1)."""
         return self._deadlines[0][0] if self._deadlines else None
 
     def _fill(self, lane: _WorkerLane, now: float) -> None:
