@@ -332,6 +332,7 @@ class KVTaskEngine:
 
     def _cancel_unanswered(self, sessions: Iterable[Session], now: float) -> None:
         """Cancel what callers wait for, but neither writes below the GPU nor what was promised."""
+        # Writes below the GPU go on when an engine dies: their bytes are in DRAM and published.
         for session in sessions:
             unanswered = [
                 task_id
@@ -606,6 +607,7 @@ class KVTaskEngine:
             task = self.sessions.tasks.get(late)
             if task is None or task.is_answered or not task.open_ops[OpKind.REMOTE2H]:
                 continue  # else it is answered with what has come; a read under way ends in DRAM
+            # No failure of the store: too slow for one engine, it may be of use to another.
             task.errors.append("the remote store takes longer than computing would")
             self._runner.end_unstarted(task, now)
         if self._lookups is not None:

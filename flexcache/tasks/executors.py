@@ -222,6 +222,9 @@ class Executors:
         return ended
 
     def _takes_part(self, tier: TierName) -> bool:
+        # One rule for both tiers. What a dying worker was writing back is dirty again, and so is
+        # what the store has rejected: the breaker counts each failure, which bounds the retries.
+        # Failed writes of a living disk worker are not retried.
         return WORKERS[tier] in self._up and (
             tier is not TierName.REMOTE or self._breaker.is_closed
         )

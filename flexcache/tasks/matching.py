@@ -92,6 +92,7 @@ class Matcher:
             if chain is None:
                 return None
             keys, stop = chain, stop + chain.num_before
+        # The match searches again: the index may change before the store has answered.
         tails = None
         if (tail_loads := self._cache.loads.tails) is not None:
             tails = tail_loads.unknown(keys, stop, now)

@@ -156,7 +156,8 @@ class TaskRunner:
                 self._instructions.append(RevokeTask(task.task_id, task.owner.engine))
                 self.stop(task, now)
                 self._accounts.answered(task, now)
-                # How long it hangs is unknown: no other answer follows.
+                # How long a hung rank holds up the rest is unknown: no other answer follows, not
+                # for `wait(completely=True)` either.
                 self._notify(task, task.result(is_final=True), task.gated)
 
     def follow(self, now: float) -> None:
