@@ -19,7 +19,8 @@ from llvmlite import ir
 from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
-from flexcache.transfer.copier import EAGER_LOADS, WORD_BYTES
+from flexcache.ids import WORD_BYTES
+from flexcache.transfer.copier import EAGER_LOADS
 from flexcache.transfer.cpu_copier import (
     CLOSING,
     COUNT,
