@@ -30,7 +30,6 @@ from flexcache.cache.plan import (
     chunks,
 )
 from flexcache.cache.prefix_index import PrefixMatch
-from flexcache.cache.retention import Seconds
 from flexcache.cache.tail_index import TAIL_FIRST, Tail, last_tail_key
 from flexcache.cache.tier import BlockIds, Tier
 from flexcache.cache.tiers import RemoteTier, Tiers
@@ -328,21 +327,18 @@ class LoadPlanner:
         """Load what the host tier lacks: past it, or through it."""
         plan.load_start = plan.stop
         if plan.way is LoadWay.DIRECT:
-            self._add_direct_loads(plan, segments.pop(0))
+            tier, match, low, high = segments.pop(0)
+            slots = tier.index.blocks(match, low)
+            for chunk in chunks(low, high, self._chunk_blocks):
+                source = slots[chunk.start - low : chunk.stop - low]
+                plan.graph.add(next(self._op_ids), OpKind.DISK2D, chunk.start, source, None)
+            plan.sources[tier.name] = high - low
+            plan.stop = high
         if segments:
             self._add_staged_loads(plan, keys, on_host, segments, stop)
         if TierName.SSD not in plan.sources:  # the host tier had no room
             plan.way = None
         plan.load_keys = keys.slice(plan.load_start, plan.stop)
-
-    def _add_direct_loads(self, plan: Plan, segment: _Segment) -> None:
-        tier, match, low, high = segment
-        slots = tier.index.blocks(match, low)
-        for chunk in chunks(low, high, self._chunk_blocks):
-            source = slots[chunk.start - low : chunk.stop - low]
-            plan.graph.add(next(self._op_ids), OpKind.DISK2D, chunk.start, source, None)
-        plan.sources[tier.name] = high - low
-        plan.stop = high
 
     def _add_staged_loads(
         self, plan: Plan, keys: BlockKeys, on_host: PrefixMatch, segments: list[_Segment], stop: int
@@ -363,7 +359,10 @@ class LoadPlanner:
             # wait for the other task's op would tie this get to its fate.
             plan.staging = self._host.reserve_private(keys.root, stop - begin)
         if plan.kind is TaskKind.PREFETCH:
-            plan.staging.used_s = _last_used(segments)
+            # What a load ahead brings is as old on the host as where it comes from.
+            times = [(s.tier.last_used(s.match, s.begin), s) for s in segments]
+            pieces = [t[: s.end - s.begin] for t, s in times if t is not None]
+            plan.staging.used_s = np.concatenate(pieces) if pieces else None
         staged = plan.staging.blocks.copy()
         plan.stop = begin + len(staged)
         for tier, match, low, high in segments:
@@ -383,10 +382,3 @@ class LoadPlanner:
                 if plan.kind is TaskKind.GET:
                     upload = next(self._op_ids)
                     plan.graph.add(upload, OpKind.H2D, chunk.start, landing, None, [op])
-
-
-def _last_used(segments: list[_Segment]) -> Seconds | None:
-    """Return when the blocks that lower tiers supply were last used, where that matters."""
-    times = [tier.last_used(match, low) for tier, match, low, _ in segments]
-    pieces = [t[: s.end - s.begin] for t, s in zip(times, segments, strict=True) if t is not None]
-    return np.concatenate(pieces) if pieces else None

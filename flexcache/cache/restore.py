@@ -153,7 +153,8 @@ def lay_out(
     by_age = links.by_age[kept]
     heads = _heads(parents)
     firsts = np.flatnonzero(heads == np.arange(len(kept)))
-    firsts = firsts[_order_of_heads(take(records, by_age[firsts]))]
+    head_records = take(records, by_age[firsts])  # by root, then each after what it hangs off
+    firsts = firsts[np.lexsort((head_records["position"], *words_of(head_records, "root").T))]
     runs = np.empty(len(kept), np.int64)  # of each record
     runs[firsts] = np.arange(len(firsts))
     runs = runs[heads]
@@ -225,12 +226,6 @@ def _heads(parents: Indices) -> Indices:
     behind = behind[(following[befores] < 0) | (behind < befores)]
     following[parents[behind]] = behind  # the last assignment counts
     return follow(np.where(following[parents] == itself, parents, itself))
-
-
-def _order_of_heads(heads: Records) -> Indices:
-    """Order the first records of runs by root, then by position: each after what it hangs off."""
-    order: Indices = np.lexsort((heads["position"], *words_of(heads, "root").T))
-    return order
 
 
 def _last_uses(written: Indices, starts: Indices, befores: Indices) -> Indices:
@@ -337,7 +332,7 @@ class Restoration:
     """
 
     def __init__(
-        self, tier: Tier, records: Records, written_s: Seconds | None, at_once: int
+        self, tier: Tier, records: Records, written_s: Seconds | None = None, at_once: int = _ALL
     ) -> None:
         if written_s is None:
             written_s = np.zeros(len(records))
@@ -371,11 +366,6 @@ class Restoration:
             run = next(self._runs)
             num_blocks -= len(run.blocks) + _BLOCKS_A_RUN
             yield run
-
-
-def restore_tier(tier: Tier, records: Records, written_s: Seconds | None = None) -> RestoreReport:
-    """Index all at once."""
-    return Restoration(tier, records, written_s, _ALL).report
 
 
 @contextmanager

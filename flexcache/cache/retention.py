@@ -171,7 +171,8 @@ class Retention:
         run = self._index.run(number)
         if run is None:
             return NO_BLOCKS
-        kept = min(_num_since(run, oldest), run.length)
+        since = [end for end, stamp in run.uses or () if stamp >= oldest]
+        kept = min(since[-1] if since else 0, run.length)
         start = max(kept, run.length - most)
         if start == run.length or self._index.locate(run.root, run.keys[start]).run is not run:
             return NO_BLOCKS  # the rest can be found no more, and waits to be unpinned
@@ -191,15 +192,7 @@ class Retention:
                 raise InternalError(f"run {number} has uses {uses}")
             if ends[-1] < run.length:
                 raise InternalError(f"run {number} has blocks that were never used")
-            if run.parent is not None and _stamp_at(run.parent, run.parent_length) < stamps[0]:
-                raise InternalError(f"run {number} was used later than what is before it")
-
-
-def _num_since(run: Run, oldest: int) -> int:
-    """Return how many of a run's first blocks have at least this stamp."""
-    return max((end for end, stamp in run.uses or () if stamp >= oldest), default=0)
-
-
-def _stamp_at(run: Run, length: int) -> int:
-    """Return the stamp of the last of a run's first blocks."""
-    return next(stamp for end, stamp in run.uses or () if end >= length)
+            if run.parent is not None:
+                before = (stamp for end, stamp in run.parent.uses or () if end >= run.parent_length)
+                if next(before) < stamps[0]:
+                    raise InternalError(f"run {number} was used later than what is before it")

@@ -265,7 +265,8 @@ class StorePlanner:
                 path = self._host.index.path_keys(self._host.index.locate(root, last))
                 keys = EngineBlockKeys(root, path, len(path), content)
                 plan = self.plan_store(keys, len(path), tiers=[tier])
-                num_beyond = sum(plan.dropped.pop(why, 0) for why in _why_later(name))
+                beyond = [f"{name.value.lower()}_write_{why}" for why in ("backlog", "throttled")]
+                num_beyond = sum(plan.dropped.pop(why, 0) for why in beyond)
                 if num_beyond:
                     # Old: what could not be written in its turn must not queue up behind all
                     # others.
@@ -501,9 +502,3 @@ class StorePlanner:
             tier.use_tail(tail, offer.retain_s)
             return True
         return tier.is_tail_in_flight(offer.plan.root, planned.key, len(planned.units))
-
-
-def _why_later(name: TierName) -> tuple[str, str]:
-    """Why a plan leaves out blocks that can be written later."""
-    tier = name.value.lower()
-    return f"{tier}_write_backlog", f"{tier}_write_throttled"

@@ -208,15 +208,11 @@ class TailIndex:
 
         A tier that never fills evicts nothing, so nothing else would. Amortised O(1).
         """
-        if len(queue) > self._most_entries:
+        if len(queue) > 2 * self.num_tails + _SPARE_ENTRIES:
             for _, _, tail in queue:
                 tail.is_queued = tail.is_indexed
             queue[:] = [entry for entry in queue if entry[2].is_indexed]
             heapq.heapify(queue)
-
-    @property
-    def _most_entries(self) -> int:
-        return 2 * self.num_tails + _SPARE_ENTRIES
 
     def _queue_if_evictable(self, tail: Tail) -> None:
         if tail.is_indexed and not tail.is_queued and not tail.num_pins:

@@ -60,6 +60,10 @@ class TieredCache:
         self.early = EarlyLoads(tiers.host, settings.early_load_share, settings.early_load_ttl_s)
         self.reuse = settings.reuse
         self._write_budgets = settings.write_budgets
+        self._write_limits = {
+            name: {"write_limit_bytes_per_s": int(budget.bytes_per_s)}
+            for name, budget in settings.write_budgets.items()
+        }
         self._restoration: Restoration | None = None
         self._restore_at = 0.0
 
@@ -200,14 +204,10 @@ class TieredCache:
                 **tier.stats(),
                 "available": int(tier.name not in self.tiers.unavailable),
                 **self.stores.stats_of(tier.name),
-                **self._write_limit(tier.name),
+                **self._write_limits.get(tier.name, {}),
             }
             for tier in self.tiers
         }
-
-    def _write_limit(self, name: TierName) -> dict[str, int]:
-        budget = self._write_budgets.get(name)
-        return {} if budget is None else {"write_limit_bytes_per_s": int(budget.bytes_per_s)}
 
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold. O(capacity)."""
@@ -340,7 +340,11 @@ def _settings(
     admissions: dict[TierName, Admission] = {
         name: Selective(capacities[name]) for name, how in writes.items() if how == "selective"
     }
-    if _skips_useless_writes(config, sizes):
+    # It counts on DRAM for what returns soon, and one tenant's prompts must not cost another what
+    # it is sure of.
+    can_watch = sizes.keeps_on_host and sizes.num_slots > 0 and not config.quotas
+    is_through = config.ssd_write_policy == "write_through"
+    if config.skip_useless_ssd_writes and is_through and can_watch:
         reuse = admissions[TierName.SSD] = ReuseWatch(tiers)
     return PlannerSettings(
         chunk_blocks=sizes.chunk_blocks,
@@ -361,13 +365,6 @@ def _settings(
         keeps_on_host=sizes.keeps_on_host,
         op_ids=op_ids,
     )
-
-
-def _skips_useless_writes(config: CacheConfig, sizes: CacheSizes) -> bool:
-    """Whether to judge by `ReuseWatch`: it counts on DRAM for what returns soon, and one tenant's
-    prompts must not cost another what it is sure of."""
-    applies = config.ssd_write_policy == "write_through" and sizes.keeps_on_host
-    return config.skip_useless_ssd_writes and applies and sizes.num_slots > 0 and not config.quotas
 
 
 def _quotas(capacity: int, quotas: Mapping[str, int]) -> Quotas | None:

@@ -26,7 +26,7 @@ import pytest
 from hypothesis import settings
 
 from flexcache.cache.block_keys import EngineBlockKeys
-from flexcache.cache.restore import restore_tier
+from flexcache.cache.restore import Restoration
 from flexcache.cache.tier import Lease, Tier
 from flexcache.ids import OpKind, RootId, TierName
 from flexcache.storage.block_io import BlockIO, Completion, Direction, Request
@@ -344,7 +344,7 @@ class Survivors:
 def survivors(pool: DiskPool) -> Survivors:
     records = pool.load()
     tier = Tier(TierName.SSD, NUM_SLOTS)
-    restore_tier(tier, records)
+    Restoration(tier, records)
     tier.check()
     by_slot = {int(record["slot"]): record for record in records}
     found = Survivors({})

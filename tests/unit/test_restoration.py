@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from flexcache.cache import tiered_cache
 from flexcache.cache.block_keys import EngineBlockKeys, make_root
 from flexcache.cache.block_pool import Quotas
-from flexcache.cache.restore import Records, Restoration, restore_tier
+from flexcache.cache.restore import Records, Restoration
 from flexcache.cache.tier import Tier
 from flexcache.ids import BlockKey, RootId, TierName
 from flexcache.storage.slot_index import SLOT_RECORD, make_records
@@ -62,7 +62,7 @@ class RestorationMachine(RuleBasedStateMachine):
         self.content = {int(slot): name for slot, name in zip(found["slot"], names, strict=True)}
         self.restoration = Restoration(self.tier, found, None, 0)
         whole = Tier(TierName.SSD, CAPACITY)
-        restore_tier(whole, found)
+        Restoration(whole, found)
         self.whole = {name: slots(whole, name) for name in names}
         self.now, self.is_undisturbed = 0.0, True
         self.tier.index.on_removed.append(self.removed)
@@ -169,7 +169,7 @@ def test_prompts_return_in_the_reverse_order_of_their_last_use() -> None:
 def test_a_restart_in_steps_leaves_the_same_order_of_eviction() -> None:
     names = [name for word in ("aab", "bb", "aaa", "abab", "ba") for name in prefixes(word)]
     at_once, in_steps = Tier(TierName.SSD, CAPACITY), Tier(TierName.SSD, CAPACITY)
-    restore_tier(at_once, records(*names))
+    Restoration(at_once, records(*names))
     restoration = Restoration(in_steps, records(*names), None, 0)
     for second in range(len(names)):
         in_steps.advance(float(second))
@@ -255,7 +255,7 @@ def test_a_run_that_is_cut_keeps_when_its_blocks_were_used() -> None:
     while not restoration.is_over:
         restoration.go_on(1)
     whole = Tier(TierName.SSD, 9)
-    restore_tier(whole, records(*names))
+    Restoration(whole, records(*names))
     tier.check()
     orders = [
         [int(each.index.evict(1)[0]) for _ in range(each.index.num_blocks - 1)]

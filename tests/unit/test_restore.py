@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexcache.cache.block_keys import EngineBlockKeys
-from flexcache.cache.restore import Records, restore_tier
+from flexcache.cache.restore import Records, Restoration
 from flexcache.cache.tail_index import TAIL_FIRST, tail_keys
 from flexcache.cache.tier import Tier
 from flexcache.ids import BlockKey, RootId, TierName
@@ -39,7 +39,7 @@ def records(*words: str) -> Records:
 
 def restored(found: Records, capacity: int = 32) -> Tier:
     tier = Tier(TierName.SSD, capacity)
-    report = restore_tier(tier, found)
+    report = Restoration(tier, found).report
     tier.check()
     assert report.num_restored == tier.index.num_blocks
     assert report.num_restored + report.num_dropped == len(found)
@@ -213,7 +213,7 @@ def test_restored_blocks_are_told_in_order_and_go_by_their_last_use(parts, rando
         told.extend((key.decode(), root) for key in keys)
 
     tier.on_stored.append(stored)
-    restore_tier(tier, found, found["generation"].astype(np.float64))
+    Restoration(tier, found, found["generation"].astype(np.float64))
     tier.check()
     assert sorted(told) == sorted(whole)
     left = {free[i]: place for place, i in whole.items()}
@@ -248,7 +248,7 @@ def test_only_whole_tails_come_back(lost: set[int], order: random.Random) -> Non
     kept = [number for number in range(len(found)) if number not in lost]
     order.shuffle(kept)
     tier = Tier(TierName.SSD, 16)
-    report = restore_tier(tier, np.concatenate((record("a", 12, 50), found[kept])))
+    report = Restoration(tier, np.concatenate((record("a", 12, 50), found[kept]))).report
     tier.check()
     num_units = 0
     for word, (count, first) in tails.items():
@@ -262,7 +262,7 @@ def test_only_whole_tails_come_back(lost: set[int], order: random.Random) -> Non
 
 def test_the_first_units_of_a_longer_tail_are_not_taken_for_a_tail() -> None:
     tier = Tier(TierName.SSD, 16)
-    restore_tier(tier, tail_records("ab", 3, 0)[:2])
+    Restoration(tier, tail_records("ab", 3, 0)[:2])
     assert restored_tail(tier, "ab") == []
     assert tier.pool.num_free == 16
 
@@ -270,7 +270,7 @@ def test_the_first_units_of_a_longer_tail_are_not_taken_for_a_tail() -> None:
 def test_of_a_unit_that_was_written_twice_the_later_slot_counts() -> None:
     tier = Tier(TierName.SSD, 16)
     twice = [tail_records("ab", 2, 0, 10), tail_records("ab", 2, 5, 20), tail_records("c", 1, 9)]
-    report = restore_tier(tier, np.concatenate(twice))
+    report = Restoration(tier, np.concatenate(twice)).report
     assert restored_tail(tier, "ab") == [5, 6]
     assert (report.num_restored, report.num_dropped) == (3, 2)
     assert tier.pool.num_free == 13
@@ -281,4 +281,4 @@ def test_units_that_follow_themselves_are_dropped() -> None:
     circle["parent"] = circle["key"]
     circle["parent_bytes"] = circle["key_bytes"]
     tier = Tier(TierName.SSD, 16)
-    assert restore_tier(tier, circle).num_restored == 0
+    assert Restoration(tier, circle).report.num_restored == 0

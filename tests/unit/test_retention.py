@@ -12,7 +12,7 @@ from test_restore import ROOT as RECORDED
 from test_restore import record
 
 from flexcache.cache.prefix_index import PrefixMatch
-from flexcache.cache.restore import restore_tier
+from flexcache.cache.restore import Restoration
 from flexcache.cache.tier import Tier
 from flexcache.config.model import KVGroup
 from flexcache.ids import OpKind, RootId, TierName
@@ -279,7 +279,7 @@ def test_what_was_written_too_long_ago_does_not_come_back() -> None:
     written_s = np.array([10.0, 20.0, 30.0, 100.0])
     tier = Tier(SSD, 8, retention_s=KEEP_S)
     tier.advance(120.0)
-    restore_tier(tier, records, written_s)
+    Restoration(tier, records, written_s)
     tier.check()
     sweep(tier, 120.0)
     assert cached(tier, "abc", RECORDED) == 2, "what abx builds on was used with it"

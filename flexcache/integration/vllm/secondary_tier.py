@@ -36,7 +36,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from flexcache.cache.restore import restore_tier
+from flexcache.cache.restore import Restoration
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiered_cache import CacheSizes
 from flexcache.config import CacheConfig
@@ -315,7 +315,7 @@ def _restore(
         records = records[:0]
     pool.adopt(identity)
     checksums.restore(records)
-    report = restore_tier(ssd, records)
+    report = Restoration(ssd, records).report
     if report.num_restored:
         log_event(logger, logging.INFO, "ssd_restored", blocks=report.num_restored)
 
