@@ -301,7 +301,8 @@ class ChunkTiers:
 
     Chunks are independent of each other: any may be there without those before it, so each is the
     only block of a prompt of its own, with the same index, leases, records and checksums as other
-    blocks.
+    blocks. There is no task engine: a task is a prefix, so each chunk would be a task, an op and a
+    question to the store of its own, where here ops and questions have many.
 
         store: reserve a slot --> H2DISK, H2REMOTE --> publish
         load:  pin the slot   --> DISK2H or REMOTE2H --> unpin

@@ -312,7 +312,9 @@ class Puts:
             return  # the ranks may yet confirm its adapter: then it is stored when it ends
         num_offered = self._num_offered.get(request.request_id, 0)
         self._num_offered[request.request_id] = max(stop, num_offered)
-        first = num_offered if num_offered < stop else 0  # a preempted request comes here again
+        # An answer is offered behind its prompt, so that one request counts as one sighting where
+        # what is stored depends on them. A preempted request comes here again.
+        first = num_offered if num_offered < stop else 0
         if not self._match(request, tables, first, stop, tail) and first:
             self._match(request, tables, 0, stop, tail)  # what came before may have been evicted
 
@@ -332,6 +334,9 @@ class Puts:
             return False
         blocks = [*map(list.__add__, dense, tail)]  # a group has one or the other
         put = _Put(task_id, request, tables[0][: wanted.stop], blocks)
+        # Holding back the finished request instead would keep all of its blocks, also those that
+        # are cached already, and could not store a prompt whose answer is still generated. Watching
+        # blocks for reuse would need a way to stop copies in other processes at once.
         self.pool.touch([self.pool.blocks[block_id] for block_id in put.block_ids])
         self._pinned[task_id] = put.block_ids
         self._matched.append(put)

@@ -92,7 +92,8 @@ class FlexCacheStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class FlexCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """One Prometheus counter per statistic, labelled like vLLM's own."""
+    """One Prometheus counter per statistic, labelled like vLLM's own. All are ``vllm:flexcache_*``:
+    vLLM's own reader of metrics ignores other prefixes."""
 
     def __init__(
         self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any

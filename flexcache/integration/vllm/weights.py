@@ -47,6 +47,8 @@ def read_model_id(vllm_config: Any, digests: FileDigests) -> str:
     settings = [*_kv_parts(vllm_config), *_media_parts(model)]  # refuses some of them
     parts = [*_model_parts(model, vllm_config.load_config, digests), *settings]
     _, name = parts.pop(0)
+    # The user's overrides and the resolved positions count, not `hf_config.to_dict()`: its defaults
+    # change with transformers.
     if model.hf_overrides:
         parts.append(("overrides", _digest_overrides(model)))
     if _load_format(vllm_config.load_config) == "dummy":

@@ -370,6 +370,8 @@ class FlexCacheWorker:
         """
         if self.client is None:
             return
+        # Nothing that a rank holds (pinned host memory, fence, gates) is worth keeping over a
+        # sleep, and registering anew is what it does after a lost server, too.
         self.client.close()
         if self.client.state is not ClientState.CLOSED:
             raise RuntimeError(
