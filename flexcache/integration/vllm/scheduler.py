@@ -217,9 +217,7 @@ class FlexCacheScheduler:
 
     def take_step(self, scheduled: Any) -> FlexCacheMetadata:
         """Return the metadata for the step that vLLM has scheduled."""
-        num_scheduled_tokens: Mapping[str, int] = scheduled.num_scheduled_tokens
-        step = self.gets.take_step(num_scheduled_tokens)
-        started = self.gets.take_started(num_scheduled_tokens)
+        step = self.gets.take_step(scheduled.num_scheduled_tokens)
         self._has_news |= self.puts.release()
         stores = self.puts.launch()
         self.puts.scheduled(scheduled)
@@ -227,7 +225,7 @@ class FlexCacheScheduler:
         # what is in blocks before they are reused: copies have to wait until then.
         clears = bool(getattr(scheduled, "new_block_ids_to_zero", None))
         begins_late = self._has_siblings or clears
-        return FlexCacheMetadata(step.loads, stores, not step.num_tokens, begins_late, started)
+        return FlexCacheMetadata(step.loads, stores, not step.num_tokens, begins_late, step.started)
 
     def adapters_loaded(self, digests: Mapping[int, str]) -> None:
         """Take what adapters the last step was computed with."""
