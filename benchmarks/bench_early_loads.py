@@ -27,14 +27,16 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from flexcache.cache.density import DensityPolicy
 from flexcache.cache.prompt import Prompt
 from flexcache.cache.tiered_cache import CacheSizes, build_cache
 from flexcache.config import CacheConfig
-from flexcache.config.cache import EvictionName
 from flexcache.ids import OpKind, TaskId, TaskIds, TaskKind, make_session
 from flexcache.replay.traces import TOKENS_PER_ID
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.instructions import DISK, RunOp, TaskAnswered, device
+from flexcache.tasks.model import TaskLimits
+from flexcache.transfer.messages import Done
 
 BLOCK_BYTES = TOKENS_PER_ID * 131_072
 DISK_S = BLOCK_BYTES / 6e9
@@ -63,13 +65,13 @@ class Replay:
         total_s: Seconds that computing everything takes.
     """
 
-    def __init__(self, size: int, wait_s: float, is_early: bool, policy: EvictionName) -> None:
+    def __init__(self, size: int, wait_s: float, is_early: bool, policy: str) -> None:
         config = CacheConfig(
             num_cpu_blocks=size, num_ssd_blocks=size * SSD_PER_DRAM, ssd_cache_dirs=("/tmp",),
             tokens_per_block=TOKENS_PER_ID, eviction_policy=policy,
         )  # fmt: skip
         self.cache = build_cache(config, CacheSizes(size, size * SSD_PER_DRAM, 1, size))
-        self._engine = KVTaskEngine(self.cache, block_bytes=BLOCK_BYTES)
+        self._engine = KVTaskEngine(self.cache, TaskLimits(BLOCK_BYTES))
         self._ids = TaskIds(make_session(0, 0))
         self._engine.add_session(self._ids.session, ENGINE)
         self._engine.executor_up(DISK)
@@ -95,8 +97,8 @@ class Replay:
             self._ask_later(request, request.time_s + self._wait_s, request.time_s + self._wait_s)
         self._run_until(float("inf"))
         self._engine.check()
-        forecaster = self.cache.tiers.forecaster
-        if forecaster is not None and forecaster.history.num_visits < len(requests) // 2:
+        policy = self.cache.tiers.policy
+        if isinstance(policy, DensityPolicy) and policy.history.num_visits < len(requests) // 2:
             raise RuntimeError("the eviction policy has not seen the requests")
 
     # -- requests --------------------------------------------------------------------------------
@@ -157,7 +159,7 @@ class Replay:
                     if request is not None:
                         self._compute(request, asked_s, instruction.result.num_ok, now)
         self.cache.tiers.settle()
-        study(self.cache.tiers.forecaster)
+        study(self.cache.tiers.policy)
 
     def _begin(self, run: RunOp, now: float) -> None:
         op, num_blocks = run.op, len(run.op)
@@ -166,18 +168,18 @@ class Replay:
             ends_s = self._disk_free_s = max(self._disk_free_s, now) + num_blocks * DISK_S
         elif op.kind is OpKind.H2D:
             ends_s = self._gpu_free_s = max(self._gpu_free_s, now) + num_blocks * COPY_S
-        done = self._engine.op_done
+        op_done, done = self._engine.op_done, Done(op.op_id, num_blocks)
         if ends_s == now:
-            done(run.executor, op.op_id, num_blocks, now)
+            op_done(run.executor, done, now)
         else:
-            self._at(ends_s, lambda then: done(run.executor, op.op_id, num_blocks, then))
+            self._at(ends_s, lambda then: op_done(run.executor, done, then))
 
 
 def main(
     trace: Annotated[Path, typer.Option(help="In Mooncake's format, maybe gzipped.")],
     size: Annotated[list[int], typer.Option(help="Blocks of DRAM.")] = list(SIZES),  # noqa: B006
     wait: Annotated[list[float], typer.Option(help="Seconds.")] = list(WAITS),  # noqa: B006
-    policy: Annotated[EvictionName, typer.Option(help="Eviction policy.")] = "density",
+    policy: Annotated[str, typer.Option(help="Eviction policy.")] = "density",
 ) -> None:
     requests = [request for request in read_trace(trace) if request.keys.num_blocks]
     table = Table(title=f"{trace.name}: prefill time saved, of all")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from flexcache.router.dispatcher import GPU, Dispatcher, Prompt
 from flexcache.router.fleet import Tier
 from flexcache.router.index import Holder, KVIndexer
-from flexcache.router.load import FloatArray, Load, Work
+from flexcache.router.load import FloatArray, Load, Running, Work
 from flexcache.router.placements import Placements, guesses_about
 from flexcache.router.policy import Pick, make_policy
 from flexcache.router.service_time import ServiceTime
@@ -32,6 +33,7 @@ class GuessedView:
         self._index = KVIndexer()
         self._placements = Placements(self._index)
         self._names = [f"{i}" for i in range(len(engines))]
+        self._running: dict[str, Running] = {}
         for name in self._names:
             self._placements.set_capacity(name, num_blocks, block_tokens)
 
@@ -47,10 +49,13 @@ class GuessedView:
         return np.minimum(matched, usable)
 
     def placed(self, request: SimRequest, worker: int) -> None:
-        self._placements.place(request.request_id, self._names[worker], self._keys(request))
+        running = Running(request.request_id, worker, Work(0, 0), 0, 0, self._names[worker])
+        self._running[request.request_id] = running
+        self._placements.place(running, self._keys(request))
 
     def ended(self, request: SimRequest, cached_tokens: int) -> None:
-        self._placements.ended(request.request_id, cached_tokens=cached_tokens)
+        running = self._running.pop(request.request_id)
+        self._placements.ended(running, cached_tokens=cached_tokens)
 
     def _keys(self, request: SimRequest) -> list[int]:
         whole = request.keys[: request.num_tokens // self._block_tokens]
@@ -74,16 +79,13 @@ class Deciders:
         self._owner: dict[str, int] = {}
         self._mail: deque[tuple[float, int, Callable[[Dispatcher, float], object]]] = deque()
 
-    def choose(self, request_id: str, prompt: Prompt, now: float) -> tuple[Pick, Work]:
+    def choose(self, request_id: str, prompt: Prompt, now: float) -> tuple[Pick, Running]:
         self._deliver(now)
         own = self._owner[request_id] = self._next
         self._next = (own + 1) % len(self._all)
-        pick, work = self._all[own].choose(request_id, prompt, now)
-        self._tell(
-            own, now,
-            lambda other, at: other.load.add(request_id, pick.worker, at, work, f"{own}"),
-        )  # fmt: skip
-        return pick, work
+        pick, running = self._all[own].choose(request_id, prompt, now)
+        self._tell(own, now, lambda other, at: other.add(replace(running, since_s=at), at))
+        return pick, running
 
     def first_token(self, request_id: str, now: float) -> None:
         self._deliver(now)
@@ -95,7 +97,7 @@ class Deciders:
         self._deliver(now)
         own = self._owner.pop(request_id)
         self._all[own].ended(request_id, now)
-        self._tell(own, now, lambda other, at: other.load.end(request_id, at))
+        self._tell(own, now, lambda other, at: other.ended(request_id, at))
 
     def _tell(self, own: int, now: float, change: Callable[[Dispatcher, float], object]) -> None:
         if self._delay_s is not None:

@@ -131,7 +131,7 @@ class LocalTransport(LocalSession):
         assert ids is not None
         self.ids = ids
         with self.server.lock:  # later names come after this one
-            weights = self.server.hub.weights.of(self._engine)
+            weights = self.server.hub.state.weights.of(self._engine)
             tasks.renamed(weights.generation, weights.version)
 
     def is_ready(self) -> bool:

@@ -54,7 +54,7 @@ from flexcache.router.chooser import (
     RouteRequest,
     to_server_sent,
 )
-from flexcache.router.decider import Decider
+from flexcache.router.decider import Decider, Terms
 from flexcache.router.fleet import Tier
 from flexcache.router.listing import (
     WorkerEntry,
@@ -299,7 +299,8 @@ class SelectionApi:
         others = [] if worker is None else [each.name for each in decider.roster.specs]
         tried = tuple(name for name in others if name != worker)
         try:
-            decision = await decider.decide(wanted, tried, owner=_OWNER, lease_s=selection.lease_s)
+            terms = Terms(tried=tried, owner=_OWNER, lease_s=selection.lease_s)
+            decision = await decider.decide(wanted, terms)
         except NotRouted as refusal:
             headers = {}
             if refusal.retry_after_s is not None:

@@ -6,10 +6,18 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+)
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from flexcache.errors import InternalError
@@ -29,8 +37,16 @@ from flexcache.router.chooser import (
     Usage,
 )
 from flexcache.router.fleet import WorkerSpec, WorkerState, listed_name
-from flexcache.router.load import Work
-from flexcache.router.messages import RunningRequest, WorkerAddress
+from flexcache.router.load import Running
+from flexcache.router.messages import (
+    Began,
+    End,
+    FirstToken,
+    Life,
+    RunningRequest,
+    WorkerAddress,
+    told,
+)
 from flexcache.router.roster import Roster
 from flexcache.router.router import KVRouter
 from flexcache.router.stats import QueueStats
@@ -203,50 +219,23 @@ _BYTES_PER_TOKEN = 4
 _WAITS_S = (0.001, 0.01, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 
-class ReadRequest(Protocol):
-    """Finds the tokens of a request."""
-
-    async def __call__(self, arrival: Arrival) -> RouteRequest: ...
-
-
-class AnswerObserver(Protocol):
-    """Compares what was predicted of answers with what the engines reported."""
-
-    def __call__(
-        self, worker: str, num_tokens: int, predicted_tokens: int, cached_tokens: int | None
-    ) -> None: ...
-
-
-class LifeObserver(Protocol):
-    """Follows the requests of a decider, to tell its peers."""
-
-    def began(self, request: RunningRequest) -> None: ...
-
-    def first_token(self, request_id: str) -> None: ...
-
-    def ended(self, request_id: str) -> None: ...
-
-
-@dataclass(slots=True)
-class Running:
-    """A request at a worker.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What a choice is bound to, besides the request.
 
     Attributes:
-        owner: Process that will report its end; empty: this one.
-        expires_s: When it is given up; None: never.
-        num_tokens: Length of the prompt.
-        predicted_tokens: Predicted cached tokens; None if its tokens are unknown.
-        ttft_s: Predicted; None if it is unknown.
+        tried: Names of the workers that were tried already; they come last.
+        only: ``HOST:PORT`` of the engines that may be chosen; None: all.
+        owner: Who will report the end; empty: this process.
+        lease_s: The request is given up after this long; None: only if its end is never reported.
+        attempt: How often it was sent to a worker before.
     """
 
-    worker: str
-    owner: str
-    since_s: float
-    num_tokens: int
-    predicted_tokens: int | None = None
-    ttft_s: float | None = None
-    expires_s: float | None = None
-    first_token_s: float | None = None
+    tried: tuple[str, ...] = ()
+    only: tuple[str, ...] | None = None
+    owner: str = ""
+    lease_s: float | None = None
+    attempt: int = 0
 
 
 class Decider:
@@ -261,8 +250,9 @@ class Decider:
         clock: Monotonic, in seconds.
 
     Attributes:
-        observer: Is notified of the life of requests.
-        on_answer: Called with each complete answer to a prompt whose tokens are known.
+        tell: Called with the life of requests, for other routers.
+        on_answer: Called at the end of each complete answer to a prompt whose tokens are known,
+            with the cached tokens that the engine reported.
         on_decision: Called with each decision; must return at once.
         on_models_changed: Called when engines may serve other models than before.
     """
@@ -271,7 +261,7 @@ class Decider:
         self,
         routing: KVRouter,
         roster: Roster,
-        read: ReadRequest,
+        read: Callable[[Arrival], Awaitable[RouteRequest]],
         line: WaitingLine,
         *,
         engine_headers: Mapping[str, str] | None = None,
@@ -281,16 +271,16 @@ class Decider:
         self.roster = roster
         self.line = line
         self.watchers = Watchers()
-        self.running: dict[str, Running] = {}
+        self.running = routing.running
         self.stored_ids = StoredIds()
         self.num_ended = dict.fromkeys(Outcome, 0)
         self.clock = clock
         self._read = read
         self._engine_headers = dict(engine_headers or {})
-        self.observer: LifeObserver | None = None
-        self.on_answer: AnswerObserver | None = None
-        self.on_decision: Callable[[Decision], None] | None = None
-        self.on_models_changed: Callable[[], None] | None = None
+        self.tell: Callable[[Life], None] = lambda life: None
+        self.on_answer: Callable[[Running, int | None], None] = lambda running, cached: None
+        self.on_decision: Callable[[Decision], None] = lambda decision: None
+        self.on_models_changed: Callable[[], None] = lambda: None
         self._num_without_worker = 0
         self._waits_s = Histogram(_WAITS_S)
         self._is_reading = True
@@ -315,10 +305,20 @@ class Decider:
             url = await self.stored_ids.find(arrival, self.roster.urls)
             only = None if url is None else (urlsplit(url).netloc,)
         request = await self.read(arrival)
-        return await self.place(
-            request, arrival.tried, only=only, owner=owner, lease_s=lease_s,
+        terms = Terms(
+            tried=arrival.tried, only=only, owner=owner, lease_s=lease_s,
             attempt=len(arrival.tried),
         )  # fmt: skip
+        decision = await self.decide(request, terms)
+        spec = self.roster.spec(decision.worker)
+        others = [self.roster.spec(name).url for name in decision.others if name in self.roster]
+        return Choice(
+            worker=decision.worker,
+            url=spec.url,
+            headers=self._headers_for(spec),
+            matched_tokens=None if request.token_ids is None else decision.matched_tokens,
+            others=tuple(dict.fromkeys(others)),
+        )
 
     async def read(self, arrival: Arrival) -> RouteRequest:
         """Return what decides where a request goes; without tokens if they cannot be found."""
@@ -340,84 +340,45 @@ class Decider:
         self._is_reading = True
         return request
 
-    async def place(
-        self,
-        request: RouteRequest,
-        tried: tuple[str, ...] = (),
-        *,
-        only: tuple[str, ...] | None = None,
-        owner: str = "",
-        lease_s: float | None = None,
-        attempt: int = 0,
-    ) -> Choice:
+    async def decide(self, request: RouteRequest, terms: Terms) -> Decision:
         """Choose a worker for a request that was read; see `choose`.
 
-        Args:
-            attempt: How often it was sent to a worker before.
+        Returns:
+            The worker, why, and what is expected there.
         """
-        decision = await self.decide(
-            request, tried, only=only, owner=owner, lease_s=lease_s, attempt=attempt
-        )
-        predicted = None if request.token_ids is None else decision.matched_tokens
-        return self.choice(decision, predicted)
-
-    async def decide(
-        self,
-        request: RouteRequest,
-        tried: tuple[str, ...] = (),
-        *,
-        only: tuple[str, ...] | None = None,
-        owner: str = "",
-        lease_s: float | None = None,
-        attempt: int = 0,
-    ) -> Decision:
-        """Choose a worker as `place` does; returns why, and what is expected there."""
         arrived_s = self.clock()
         model = request.model and listed_name(request.model, self.routing.fleet.models)
-        kind = (model, tried, only)
-        decision = await self.line.place(lambda: self._try(request, tried, only), kind)
-        now = self.clock()
-        self._waits_s.observe(now - arrived_s)
-        predicted = None if request.token_ids is None else decision.matched_tokens
-        self.running[request.request_id] = Running(
-            decision.worker, owner, now, request.num_tokens, predicted, decision.ttft_s,
-            expires_s=None if lease_s is None else now + lease_s,
-        )  # fmt: skip
-        self._note_begin(request.request_id)
-        if self.on_decision is not None:
-            with _logged("on_decision"):
-                self.on_decision(decision)
+        kind = (model, terms.tried, terms.only)
+        decision = await self.line.place(lambda: self._try(request, terms), kind)
+        running = self.running[request.request_id]
+        queued_s = running.since_s - arrived_s
+        self._waits_s.observe(queued_s)
+        running.owner = terms.owner
+        if terms.lease_s is not None:
+            running.expires_s = running.since_s + terms.lease_s
+        self.tell(Began(told(running)))
+        with _logged("on_decision"):
+            self.on_decision(decision)
         if self.watchers:
-            self.watchers.publish(_decided(request, decision, now - arrived_s, attempt))
+            self.watchers.publish(_decided(request, decision, queued_s, terms.attempt))
         return decision
 
-    def _try(
-        self, request: RouteRequest, tried: tuple[str, ...], only: tuple[str, ...] | None
-    ) -> Decision | None:
+    def _try(self, request: RouteRequest, terms: Terms) -> Decision | None:
         """Choose and reserve; None while every worker is busy."""
         if request.request_id in self.running:
             raise ValueError(f"request {request.request_id!r} is running")
         if not self.roster.num_up:
             self._num_without_worker += 1
             raise NotRouted(503, "no worker is up", _RETRY_S)
-        named = None if only is None else self.roster.at(only)
+        named = None if terms.only is None else self.roster.at(terms.only)
         if named is not None and not any(self.roster.is_up(name) for name in named):
             self._num_without_worker += 1
             raise NotRouted(503, "none of the workers that may be chosen is up", _RETRY_S)
-        decision = self.routing.choose(request, self.clock(), tried=tried, only=named)
+        decision = self.routing.choose(request, self.clock(), tried=terms.tried, only=named)
         if decision is None and self.routing.fleet.eligible(request.model, only=named) is None:
             self._num_without_worker += 1
             raise NotRouted(503, f"no worker that serves {request.model!r} is up", _RETRY_S)
         return decision
-
-    def choice(self, decision: Decision, matched_tokens: int | None) -> Choice:
-        """Return how to reach the worker of a decision."""
-        spec = self.roster.spec(decision.worker)
-        others = [self.roster.spec(name).url for name in decision.others if name in self.roster]
-        return Choice(
-            worker=decision.worker, url=spec.url, headers=self._headers_for(spec),
-            matched_tokens=matched_tokens, others=tuple(dict.fromkeys(others)),
-        )  # fmt: skip
 
     def _headers_for(self, spec: WorkerSpec) -> dict[str, str]:
         if spec.data_parallel_rank is None:
@@ -427,66 +388,48 @@ class Decider:
     def first_token(self, request_id: str, *, tells_time: bool = True) -> None:
         """Note the first byte of an answer's body; see `Chooser`."""
         running = self.running.get(request_id)
-        if running is None or running.first_token_s is not None:
+        if running is None or running.was_served:
             return
-        now = self.clock()
         with _logged("first_token"):
-            self.routing.first_token(request_id, now, tells_time=tells_time)
-        if not tells_time:  # its end follows
-            return
-        running.first_token_s = now
-        if self.observer is not None:
-            self.observer.first_token(request_id)
-        self.line.wake()
+            self.routing.first_token(request_id, self.clock(), tells_time=tells_time)
+        if tells_time:  # otherwise its end follows
+            self.tell(FirstToken(request_id))
+            self.line.wake()
 
     def ended(self, request_id: str, outcome: Outcome, usage: Usage = UNKNOWN) -> None:
         """Note that a request ended at its worker; an unknown one is ignored."""
-        running = self.running.pop(request_id, None)
+        running = self.running.get(request_id)
         if running is None:
             return
+        with _logged("ended"):
+            self.routing.ended(request_id, self.clock(), cached_tokens=usage.cached_tokens)
+        self._report_end(running, outcome, usage)
+
+    def _report_end(self, running: Running, outcome: Outcome, usage: Usage = UNKNOWN) -> None:
         now = self.clock()
         self.num_ended[outcome] += 1
-        with _logged("ended"):
-            self.routing.ended(request_id, now, cached_tokens=usage.cached_tokens)
         self.roster.ended(running.worker, outcome, now)
-        if self.observer is not None:
-            self.observer.ended(request_id)
+        self.tell(End(running.request_id))
         self.line.wake()
-        predicted = running.predicted_tokens
-        if self.on_answer and outcome is Outcome.DONE and predicted is not None:
-            self.on_answer(running.worker, running.num_tokens, predicted, usage.cached_tokens)
+        if outcome is Outcome.DONE and running.predicted_tokens is not None:
+            self.on_answer(running, usage.cached_tokens)
         if self.watchers:
-            ttft_s = _since(running.first_token_s, running.since_s)
+            first_s = running.first_token_s
             event = Ended(
-                time=time.time(), request_id=request_id, worker=running.worker,
-                outcome=outcome.value, predicted_tokens=predicted,
-                predicted_ttft_s=running.ttft_s, ttft_s=ttft_s, total_s=now - running.since_s,
-                **usage._asdict(),
+                time=time.time(), request_id=running.request_id, worker=running.worker,
+                outcome=outcome.value, predicted_tokens=running.predicted_tokens,
+                predicted_ttft_s=running.ttft_s,
+                ttft_s=None if first_s is None else first_s - running.since_s,
+                total_s=now - running.since_s, **usage._asdict(),
             )  # fmt: skip
             self.watchers.publish(event)
 
     # -- requests of proxies -----------------------------------------------------------------------
 
-    def describe(self, request_id: str) -> RunningRequest:
-        """Return a running request as its proxy may announce it again."""
-        running = self.running[request_id]
-        work = self.routing.work(request_id) or Work(0, 0)
-        has_first_token = running.first_token_s is not None
-        return RunningRequest(request_id, running.worker, work, has_first_token)
-
-    def _note_begin(self, request_id: str) -> None:
-        if self.observer is not None:
-            self.observer.began(self.describe(request_id))
-
     def adopt(self, request: RunningRequest, owner: str) -> None:
         """Count a request that was sent to a worker without this decider."""
-        now = self.clock()
-        name = request.request_id
-        self.running[name] = Running(request.worker, owner, now, request.work.num_tokens)
-        self.routing.follow(owner, name, request.worker, request.work, now)
-        self._note_begin(name)
-        if request.has_first_token:
-            self.first_token(name)
+        self.tell(Began(told(self.routing.follow(request, self.clock(), owner=owner))))
+        self.line.wake()
 
     def models(self) -> set[str]:
         """Return the names of the models that workers serve, or served before they went."""
@@ -502,8 +445,7 @@ class Decider:
 
     def models_changed(self) -> None:
         """See `EngineBook`."""
-        if self.on_models_changed is not None:
-            self.on_models_changed()
+        self.on_models_changed()
 
     def addresses(self) -> list[WorkerAddress]:
         """Return the workers that take requests."""
@@ -524,15 +466,9 @@ class Decider:
 
     def expire(self) -> None:
         """End requests whose lease is over, and let the first in line try: waits have shortened."""
-        now = self.clock()
-        late = [
-            name
-            for name, running in self.running.items()
-            if running.expires_s is not None and running.expires_s <= now
-        ]
-        for name in late:
-            self.ended(name, Outcome.ABORTED)
-        self.routing.expire(now)
+        for running in self.routing.expire(self.clock()):
+            if not running.is_peers:
+                self._report_end(running, Outcome.ABORTED)
         self.line.wake()
 
     # -- reports -----------------------------------------------------------------------------------
@@ -553,9 +489,6 @@ class Decider:
         self.routing.check()
         self.roster.check()
         self.line.check()
-        for name, running in self.running.items():
-            if running.expires_s is not None and running.expires_s < running.since_s:
-                raise InternalError(f"request {name!r} expired before it began")
 
 
 @contextmanager
@@ -565,10 +498,6 @@ def _logged(call: str) -> Iterator[None]:
         yield
     except Exception:
         log_event(logger, logging.ERROR, "routing_failed", call=call, exc_info=True)
-
-
-def _since(moment_s: float | None, start_s: float) -> float | None:
-    return None if moment_s is None else moment_s - start_s
 
 
 def _decided(request: RouteRequest, decision: Decision, queued_s: float, attempt: int) -> Decided:

@@ -1,4 +1,4 @@
-"""Chooses a worker for each request and follows the request to its end.
+"""Dispatcher: chooses a worker for each request, and keeps the records of those that run.
 
 Joins load, service time and policy; what the workers' caches hold is handed in, so that the router
 and the simulator run the same code. Workers are numbers. Pure: no clock, seeded randomness.
@@ -12,12 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flexcache.router.load import FloatArray, Load, Work
+from flexcache.router.load import GONE, FloatArray, Load, Running, Work
 from flexcache.router.policy import Candidates, Pick, Policy
 from flexcache.router.service_time import ServiceTime
 
 GPU, DRAM, DISK = range(3)
 """Rows of ``matched``."""
+LEASE_S = 3600.0
+"""A request runs for this long at most, unless its owner says otherwise: an end that is never
+reported must not be load for ever."""
 
 
 class Prompt(NamedTuple):
@@ -40,16 +43,18 @@ class Prompt(NamedTuple):
 
 
 class Dispatcher:
-    """Requests in flight, and the choice for the next one.
+    """Requests that run, and the choice for the next one.
 
     Attributes:
-        load: Requests in flight; those of other deciders are added to it directly.
+        running: Every request that runs, by its id, the earliest first.
+        load: What the workers are busy with.
         service_time: What is known of the workers' speed.
     """
 
     def __init__(
         self, policy: Policy, load: Load, service_time: ServiceTime, *, seed: int = 0
     ) -> None:
+        self.running: dict[str, Running] = {}
         self.load = load
         self.service_time = service_time
         self._policy = policy
@@ -60,10 +65,14 @@ class Dispatcher:
         self.load.resize(num_workers)
         self.service_time.resize(num_workers)
 
-    def forget_worker(self, worker: int, now: float) -> int:
-        """Forget a worker that is gone; returns how many requests it had."""
+    def forget_worker(self, worker: int, now: float) -> None:
+        """Forget a worker that is gone; its requests run on, and are no load any more."""
         self.service_time.forget_worker(worker)
-        return self.load.forget_worker(worker, now)
+        self.load.forget_worker(worker)
+        for running in self.running.values():
+            if running.number == worker:
+                self.load.end(running, now)
+                running.number = GONE
 
     def score(self, prompt: Prompt, now: float, eligible: np.ndarray | None = None) -> Pick:
         """Choose a worker and change nothing.
@@ -75,40 +84,45 @@ class Dispatcher:
 
     def choose(
         self, request_id: str, prompt: Prompt, now: float, eligible: np.ndarray | None = None
-    ) -> tuple[Pick, Work]:
+    ) -> tuple[Pick, Running]:
         """Choose a worker; the request counts as its load from now on."""
         candidates = self._candidates(prompt, now, eligible)
         pick = self._policy.choose(candidates, self._rng)
-        work = self.work_on(pick.worker, prompt)
-        self.ended(request_id, now)
-        self.load.add(request_id, pick.worker, now, work)
-        self._policy.placed(request_id, pick.worker, candidates)
-        return pick, work
-
-    def work_on(self, worker: int, prompt: Prompt) -> Work:
-        """Return what a prompt would cost a worker."""
-        gpu, dram, disk = (int(each) for each in prompt.matched[:, worker])
+        gpu, dram, disk = (int(each) for each in prompt.matched[:, pick.worker])
         new = prompt.num_tokens - gpu - dram - disk
-        service_s = self.service_time.predict_one(worker, prompt.num_tokens, new, dram, disk)
-        return Work(prompt.num_tokens, new, dram, disk, service_s)
+        service_s = self.service_time.predict_one(pick.worker, prompt.num_tokens, new, dram, disk)
+        work = Work(prompt.num_tokens, new, dram, disk, service_s)
+        running = Running(request_id, pick.worker, work, now, now + LEASE_S)
+        self.add(running, now)
+        self._policy.placed(request_id, pick.worker, candidates)
+        return pick, running
+
+    def add(self, running: Running, now: float) -> None:
+        """Take a request in. One of its id that runs is replaced, as by a retry."""
+        self.ended(running.request_id, now)
+        self.running[running.request_id] = running
+        if running.number != GONE:
+            self.load.add(running, now)
 
     def first_token(self, request_id: str, now: float) -> None:
         """Note the first token of a request, and learn from the time it took."""
-        served = self.load.first_token(request_id, now)
-        if served is not None:
-            self.service_time.learn(served)
+        running = self.running.get(request_id)
+        if running is None or running.first_token_s is not None:
+            return
+        running.first_token_s = now
+        if running.number != GONE:
+            served = self.load.first_token(running, now)
+            if served is not None:
+                self.service_time.learn(served)
 
-    def ended(self, request_id: str, now: float) -> None:
-        """Note that a request ended, for whatever reason; unknown ones are ignored."""
-        if self.load.end(request_id, now):
+    def ended(self, request_id: str, now: float) -> Running | None:
+        """Note that a request ended, for whatever reason; None: it is unknown."""
+        running = self.running.pop(request_id, None)
+        if running is not None:
+            if running.number != GONE:
+                self.load.end(running, now)
             self._policy.ended(request_id)
-
-    def expire(self, now: float) -> list[str]:
-        """Forget requests whose lease is over; returns their ids."""
-        expired = self.load.expire(now)
-        for request_id in expired:
-            self._policy.ended(request_id)
-        return expired
+        return running
 
     def check(self) -> None:
         """Verify what it keeps.
@@ -116,7 +130,7 @@ class Dispatcher:
         Raises:
             InternalError: It does not hold together.
         """
-        self.load.check()
+        self.load.check(each for each in self.running.values() if each.number != GONE)
         self.service_time.check()
 
     def _candidates(self, prompt: Prompt, now: float, eligible: np.ndarray | None) -> Candidates:

@@ -18,7 +18,7 @@ from flexcache.router.chooser import RouteRequest
 from flexcache.router.events import EventApplier
 from flexcache.router.fleet import Tier, WorkerSpec
 from flexcache.router.index import Holder, Holders, KVIndexer, Space, Tokens, chain_of
-from flexcache.router.load import FloatArray
+from flexcache.router.load import FloatArray, Running
 from flexcache.router.placements import (
     DEFAULT_BLOCK_SIZE,
     Expectations,
@@ -299,39 +299,30 @@ class Holdings:
                     return name
         return None
 
-    def placed(self, request_id: str, worker: str, found: Found | None, now: float) -> None:
+    def placed(self, running: Running, found: Found | None) -> None:
         """Note that a request was sent to a worker."""
         if found is None:
             return
-        if self.is_guessed(worker):
-            keys = found.keys[self.placements.block_size(worker)]
-            self.placements.place(request_id, worker, keys)
+        if self.is_guessed(running.worker):
+            keys = found.keys[self.placements.block_size(running.worker)]
+            self.placements.place(running, keys)
         elif found.keys and self._approximate != "never":
-            self.expectations.expect(request_id, worker, found.keys[min(found.keys)], now)
+            self.expectations.expect(running, found.keys[min(found.keys)])
 
-    def computed(self, request_id: str) -> None:
-        """Note the first token of a request: its blocks are there, and were published."""
-        self.expectations.settle(request_id)
-
-    def ended(self, request_id: str, cached_tokens: int | None, *, was_served: bool) -> None:
+    def ended(self, running: Running, cached_tokens: int | None) -> None:
         """Note the end of a request.
 
         Args:
             cached_tokens: What the engine reported; None if it did not.
-            was_served: Whether the engine began to answer.
         """
-        self.expectations.settle(request_id)
-        self.placements.ended(request_id, cached_tokens=cached_tokens, was_served=was_served)
-
-    def expire(self, now: float) -> None:
-        """Drop expectations that did not come true."""
-        self.expectations.expire(now)
+        self.expectations.settle(running)
+        self.placements.ended(running, cached_tokens=cached_tokens, was_served=running.was_served)
 
     def sweep(self, num_blocks: int) -> bool:
         """Free memory of forgotten blocks, a slice at a time; returns whether there is more."""
         return self.applier.sweep(num_blocks)
 
-    def check(self) -> None:
+    def check(self, in_flight: Iterable[Running]) -> None:
         """Verify index and guesses.
 
         Raises:
@@ -339,4 +330,4 @@ class Holdings:
         """
         self.applier.check()
         self.placements.check()
-        self.expectations.check()
+        self.expectations.check(in_flight)

@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import zmq
@@ -23,6 +22,7 @@ from flexcache.logs import log_event
 from flexcache.protocol.endpoints import listen_privately
 from flexcache.protocol.trust import find_listener
 from flexcache.router.chooser import UNKNOWN, Arrival, Choice, NotRouted, Outcome, Usage
+from flexcache.router.decider import Decider
 from flexcache.router.fleet import listed_name
 from flexcache.router.load import Work
 from flexcache.router.messages import (
@@ -31,65 +31,31 @@ from flexcache.router.messages import (
     PROXY_LEASE_S,
     Alive,
     Beat,
+    Began,
     Choose,
     Chosen,
     End,
     FirstToken,
     Hello,
     ModelsChanged,
-    Moved,
     ProxyCounters,
     Refused,
     RunningRequest,
     Stored,
     ToDecider,
     ToProxy,
-    Welcome,
     WorkerAddress,
     Workers,
     decode_to_decider,
     decode_to_proxy,
     encode,
+    told,
 )
 from flexcache.router.stored import StoredIds
 from flexcache.router.tokens.body import named_model
 from flexcache.router.waiting import Turns, is_set_within
 
 logger = logging.getLogger(__name__)
-
-
-class LinkedDecider(Protocol):
-    """What the link needs of a `Decider`."""
-
-    async def choose(self, arrival: Arrival, *, owner: str = "") -> Choice: ...
-
-    def first_token(self, request_id: str, *, tells_time: bool = True) -> None: ...
-
-    def ended(self, request_id: str, outcome: Outcome, usage: Usage = UNKNOWN) -> None: ...
-
-    def describe(self, request_id: str) -> RunningRequest:
-        """Return a running request as its proxy may announce it again."""
-        ...
-
-    def adopt(self, running: RunningRequest, owner: str) -> None:
-        """Count a request that was sent to a worker without this decider."""
-        ...
-
-    def end_all(self, owner: str) -> int: ...
-
-    def addresses(self) -> list[WorkerAddress]:
-        """Return the workers that take requests."""
-        ...
-
-    def models(self) -> set[str]:
-        """Return the names of the models that workers serve, or served before they went."""
-        ...
-
-    def cards(self) -> dict[str, bytes]: ...
-
-    def stored(self, url: str, ids: Iterable[str]) -> None: ...
-
-    def models_changed(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -111,7 +77,7 @@ class LinkServer:
         OSError: It cannot be bound.
     """
 
-    def __init__(self, decider: LinkedDecider, endpoint: str) -> None:
+    def __init__(self, decider: Decider, endpoint: str) -> None:
         self._decider = decider
         self._endpoint = endpoint
         self._proxies: dict[bytes, _Proxy] = {}
@@ -146,10 +112,13 @@ class LinkServer:
 
     def announce(self) -> None:
         """Send every proxy the workers that take requests now."""
-        decider = self._decider
-        message = Workers(decider.addresses(), decider.models(), decider.cards())
+        message = self._workers()
         for identity in self._proxies:
             self._send(identity, message)
+
+    def _workers(self, pid: int | None = None) -> Workers:
+        decider = self._decider
+        return Workers(decider.addresses(), decider.models(), decider.cards(), pid)
 
     def expire(self) -> None:
         """Give up proxies that have been silent for too long."""
@@ -187,7 +156,7 @@ class LinkServer:
             if task_of is not None:
                 task_of.cancel()
             self._decider.ended(message.request_id, Outcome(message.outcome), message.usage)
-        elif isinstance(message, Moved):
+        elif isinstance(message, Began):
             self._decider.adopt(message.running, owner)
         elif isinstance(message, Stored):
             self._decider.stored(message.url, message.ids)
@@ -208,9 +177,7 @@ class LinkServer:
         log_event(logger, logging.INFO, "proxy_linked", proxy=hello.pid, running=len(hello.running))
         for name, url in hello.stored.items():
             self._decider.stored(url, (name,))
-        decider = self._decider
-        workers, models = decider.addresses(), decider.models()
-        self._send(identity, Welcome(os.getpid(), workers, models, decider.cards()))
+        self._send(identity, self._workers(os.getpid()))
 
     async def _choose(self, identity: bytes, proxy: _Proxy, message: Choose) -> None:
         name = message.request_id
@@ -227,7 +194,7 @@ class LinkServer:
             self._send(identity, Refused(name, 503, "the router failed to choose a worker", None))
         else:
             chosen = Chosen(
-                self._decider.describe(name), choice.url, dict(choice.headers),
+                told(self._decider.running[name]), choice.url, dict(choice.headers),
                 choice.matched_tokens, choice.others,
             )  # fmt: skip
             self._send(identity, chosen)
@@ -412,7 +379,7 @@ class RemoteChooser:
         num_tokens = len(arrival.body) // _BYTES_PER_TOKEN
         running = RunningRequest(arrival.request_id, best.name, Work(num_tokens, num_tokens))
         self._running[arrival.request_id] = running
-        self._send(Moved(running))  # a decider that is starting learns of it after `Hello`
+        self._send(Began(running))  # a decider that is starting learns of it after `Hello`
         self.num_unsupervised += 1
         return Choice(
             worker=best.name, url=best.url, headers=best.headers, matched_tokens=None,
@@ -487,11 +454,11 @@ class RemoteChooser:
             with turns.turn():
                 self._take(decode_to_proxy(content))
 
-    def _take(self, message: Welcome | Workers | Chosen | Refused | Alive) -> None:
-        if isinstance(message, (Welcome, Workers)):
+    def _take(self, message: ToProxy) -> None:
+        if isinstance(message, Workers):
             self._workers, self._models = message.workers, message.models
             self._cards = message.cards
-            if isinstance(message, Welcome):
+            if message.pid is not None:
                 self._watch(message.pid)
                 log_event(logger, logging.INFO, "decider_linked", decider=message.pid)
                 self._is_linked.set()
@@ -502,7 +469,7 @@ class RemoteChooser:
             if self._resolve(name, message):
                 return
             actual = self._running.get(name)  # the answer came too late
-            self._send(End(name, Outcome.ABORTED.value) if actual is None else Moved(actual))
+            self._send(End(name, Outcome.ABORTED.value) if actual is None else Began(actual))
 
     def _resolve(self, name: str, answer: Answer) -> bool:
         future = self._asked.get(name)

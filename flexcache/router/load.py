@@ -1,4 +1,4 @@
-"""Follows what each worker is busy with: the requests that were sent to it and have not ended.
+"""Load of workers: the requests that were sent to each and have not ended.
 
 A worker computes prompts one after the other, in the order they came. Its backlog is therefore the
 predicted service time of the requests that have no first token yet, less the time that the first of
@@ -11,6 +11,7 @@ Workers are numbered by the caller; the numbers index the arrays. Pure: the call
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -57,13 +58,48 @@ class Served(NamedTuple):
     seconds: float
 
 
-@dataclass(slots=True)
-class _Request:
-    worker: int
+GONE = -1
+"""In place of a worker's number: the worker is gone, or not known yet."""
+
+
+@dataclass(eq=False, slots=True)
+class Running:
+    """A request at a worker, from its choice to its end: the one record of it in this process.
+
+    Attributes:
+        request_id: Unique among all that run.
+        number: Its worker's; `GONE` while the worker is unknown: it is no load then.
+        work: What it is expected to cost.
+        since_s: When it was placed.
+        expires_s: When it is given up, in case its end is never reported.
+        worker: Name of its worker.
+        owner: Who will report its end: a proxy process or another router; empty: this process.
+        is_peers: Another router sent it: it is load here, and no more.
+        predicted_tokens: Predicted cached tokens; None if the prompt's tokens are unknown.
+        ttft_s: Predicted; None if it is unknown.
+        was_served: The engine began to answer.
+        first_token_s: When its first token came; None: not yet, or that cannot be told.
+        keys: Blocks that its worker is assumed to have because of it.
+        noted_in: The accounts that count these blocks; None: none does.
+        uses: What `Placements` must restore if the engine refuses it; ``tick`` likewise.
+    """
+
+    request_id: str
+    number: int
     work: Work
-    owner: str
-    expires: float
-    has_first_token: bool = False
+    since_s: float
+    expires_s: float
+    worker: str = ""
+    owner: str = ""
+    is_peers: bool = False
+    predicted_tokens: int | None = None
+    ttft_s: float | None = None
+    was_served: bool = False
+    first_token_s: float | None = None
+    keys: Sequence[int] = ()
+    noted_in: object = None
+    uses: Sequence[int] = ()
+    tick: int = 0
 
 
 class Load:
@@ -76,13 +112,9 @@ class Load:
         num_waiting: Those without a first token.
         new_tokens: Tokens that the waiting requests have to compute.
         held_tokens: Prompt tokens of all requests in flight.
-
-    Args:
-        lease_s: A request counts for this long after it was added or renewed, and not for ever, in
-            case its end is never reported.
     """
 
-    def __init__(self, num_workers: int = 0, *, lease_s: float = 3600.0) -> None:
+    def __init__(self, num_workers: int = 0) -> None:
         self.num_requests: FloatArray = np.zeros(0)
         self.num_waiting: FloatArray = np.zeros(0)
         self.new_tokens: FloatArray = np.zeros(0)
@@ -92,16 +124,12 @@ class Load:
         self._free_at: FloatArray = np.zeros(0)  # if the head takes as long as predicted
         self._behind_head_s: FloatArray = np.zeros(0)  # predicted service of the other waiting ones
         self._head_since: list[float] = []
-        self._waiting: list[OrderedDict[str, Work]] = []  # without a first token, oldest first
-        self._requests: OrderedDict[str, _Request] = OrderedDict()  # by expiry
-        self._lease_s = lease_s
+        self._waiting: list[OrderedDict[Running, None]] = []  # no first token yet, oldest first
+        self._size = 0
         self.resize(num_workers)
 
     def __len__(self) -> int:
-        return len(self._requests)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._requests
+        return self._size
 
     @property
     def num_workers(self) -> int:
@@ -123,7 +151,7 @@ class Load:
     @property
     def mean_requests(self) -> float:
         """Requests in flight per worker."""
-        return len(self._requests) / max(self.num_workers, 1)
+        return self._size / max(self.num_workers, 1)
 
     def recent(self) -> FloatArray:
         """Return how many requests each worker got of late: the older, the less one counts."""
@@ -136,21 +164,17 @@ class Load:
         np.maximum(wait, self._behind_head_s, out=wait)
         return wait
 
-    def add(self, request_id: str, worker: int, now: float, work: Work, owner: str = "") -> None:
-        """Count a request as load of a worker. One that is in flight already is moved.
-
-        Args:
-            owner: Decider that sent it, if it was another one.
-        """
-        self.end(request_id, now)
-        self._requests[request_id] = _Request(worker, work, owner, now + self._lease_s)
+    def add(self, running: Running, now: float) -> None:
+        """Count a request as load of its worker."""
+        worker, work = running.number, running.work
+        self._size += 1
         self._count_recent(worker)
         self.num_requests[worker] += 1
         self.num_waiting[worker] += 1
         self.new_tokens[worker] += work.new_tokens
         self.held_tokens[worker] += work.num_tokens
         waiting = self._waiting[worker]
-        waiting[request_id] = work
+        waiting[running] = None
         if len(waiting) == 1:
             self._head_since[worker] = now
             self._free_at[worker] = now + work.service_s
@@ -158,64 +182,29 @@ class Load:
             self._free_at[worker] += work.service_s
             self._behind_head_s[worker] += work.service_s
 
-    def first_token(self, request_id: str, now: float) -> Served | None:
+    def first_token(self, running: Running, now: float) -> Served | None:
         """Note the first token of a request; returns its service time.
 
         Returns:
-            None if the request is unknown, had its first token already, or was overtaking others,
-            so that its share of the time is unknown.
+            None if it had its first token already, or was overtaking others, so that its share of
+            the time is unknown.
         """
-        request = self._requests.get(request_id)
-        if request is None or request.has_first_token:
+        if running not in self._waiting[running.number]:
             return None
-        request.has_first_token = True
-        since = self._leave_queue(request_id, request, now)
-        return None if since is None else Served(request.worker, request.work, max(now - since, 0))
+        since = self._leave_queue(running, now)
+        return None if since is None else Served(running.number, running.work, max(now - since, 0))
 
-    def end(self, request_id: str, now: float) -> bool:
-        """Forget a request, with or without its first token; returns whether it was in flight."""
-        request = self._requests.pop(request_id, None)
-        if request is None:
-            return False
-        if not request.has_first_token:
-            self._leave_queue(request_id, request, now)
-        self.num_requests[request.worker] -= 1
-        self.held_tokens[request.worker] -= request.work.num_tokens
-        return True
+    def end(self, running: Running, now: float) -> None:
+        """Count a request no longer, with or without its first token."""
+        if running in self._waiting[running.number]:
+            self._leave_queue(running, now)
+        self._size -= 1
+        self.num_requests[running.number] -= 1
+        self.held_tokens[running.number] -= running.work.num_tokens
 
-    def work(self, request_id: str) -> Work | None:
-        """Return what a request in flight is expected to cost; None if it is unknown."""
-        request = self._requests.get(request_id)
-        return None if request is None else request.work
-
-    def renew(self, request_id: str, now: float) -> None:
-        """Extend the lease of a request."""
-        request = self._requests.get(request_id)
-        if request is not None:
-            request.expires = now + self._lease_s
-            self._requests.move_to_end(request_id)
-
-    def expire(self, now: float) -> list[str]:
-        """Forget requests whose lease is over; returns their ids."""
-        expired = []
-        for request_id, request in self._requests.items():
-            if request.expires > now:
-                break
-            expired.append(request_id)
-        for request_id in expired:
-            self.end(request_id, now)
-        return expired
-
-    def forget_owner(self, owner: str, now: float) -> int:
-        """Forget the requests of another decider; returns their number."""
-        theirs = [name for name, request in self._requests.items() if request.owner == owner]
-        return sum(self.end(name, now) for name in theirs)
-
-    def forget_worker(self, worker: int, now: float) -> int:
-        """Forget the requests of a worker that is gone; returns their number."""
-        self._recent[worker] = self._recent.mean()  # another one may get the number
-        its = [name for name, request in self._requests.items() if request.worker == worker]
-        return sum(self.end(name, now) for name in its)
+    def forget_worker(self, worker: int) -> None:
+        """Forget what a worker did before: another one may get its number."""
+        self._recent[worker] = self._recent.mean()
 
     def _count_recent(self, worker: int) -> None:
         self._recent_unit *= 1.0 + 1.0 / (_RECENT * self.num_workers)
@@ -224,18 +213,18 @@ class Load:
             self._recent_unit = 1.0
         self._recent[worker] += self._recent_unit
 
-    def _leave_queue(self, request_id: str, request: _Request, now: float) -> float | None:
+    def _leave_queue(self, running: Running, now: float) -> float | None:
         """Take a request out of its worker's queue.
 
         Returns:
             Since when it was the head; None if it was not.
         """
-        worker, service_s = request.worker, request.work.service_s
+        worker, service_s = running.number, running.work.service_s
         waiting = self._waiting[worker]
-        was_head = next(iter(waiting)) == request_id
-        del waiting[request_id]
+        was_head = next(iter(waiting)) is running
+        del waiting[running]
         self.num_waiting[worker] -= 1
-        self.new_tokens[worker] -= request.work.new_tokens
+        self.new_tokens[worker] -= running.work.new_tokens
         if not was_head:
             self._free_at[worker] -= service_s
             self._behind_head_s[worker] -= service_s
@@ -243,7 +232,7 @@ class Load:
         since = self._head_since[worker]
         self._head_since[worker] = now
         if waiting:
-            head_s = next(iter(waiting.values())).service_s
+            head_s = next(iter(waiting)).work.service_s
             self._free_at[worker] = now + self._behind_head_s[worker]
             self._behind_head_s[worker] -= head_s
             if len(waiting) == 1:  # shed what rounding left
@@ -253,27 +242,34 @@ class Load:
             self._behind_head_s[worker] = 0.0
         return since
 
-    def check(self) -> None:
+    def check(self, in_flight: Iterable[Running]) -> None:
         """Compare the arrays with the requests that they sum up.
+
+        Args:
+            in_flight: All that were added and have not ended.
 
         Raises:
             InternalError: They differ.
         """
+        its: list[list[Running]] = [[] for _ in self._waiting]
+        for running in in_flight:
+            its[running.number].append(running)
         for worker, queue in enumerate(self._waiting):
-            its = {k: r for k, r in self._requests.items() if r.worker == worker}
-            waiting = {k: r.work for k, r in its.items() if not r.has_first_token}
-            if waiting != dict(queue):
-                raise InternalError(f"worker {worker}: {list(queue)} wait, not {list(waiting)}")
+            waiting = [each.work for each in queue]
+            if not set(queue) <= set(its[worker]):
+                raise InternalError(f"worker {worker}: {list(queue)} wait, not {its[worker]}")
             sums = {
-                "num_requests": len(its),
+                "num_requests": len(its[worker]),
                 "num_waiting": len(waiting),
-                "new_tokens": sum(each.new_tokens for each in waiting.values()),
-                "held_tokens": sum(each.work.num_tokens for each in its.values()),
+                "new_tokens": sum(work.new_tokens for work in waiting),
+                "held_tokens": sum(each.work.num_tokens for each in its[worker]),
             }
             for name, expected in sums.items():
                 if getattr(self, name)[worker] != expected:
                     raise InternalError(f"worker {worker}: {name} is not {expected}")
-            self._check_seconds(worker, [each.service_s for each in queue.values()])
+            self._check_seconds(worker, [work.service_s for work in waiting])
+        if self._size != sum(map(len, its)):
+            raise InternalError(f"{self._size} in flight, not {sum(map(len, its))}")
 
     def _check_seconds(self, worker: int, services_s: list[float]) -> None:
         behind_s = sum(services_s[1:])

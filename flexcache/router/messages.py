@@ -4,10 +4,10 @@ Proxies (DEALER) and decider (ROUTER):
 
     proxy                          decider
     Hello(pid, running)       ->
-                              <-   Welcome(pid, workers)
+                              <-   Workers(pid)
     Choose(request)           ->
                               <-   Chosen | Refused
-    FirstToken, End           ->
+    Began, FirstToken, End  ->
     Stored, ModelsChanged     ->
     Beat(counters)            ->
                               <-   Workers, when they change; Alive after each beat
@@ -25,8 +25,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from flexcache.router.chooser import UNKNOWN, Usage
-from flexcache.router.load import Work
+from flexcache.router.chooser import UNKNOWN, Outcome, Usage
+from flexcache.router.load import Running, Work
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -45,6 +45,13 @@ class RunningRequest(msgspec.Struct, frozen=True, gc=False):
     worker: str
     work: Work
     has_first_token: bool = False
+
+
+def told(running: Running) -> RunningRequest:
+    """Return a running request as others are told of it."""
+    return RunningRequest(
+        running.request_id, running.worker, running.work, running.first_token_s is not None
+    )
 
 
 class WorkerAddress(msgspec.Struct, frozen=True):
@@ -108,13 +115,13 @@ class End(_Message, frozen=True):
     """A request ended, or is no longer wanted. Fields of `Chooser.ended`."""
 
     request_id: str
-    outcome: str
+    outcome: str = Outcome.DONE.value
     usage: Usage = UNKNOWN
 
 
-class Moved(_Message, frozen=True):
-    """A request that the proxy placed itself, since the decider's answer did not come or came too
-    late."""
+class Began(_Message, frozen=True):
+    """A request was sent to a worker. A proxy says so of one that it placed itself, since the
+    decider's answer did not come or came too late."""
 
     running: RunningRequest
 
@@ -134,27 +141,20 @@ class Beat(_Message, frozen=True):
     counters: ProxyCounters
 
 
-class Welcome(_Message, frozen=True):
-    """
+class Workers(_Message, frozen=True):
+    """What the decider knows of workers: to all proxies when it changes, and to one that greets.
+
     Attributes:
-        pid: Process to watch.
         workers: Those that take requests.
         models: Names of all models that are known, also of those that none of them serves.
         cards: What they say of each model that they serve.
+        pid: In answer to `Hello`: process to watch.
     """
 
-    pid: int
     workers: list[WorkerAddress]
     models: set[str]
     cards: dict[str, bytes]
-
-
-class Workers(_Message, frozen=True):
-    """Fields of a `Welcome`."""
-
-    workers: list[WorkerAddress]
-    models: set[str]
-    cards: dict[str, bytes]
+    pid: int | None = None
 
 
 class Chosen(_Message, frozen=True):
@@ -180,8 +180,8 @@ class Alive(_Message, frozen=True):
     pass
 
 
-ToDecider = Hello | Choose | FirstToken | End | Moved | Stored | ModelsChanged | Beat
-ToProxy = Welcome | Workers | Chosen | Refused | Alive
+ToDecider = Hello | Choose | FirstToken | End | Began | Stored | ModelsChanged | Beat
+ToProxy = Workers | Chosen | Refused | Alive
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_decider = msgspec.msgpack.Decoder(ToDecider).decode
@@ -197,31 +197,13 @@ PROXY_LEASE_S = 10.0
 TOPIC = "router-sync"
 
 
-class Began(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """A request was sent to a worker."""
-
-    request: RunningRequest
-
-
-class AnswerBegan(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """Its first token came."""
-
-    request_id: str
-
-
-class Over(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """It ended, for whatever reason."""
-
-    request_id: str
-
-
-class Snapshot(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Snapshot(_Message, frozen=True):
     """All running requests; there are no others."""
 
     requests: list[RunningRequest]
 
 
-Life = Began | AnswerBegan | Over | Snapshot | Alive
+Life = Began | FirstToken | End | Snapshot | Alive
 
 _encode_batch = msgspec.msgpack.Encoder().encode
 _decode_batch = msgspec.msgpack.Decoder(tuple[float, list[Life]]).decode

@@ -7,40 +7,34 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
-from flexcache.errors import ConfigError, InternalError
+from flexcache.errors import ConfigError
 from flexcache.events.publisher import Address, BatchPublisher
 from flexcache.events.subscriber import BatchNews, BatchSubscriber, Lost, Received
 from flexcache.logs import log_event
-from flexcache.router.load import Work
+from flexcache.router.load import GONE, Running
 from flexcache.router.messages import (
     TOPIC,
     Alive,
-    AnswerBegan,
     Began,
+    End,
+    FirstToken,
     Life,
-    Over,
     RunningRequest,
     Snapshot,
     decode_life,
     encode_life,
 )
+from flexcache.router.router import KVRouter
 from flexcache.router.stats import PeerStats
 from flexcache.router.waiting import is_set_within
 
+logger = logging.getLogger(__name__)
+
 LEASE_S = 10.0
 """The requests of a router that is silent for this long are dropped."""
-
-
-class LoadBook(Protocol):
-    """The part of `KVRouter` that counts load."""
-
-    def follow(self, owner: str, request_id: str, worker: str, work: Work, now: float) -> bool: ...
-
-    def first_token(self, request_id: str, now: float) -> None: ...
-
-    def ended(self, request_id: str, now: float) -> None: ...
+_POLL_S = 0.2
+_REPLAY_S = 1.0
 
 
 class Peer:
@@ -48,24 +42,20 @@ class Peer:
 
     Args:
         name: Its endpoint.
-        book: Counts its requests.
+        routing: Counts its requests; those at a worker that is not known here yet count from a
+            later snapshot on.
+
+    Attributes:
+        is_known: Whether all its requests are known: nothing was lost since its last snapshot.
     """
 
-    def __init__(self, name: str, book: LoadBook) -> None:
+    def __init__(self, name: str, routing: KVRouter) -> None:
         self.name = name
-        self._book = book
-        self._requests: dict[str, tuple[str, bool]] = {}
-        """Worker of each request that counts, and whether its answer has begun. One at a worker
-        that is not known here yet is left out, and counts from a later snapshot on."""
+        self.is_known = False
+        self._routing = routing
         self._heard_s: float | None = None
         self._num_batches = 0
         self._num_gaps = 0
-        self._is_known = False
-
-    @property
-    def is_known(self) -> bool:
-        """Whether all its requests are known: nothing was lost since its last snapshot."""
-        return self._is_known
 
     def apply(self, events: Sequence[Life], now: float) -> None:
         """Apply a batch."""
@@ -75,18 +65,18 @@ class Peer:
             match event:
                 case Began(request):
                     self._begin(request, now)
-                case AnswerBegan(request_id):
-                    self._answer(request_id, now)
-                case Over(request_id):
-                    self._end(request_id, now)
+                case FirstToken(request_id):
+                    self._routing.first_token(self._local(request_id), now)
+                case End(request_id):
+                    self._routing.ended(self._local(request_id), now)
                 case Snapshot(requests):
-                    self._is_known = True
+                    self.is_known = True
                     self._replace(requests, now)
 
     def lost(self) -> None:
         """Note that batches were lost for good: a snapshot will follow."""
         self._num_gaps += 1
-        self._is_known = False
+        self.is_known = False
 
     def restarted(self, now: float) -> None:
         """Note that the router restarted: its requests of before are unknown to it."""
@@ -103,61 +93,36 @@ class Peer:
     def stats(self, now: float) -> PeerStats:
         return PeerStats(
             is_up=self._heard_s is not None,
-            requests=len(self._requests),
+            requests=sum(running.number != GONE for running in self._requests()),
             batches=self._num_batches,
             gaps=self._num_gaps,
             last_batch_age_s=None if self._heard_s is None else max(0.0, now - self._heard_s),
         )
 
-    def check(self, in_flight: set[str]) -> None:
-        """Compare with the ids in flight that begin with this peer's name.
-
-        Raises:
-            InternalError: Others count as load than run.
-        """
-        known = {self._local(name) for name in self._requests}
-        if known != in_flight:
-            raise InternalError(f"peer {self.name}: {known ^ in_flight}")
+    def _requests(self) -> list[Running]:
+        return [each for each in self._routing.running.values() if each.owner == self.name]
 
     def _local(self, request_id: str) -> str:
         """Return the name of a request here: ids of several routers may be equal."""
         return f"{self.name} {request_id}"
 
     def _begin(self, request: RunningRequest, now: float) -> None:
-        self._end(request.request_id, now)  # a retry has the same id, and its end may be lost
-        local = self._local(request.request_id)
-        if not self._book.follow(self.name, local, request.worker, request.work, now):
-            return
-        self._requests[request.request_id] = (request.worker, False)
-        if request.has_first_token:
-            self._answer(request.request_id, now)
-
-    def _answer(self, request_id: str, now: float) -> None:
-        worker, has_begun = self._requests.get(request_id, ("", True))
-        if not has_begun:
-            self._requests[request_id] = (worker, True)
-            self._book.first_token(self._local(request_id), now)
-
-    def _end(self, request_id: str, now: float) -> None:
-        if self._requests.pop(request_id, None) is not None:
-            self._book.ended(self._local(request_id), now)
+        self._routing.follow(request, now, owner=self.name, is_peers=True)
 
     def _replace(self, requests: Sequence[RunningRequest], now: float) -> None:
-        named = {request.request_id: request for request in requests}
-        for request_id in self._requests.keys() - named.keys():
-            self._end(request_id, now)
-        for request_id, request in named.items():
-            known = self._requests.get(request_id)
-            if known == (request.worker, False) and request.has_first_token:
-                self._answer(request_id, now)
-            elif known != (request.worker, request.has_first_token):
-                self._begin(request, now)
-
-
-logger = logging.getLogger(__name__)
-
-_POLL_S = 0.2
-_REPLAY_S = 1.0
+        named = {self._local(request.request_id): request for request in requests}
+        for running in self._requests():
+            request = named.get(running.request_id)
+            if request is None:
+                self._routing.ended(running.request_id, now)
+            elif running.worker == request.worker and running.number != GONE:
+                if running.was_served and not request.has_first_token:
+                    continue  # a retry, which is not known yet
+                del named[running.request_id]
+                if request.has_first_token:
+                    self._routing.first_token(running.request_id, now)
+        for request in named.values():
+            self._begin(request, now)
 
 
 class Follower:
@@ -165,14 +130,14 @@ class Follower:
 
     Args:
         pairs: ``ENDPOINT,REPLAY`` of each.
-        book: Counts their requests.
+        routing: Counts their requests.
 
     Raises:
         ConfigError: On `start`: an address cannot be used.
     """
 
-    def __init__(self, pairs: Sequence[str], book: LoadBook) -> None:
-        self._peers = [Peer(pair.partition(",")[0], book) for pair in pairs]
+    def __init__(self, pairs: Sequence[str], routing: KVRouter) -> None:
+        self._peers = [Peer(pair.partition(",")[0], routing) for pair in pairs]
         self._replays = [pair.partition(",")[2] for pair in pairs]
         self._threads: list[threading.Thread] = []
         self._caught_up = [asyncio.Event() for _ in pairs]
@@ -302,14 +267,8 @@ class LifePublisher:
         """Publish what is queued, and stop. Idempotent."""
         self._publisher.close()
 
-    def began(self, request: RunningRequest) -> None:
-        self._publisher.publish([Began(request)])
-
-    def first_token(self, request_id: str) -> None:
-        self._publisher.publish([AnswerBegan(request_id)])
-
-    def ended(self, request_id: str) -> None:
-        self._publisher.publish([Over(request_id)])
+    def tell(self, event: Life) -> None:
+        self._publisher.publish([event])
 
     def beat(self, now: float) -> None:
         """Publish what is due by time."""

@@ -10,12 +10,13 @@ Both note their guesses in the index, under a source of the worker's own (`guess
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from flexcache.errors import InternalError
 from flexcache.router.fleet import Tier
 from flexcache.router.index import Holder, KVIndexer
+from flexcache.router.load import Running
 
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_NUM_BLOCKS = 8_192
@@ -48,21 +49,6 @@ class _Cache:
     last_use: OrderedDict[int, int] = field(default_factory=OrderedDict)
 
 
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """A request that was sent to a worker.
-
-    Attributes:
-        uses: Tick of the last use before it, of each leading block that was there.
-        tick: Its own.
-    """
-
-    worker: str
-    keys: Sequence[int]
-    uses: Sequence[int]
-    tick: int
-
-
 class Placements:
     """Caches of workers without events.
 
@@ -72,7 +58,6 @@ class Placements:
     def __init__(self, index: KVIndexer) -> None:
         self._index = index
         self._caches: dict[str, _Cache] = {}
-        self._placed: dict[str, _Placed] = {}
         self._tick = 0
 
     @property
@@ -93,23 +78,24 @@ class Placements:
         cache.block_size, cache.num_blocks = block_size, num_blocks
         self._evict(cache, len(cache.last_use) - num_blocks)
 
-    def place(self, request_id: str, worker: str, keys: Sequence[int]) -> None:
+    def place(self, running: Running, keys: Sequence[int]) -> None:
         """Note that a request was sent to a worker.
 
         Args:
             keys: The prompt's whole blocks, of the worker's block size.
         """
-        cache = self._cache(worker)
+        cache = self._cache(running.worker)
         uses = []
         for key in keys:
             use = cache.last_use.get(key)
             if use is None:
                 break
             uses.append(use)
-        self._placed[request_id] = _Placed(worker, keys, uses, self._use(cache, keys))
+        running.keys, running.uses, running.tick = keys, uses, self._use(cache, keys)
+        running.noted_in = cache
 
     def ended(
-        self, request_id: str, *, cached_tokens: int | None = None, was_served: bool = True
+        self, running: Running, *, cached_tokens: int | None = None, was_served: bool = True
     ) -> None:
         """Note that a request ended.
 
@@ -118,19 +104,18 @@ class Placements:
                 evicted the first of those that it lacked, and with it all that was used no later.
             was_served: False: the engine did not take it.
         """
-        placed = self._placed.pop(request_id, None)
-        cache = self._caches.get(placed.worker) if placed is not None else None
-        if placed is None or cache is None:
+        cache = self._caches.get(running.worker)
+        if cache is None or running.noted_in is not cache:
             return
         if not was_served:
-            new = placed.keys[len(placed.uses) :]
-            self._drop(cache, [key for key in new if cache.last_use.get(key) == placed.tick])
+            new = running.keys[len(running.uses) :]
+            self._drop(cache, [key for key in new if cache.last_use.get(key) == running.tick])
             return
         if cached_tokens is not None:
             num_cached = cached_tokens // cache.block_size
-            if num_cached < len(placed.uses):
-                self._evict_until(cache, placed.uses[num_cached])
-        self._use(cache, placed.keys)
+            if num_cached < len(running.uses):
+                self._evict_until(cache, running.uses[num_cached])
+        self._use(cache, running.keys)
 
     def forget(self, worker: str) -> None:
         """Forget a worker, which is gone."""
@@ -141,10 +126,9 @@ class Placements:
         """Forget the blocks of a worker, which may have lost them, and keep its capacity."""
         cache = self._caches.get(worker)
         if cache is not None:
-            cache.last_use.clear()
             self._index.forget(cache.holder)
-            for request_id in [at for at, each in self._placed.items() if each.worker == worker]:
-                del self._placed[request_id]
+            # Another one, so that requests of before are known by the one that they were noted in.
+            self._caches[worker] = replace(cache, last_use=OrderedDict())
 
     def _cache(self, worker: str) -> _Cache:
         cache = self._caches.get(worker)
@@ -199,69 +183,54 @@ class Placements:
                 raise InternalError(f"the assumed cache of {worker} and the index disagree")
 
 
-@dataclass(frozen=True, slots=True)
-class _Expected:
-    worker: str
-    keys: Sequence[int]
-    until: float
-
-
 class Expectations:
     """Blocks that workers with events are about to report: until the first token, or for
     `EXPECTED_FOR_S` seconds."""
 
     def __init__(self, index: KVIndexer) -> None:
         self._index = index
-        self._expected: OrderedDict[str, _Expected] = OrderedDict()
-        """By request, the first to expire first."""
         self._counts: dict[str, Counter[int]] = {}
         """By worker and block: how many requests expect it."""
 
-    def __len__(self) -> int:
-        return len(self._expected)
-
-    def expect(self, request_id: str, worker: str, keys: Sequence[int], now: float) -> None:
+    def expect(self, running: Running, keys: Sequence[int]) -> None:
         """Expect a worker to have a prompt's blocks soon.
 
         Args:
             keys: All of the prompt, of one block size.
         """
-        self.settle(request_id)
-        taken = keys[: self._index.stored(_holder(worker), keys)]
-        self._expected[request_id] = _Expected(worker, taken, now + EXPECTED_FOR_S)
-        self._counts.setdefault(worker, Counter()).update(taken)
+        running.keys = keys[: self._index.stored(_holder(running.worker), keys)]
+        counts = self._counts.setdefault(running.worker, Counter())
+        counts.update(running.keys)
+        running.noted_in = counts
 
-    def settle(self, request_id: str) -> None:
+    def settle(self, running: Running) -> None:
         """Drop what is expected from a request: events tell from now on."""
-        expected = self._expected.pop(request_id, None)
-        if expected is None:
+        counts = self._counts.get(running.worker)
+        if counts is None or running.noted_in is not counts:
             return
-        counts = self._counts[expected.worker]
-        counts.subtract(expected.keys)
-        gone = [key for key in expected.keys if not counts[key]]
+        running.noted_in = None
+        counts.subtract(running.keys)
+        gone = [key for key in running.keys if not counts[key]]
         for key in gone:
             del counts[key]
-        self._index.removed(_holder(expected.worker), gone)
+        self._index.removed(_holder(running.worker), gone)
 
-    def expire(self, now: float) -> None:
-        """Drop what was expected for too long."""
-        while self._expected:
-            request_id, expected = next(iter(self._expected.items()))
-            if expected.until > now:
-                break
-            self.settle(request_id)
+    def expire(self, running: Running, now: float) -> None:
+        """Drop what was expected from a request for too long."""
+        if running.noted_in is not None and now - running.since_s >= EXPECTED_FOR_S:
+            self.settle(running)
 
     def forget(self, worker: str) -> None:
-        """Forget a worker."""
-        for request_id in [at for at, each in self._expected.items() if each.worker == worker]:
-            self.settle(request_id)
-        self._counts.pop(worker, None)
+        """Forget a worker; its requests are known by the counts that they were noted in."""
+        self._index.removed(_holder(worker), list(self._counts.pop(worker, ())))
 
-    def check(self) -> None:
+    def check(self, in_flight: Iterable[Running]) -> None:
         """Raise `InternalError` if the counts, or the index, disagree with what is expected."""
         counts: dict[str, Counter[int]] = {worker: Counter() for worker in self._counts}
-        for expected in self._expected.values():
-            counts[expected.worker].update(expected.keys)
+        for running in in_flight:
+            expected_in = self._counts.get(running.worker)
+            if expected_in is not None and running.noted_in is expected_in:
+                counts[running.worker].update(running.keys)
         if counts != self._counts:
             raise InternalError("expected blocks are miscounted")
         for worker, expected_there in counts.items():

@@ -16,10 +16,11 @@ import numpy as np
 
 from flexcache.events.wire import EventBatch
 from flexcache.router.chooser import Decision, RouteRequest
-from flexcache.router.dispatcher import Dispatcher, Prompt
+from flexcache.router.dispatcher import LEASE_S, Dispatcher, Prompt
 from flexcache.router.fleet import Fleet, Member, Tier, WorkerSpec, WorkerState
 from flexcache.router.holdings import Found, Holdings
-from flexcache.router.load import Load, Work
+from flexcache.router.load import GONE, Load, Running
+from flexcache.router.messages import RunningRequest
 from flexcache.router.policy import Pick, make_policy
 from flexcache.router.service_time import ServiceTime
 from flexcache.router.stats import (
@@ -211,17 +212,6 @@ class WorkerScore(NamedTuple):
     ttft_s: float | None
 
 
-@dataclass(slots=True)
-class _Running:
-    worker: int
-    num_tokens: int
-    predicted_tokens: int | None
-    ttft_s: float | None
-    since: float
-    is_served: bool = False
-    """Its first token came."""
-
-
 class KVRouter:
     """Chooses workers and follows requests.
 
@@ -259,9 +249,13 @@ class KVRouter:
         self.num_expired = 0
         self._max_requests = max_requests
         self._max_wait_s = max_wait_s
-        self._running: dict[str, _Running] = {}
         self._sessions: OrderedDict[str, str] = OrderedDict()
         """Worker of each session's last request."""
+
+    @property
+    def running(self) -> dict[str, Running]:
+        """Every request that runs, by its id, those of other routers included."""
+        return self.dispatcher.running
 
     # -- workers -----------------------------------------------------------------------------------
 
@@ -337,17 +331,16 @@ class KVRouter:
             return None
         found = self.holdings.find(request)
         prompt = self._prompt(request, found)
-        pick, _ = self.dispatcher.choose(request.request_id, prompt, now, eligible)
+        before = self.running.get(request.request_id)
+        pick, running = self.dispatcher.choose(request.request_id, prompt, now, eligible)
         decision = self._decision(request, prompt, pick, found, now)
-        self._running[request.request_id] = _Running(
-            pick.worker,
-            request.num_tokens,
-            None if request.token_ids is None else decision.matched_tokens,
-            decision.ttft_s,
-            now,
-        )
+        if before is not None:  # it moves
+            self.holdings.expectations.settle(before)
+        running.worker, running.ttft_s = decision.worker, decision.ttft_s
+        if request.token_ids is not None:
+            running.predicted_tokens = decision.matched_tokens
         self.counts.add(decision)
-        self.holdings.placed(request.request_id, decision.worker, found, now)
+        self.holdings.placed(running, found)
         if request.session_id is not None:
             self._remember_session(request.session_id, decision.worker)
         return decision
@@ -377,15 +370,15 @@ class KVRouter:
         Args:
             tells_time: See `Chooser.first_token`.
         """
+        running = self.running.get(request_id)
+        if running is None or running.was_served:
+            return
+        running.was_served = True
+        self.holdings.expectations.settle(running)  # its blocks are there, and were published
         if tells_time:
             self.dispatcher.first_token(request_id, now)
-        self.holdings.computed(request_id)
-        running = self._running.get(request_id)
-        if running is None or running.is_served:
-            return
-        running.is_served = True
-        if tells_time and running.ttft_s is not None:
-            self.ttft.add(running.ttft_s, now - running.since)
+            if running.ttft_s is not None:
+                self.ttft.add(running.ttft_s, now - running.since_s)
 
     def ended(self, request_id: str, now: float, *, cached_tokens: int | None = None) -> None:
         """Note the end of a request, for whatever reason; unknown ones are ignored.
@@ -393,39 +386,50 @@ class KVRouter:
         Args:
             cached_tokens: What the engine reported; None if it did not.
         """
-        self.dispatcher.ended(request_id, now)
-        running = self._running.pop(request_id, None)
+        running = self.dispatcher.ended(request_id, now)
         if running is None:
             return
-        if running.is_served:
-            self.cached_tokens.add(running.predicted_tokens, cached_tokens, running.num_tokens)
-        self.holdings.ended(request_id, cached_tokens, was_served=running.is_served)
+        if running.was_served:
+            tokens = running.work.num_tokens
+            self.cached_tokens.add(running.predicted_tokens, cached_tokens, tokens)
+        self.holdings.ended(running, cached_tokens)
 
-    def expire(self, now: float) -> None:
-        """Forget requests whose end was never reported, and guesses that did not come true."""
-        for request_id in self.dispatcher.expire(now):
-            self.num_expired += 1
-            self.ended(request_id, now)
-        self.holdings.expire(now)
+    def expire(self, now: float) -> list[Running]:
+        """Give up guesses that did not come true, and requests whose end was never reported.
 
-    # -- requests of other routers -----------------------------------------------------------------
-
-    def work(self, request_id: str) -> Work | None:
-        """Return what a request in flight is expected to cost, for other routers."""
-        return self.dispatcher.load.work(request_id)
-
-    def follow(self, owner: str, request_id: str, worker: str, work: Work, now: float) -> bool:
-        """Count a request of another router, `owner`; `first_token` and `ended` follow.
-
-        Returns whether it counts: not at a worker that is unknown here. Ids are unique everywhere.
+        Returns:
+            These requests, for the caller to end them too.
         """
-        if worker in self.fleet:
-            self.dispatcher.load.add(request_id, self.fleet[worker].number, now, work, owner)
-        return worker in self.fleet
+        over = []
+        for running in self.running.values():
+            self.holdings.expectations.expire(running, now)
+            if running.expires_s <= now:
+                over.append(running)
+        for running in over:
+            self.num_expired += 1
+            self.ended(running.request_id, now)
+        return over
 
-    def forget_owner(self, owner: str, now: float) -> int:
-        """Forget the requests of another router; returns their number."""
-        return self.dispatcher.load.forget_owner(owner, now)
+    def follow(
+        self, request: RunningRequest, now: float, *, owner: str, is_peers: bool = False
+    ) -> Running:
+        """Count a request that was sent to a worker without this router, until `ended`.
+
+        Args:
+            owner: Who will report its end.
+            is_peers: It is another router's. Ids of several routers may be equal, so that its id
+                here begins with the owner's.
+        """
+        name = f"{owner} {request.request_id}" if is_peers else request.request_id
+        number = self.fleet[request.worker].number if request.worker in self.fleet else GONE
+        running = Running(
+            name, number, request.work, now, now + LEASE_S, request.worker, owner, is_peers
+        )
+        self.ended(name, now)
+        self.dispatcher.add(running, now)
+        if request.has_first_token:
+            self.first_token(name, now)
+        return running
 
     # -- reports -----------------------------------------------------------------------------------
 
@@ -461,7 +465,7 @@ class KVRouter:
             InternalError: They do not hold together.
         """
         self.fleet.check()
-        self.holdings.check()
+        self.holdings.check(self.running.values())
         self.dispatcher.check()
 
     # -- parts of a choice -------------------------------------------------------------------------

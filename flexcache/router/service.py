@@ -22,7 +22,8 @@ from flexcache.router.discovery import Discovery
 from flexcache.router.feed import Feed
 from flexcache.router.fleet import Tier, WorkerSpec
 from flexcache.router.link import LinkServer
-from flexcache.router.messages import ProxyCounters, RunningRequest
+from flexcache.router.load import Running
+from flexcache.router.messages import ProxyCounters, RunningRequest, told
 from flexcache.router.peers import SNAPSHOT_S, Follower, LifePublisher
 from flexcache.router.prefetches import Prefetches, open_session
 from flexcache.router.prober import Capacity, Prober
@@ -112,7 +113,7 @@ class DeciderService:
         if self.config.sync_endpoint is not None:
             self._publisher = LifePublisher(self.config.sync_endpoint, self._own_requests)
             self._publisher.start()
-            self.decider.observer = self._publisher
+            self.decider.tell = self._publisher.tell
         await self.tokenizers.start()
         self._feed = Feed(self.routing, asyncio.get_running_loop())
         self._cache_session = open_session(cache_headers(self.config))
@@ -228,19 +229,18 @@ class DeciderService:
             num_tokens = decision.matched[Tier.DISK]
             self._prefetches.begin(cache_url, decision.disk_block, num_tokens)
 
-    def _answered(
-        self, worker: str, num_tokens: int, predicted_tokens: int, cached_tokens: int | None
-    ) -> None:
-        if self._feed is not None and worker in self.roster:
+    def _answered(self, running: Running, cached_tokens: int | None) -> None:
+        if self._feed is not None and running.worker in self.roster:
+            assert running.predicted_tokens is not None
             self._feed.answered(
-                [source.endpoint for source in self.roster.spec(worker).sources],
-                num_tokens=num_tokens,
-                predicted_tokens=predicted_tokens,
+                [source.endpoint for source in self.roster.spec(running.worker).sources],
+                num_tokens=running.work.num_tokens,
+                predicted_tokens=running.predicted_tokens,
                 cached_tokens=cached_tokens,
             )
 
     def _own_requests(self) -> list[RunningRequest]:
-        return [self.decider.describe(name) for name in self.decider.running]
+        return [told(each) for each in self.routing.running.values() if not each.is_peers]
 
     async def _tick(self) -> None:
         turns = Turns("tick")

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from flexcache.ids import OpId
 from flexcache.logs import log_event
 from flexcache.protocol.messages import Ended, SessionOver, ToClient, WeightsChanged
 from flexcache.tasks.instructions import DropOp, ReplaceExecutor, RunLookUp, RunOp
@@ -29,7 +28,6 @@ from flexcache.transfer.messages import (
     Execute,
     pack_checksums,
     pack_ids,
-    unpack_checksums,
 )
 
 PeerMessage = ToClient | RunOp
@@ -37,18 +35,6 @@ PeerMessage = ToClient | RunOp
 RankMessage = RunOp | Drop | Ended | SessionOver
 """Ops of a rank, and what becomes of tasks."""
 WorkerInstruction = RunOp | DropOp | RunLookUp | ReplaceExecutor
-
-
-class RankLine(Protocol):
-    """Passes messages to a rank in this process."""
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the rank takes nothing more."""
-
-    def put(self, message: RankMessage) -> None:
-        """Start an op or leave a message for the rank. Called under the server's lock: must not
-        wait for copies."""
 
 
 class Output(NamedTuple):
@@ -69,7 +55,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self.is_empty = True
-        self.lines: dict[bytes, RankLine] = {}
+        self.lines: dict[bytes, LocalLine] = {}
         self._to_peers: list[tuple[bytes, PeerMessage]] = []
         self._to_workers: list[WorkerInstruction] = []
         self._jobs: list[BackgroundJob] = []
@@ -87,7 +73,7 @@ class Outbox:
         else:
             self.send(identity, message)
 
-    def connect(self, identity: bytes, line: RankLine) -> None:
+    def connect(self, identity: bytes, line: LocalLine) -> None:
         """Pass messages to a rank by this line from now on."""
         self.lines[identity] = line
 
@@ -127,7 +113,6 @@ def make_execute(run: RunOp) -> Execute:
 if TYPE_CHECKING:
     from flexcache.server.hub import Hub
     from flexcache.server.reactor import Reactor
-    from flexcache.tasks.engine import KVTaskEngine
 
 logger = logging.getLogger(__name__)
 
@@ -314,29 +299,22 @@ class LocalLines:
     heartbeats and the end of the server stay on the socket, so that a rank whose server hangs or
     ends learns of it as any other does.
 
-    Args:
-        changed: The server's lock.
-        route: Routes the task engine's decisions; called under the lock.
     """
 
-    def __init__(
-        self, hub: Hub, changed: threading.Condition, route: Callable[[], None], reactor: Reactor
-    ) -> None:
+    def __init__(self, hub: Hub, reactor: Reactor) -> None:
         self._hub = hub
-        self._changed = changed
-        self._route = route
         self._reactor = reactor
 
     def connect(self, line: LocalLine) -> None:
         """Pass messages to a greeted rank by this line, until the hub forgets the rank."""
-        with self._changed:
-            if line.identity in self._hub.peers:
+        with self._hub.state.lock:
+            if line.identity in self._hub.state.peers:
                 self._hub.outbox.connect(line.identity, line)
 
     def take_reports(self, identity: bytes, reports: Sequence[Done | WeightsChanged]) -> None:
         """Take in that ops of a rank have ended, or that its weights are others. Ignored from a
         rank that the hub has lost."""
-        with self._changed:
+        with self._hub.state.lock:
             if identity not in self._hub.outbox.lines:
                 return
             now = time.monotonic()
@@ -345,7 +323,7 @@ class LocalLines:
                     self._hub.take_message(identity, report, now)
             finally:  # also when the engine's thread was interrupted
                 self.pass_on()
-        with self._changed:
+        with self._hub.state.lock:
             if (cache := self._hub.cache) is not None:
                 cache.tasks.record_lookups()  # the answers did not wait for it
 
@@ -354,7 +332,7 @@ class LocalLines:
 
         Called under the lock, by other threads than the loop's.
         """
-        self._route()
+        self._hub.route(time.monotonic())
         if self._reactor.stopping or not self._hub.outbox.is_empty:
             self._reactor.wake()
         elif (cache := self._hub.cache) is not None:
@@ -385,9 +363,6 @@ def open_line(endpoint: str, server_pid: int, identity: bytes, rank: LinedRank) 
     return line
 
 
-_MAX_ERROR = 4096  # characters of an executor's text, which goes to its task's scheduler
-
-
 def problem_of(done: Done) -> str | None:
     """Return why a report makes no sense."""
     if len(done.checksums) % CHECKSUM_BYTES:
@@ -397,13 +372,3 @@ def problem_of(done: Done) -> str | None:
     if not 0 <= done.seconds < math.inf:
         return f"a load of {done.seconds} s"
     return None
-
-
-def pass_on(tasks: KVTaskEngine, executor: str, done: Done, now: float) -> None:
-    """Let the task engine know how an executor's part of an op ended."""
-    error = done.error and done.error[:_MAX_ERROR]
-    tasks.op_done(
-        executor, OpId(done.op_id), done.num_ok, now, error=error, bad_block=done.bad_block,
-        checksums=unpack_checksums(done.checksums) if done.checksums else None,
-        device_bytes=done.device_bytes, seconds=done.seconds,
-    )  # fmt: skip

@@ -197,6 +197,8 @@ class PoolDirectory:
         if not page:
             return None
         version = int.from_bytes(page[8:12], "little")
+        # Older files count as empty: a refusal would stop every host during an upgrade. Newer ones
+        # may be read again after the rollback ends.
         if version < OLDEST_READABLE:
             log_event(
                 logger, logging.WARNING, "ssd_old_format", directory=self.path, file=name,

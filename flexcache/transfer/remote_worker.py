@@ -33,7 +33,7 @@ from flexcache.storage.remote.base import Connection, Presence, RemoteStore, Sto
 from flexcache.storage.remote.objects import (
     BlockCodec,
     BlockMover,
-    Moved,
+    BlocksMoved,
     batch_size,
     object_name,
     room_bytes,
@@ -124,7 +124,7 @@ class RemoteWorker:
                 return lane.waiting.pop(next(iter(lane.waiting)))
         return None
 
-    def end(self, op: RemoteOp, moved: Moved) -> Done:
+    def end(self, op: RemoteOp, moved: BlocksMoved) -> Done:
         self._lane(op).num_running -= 1
         return Done(op.op_id, moved.num_ok, error=moved.error, bad_block=moved.bad_block)
 
@@ -222,6 +222,8 @@ class RemoteService:
         self._connection.close()
 
     def _start_thread(self, name: str, target: Callable[..., None], *args: BlockMover) -> None:
+        # A client cannot be interrupted and might still write into the pool; once its process is
+        # dead, nothing can. So the server kills it at an op's deadline.
         # Daemon threads: one that hangs in a native call must not keep the process alive.
         threading.Thread(target=target, args=args, name=name, daemon=True).start()
 
@@ -233,15 +235,15 @@ class RemoteService:
             try:
                 moved = self._move(op, mover)
             except StoreUnavailableError as error:
-                moved = Moved(0, str(error))
+                moved = BlocksMoved(0, str(error))
             except Exception as error:
                 log_event(logger, logging.ERROR, "op_failed", op_id=op.op_id, exc_info=True)
-                moved = Moved(0, f"{type(error).__name__}: {error}")
+                moved = BlocksMoved(0, f"{type(error).__name__}: {error}")
             with self._changed:
                 self._answer(self._worker.end(op, moved))
                 self._changed.notify()  # its lane has room again
 
-    def _move(self, op: RemoteOp, mover: BlockMover) -> Moved:
+    def _move(self, op: RemoteOp, mover: BlockMover) -> BlocksMoved:
         store = self._connection.store()
         move = mover.load if op.is_load else mover.save
         blocks = [self._pieces(int(block)) for block in op.host_blocks]

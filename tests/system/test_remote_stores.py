@@ -30,7 +30,7 @@ from flexcache.storage.remote.objects import (
     HEADER_BYTES,
     BlockCodec,
     BlockMover,
-    Moved,
+    BlocksMoved,
     object_name,
 )
 
@@ -371,7 +371,7 @@ def test_a_tampered_object_is_recognised(store: RemoteStore, memory: Memory, dam
     change, text, is_removed = DAMAGE[damage]
     keys, names = new_keys(3), []
     blocks = [memory.filled(i, BLOCK_BYTES) for i in range(3)]
-    assert mover().save(store, ROOT, keys, blocks, soon()) == Moved(3)
+    assert mover().save(store, ROOT, keys, blocks, soon()) == BlocksMoved(3)
     names = [object_name(ROOT, key) for key in keys]
     with HostSegment.create(2 * BLOCK_BYTES, 1) as scratch:
         scratch.map()
@@ -418,12 +418,12 @@ def test_blocks_come_back_however_they_were_compressed(
     for i, pieces in enumerate(blocks):  # half of them do not compress
         for piece in pieces:
             piece[:] = os.urandom(half) if i % 2 else (b"kv" * half)[:half]
-    assert mover(compression).save(store, ROOT, keys, blocks, soon()) == Moved(6)
+    assert mover(compression).save(store, ROOT, keys, blocks, soon()) == BlocksMoved(6)
     before = [joined(pieces) for pieces in blocks]
     for pieces in blocks:
         for piece in pieces:
             piece[:] = bytes(half)
-    assert mover().load(store, ROOT, keys, blocks, soon()) == Moved(6)
+    assert mover().load(store, ROOT, keys, blocks, soon()) == BlocksMoved(6)
     assert [joined(pieces) for pieces in blocks] == before
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from task_builders import World
 
-from flexcache.cache.density import Forecaster
-from flexcache.cache.eviction_queue import RETIRED
+from flexcache.cache.density import DensityPolicy
+from flexcache.cache.eviction_policy import RETIRED
 from flexcache.cache.plan import Plan
 from flexcache.cache.prompt import Prompt, check_hint
 from flexcache.cache.prompt_sessions import PromptSessions
@@ -295,8 +295,8 @@ def test_sessions_of_which_nothing_is_stored_are_forgotten_too() -> None:
 
 
 def test_the_policy_hears_which_prompts_are_named_and_which_sessions_are_over() -> None:
-    forecaster = Forecaster(512)
-    tiers = Tiers([Tier(TierName.CPU, 8, forecaster.ranking(8))], forecaster)
+    forecaster = DensityPolicy(512)
+    tiers = Tiers([Tier(TierName.CPU, 8, forecaster.for_tier(8))], forecaster)
     sessions, history = PromptSessions(tiers), forecaster.history
     for session_id, word in (("a", "xxx"), (None, "yy")):
         tiers.look_up(prompt(word))

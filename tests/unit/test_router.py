@@ -10,6 +10,8 @@ import pytest
 from flexcache.errors import ConfigError
 from flexcache.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from flexcache.router import EventSource, KVRouter, RouteRequest, Tier, WorkerSpec, WorkerState
+from flexcache.router.dispatcher import LEASE_S
+from flexcache.router.messages import told
 
 BLOCK = 16
 PROMPT = list(range(1000, 1000 + 20 * BLOCK))
@@ -292,19 +294,45 @@ def test_workers_come_and_go() -> None:
         router.set_workers([worker("a"), worker("a")])
 
 
+def test_an_end_that_is_never_reported_comes_by_itself() -> None:
+    router = make_router("a", "b")
+    for number in range(2):
+        assert router.choose(request(request_id=f"{number}"), float(number)) is not None
+    router.running["1"].expires_s = 10.0
+    assert not router.expire(9.9)
+    assert [running.request_id for running in router.expire(10.0)] == ["1"]
+    assert not router.expire(LEASE_S - 1)
+    assert [running.request_id for running in router.expire(LEASE_S)] == ["0"]
+    assert router.stats(LEASE_S).routing.expired_requests == 2
+    router.check()
+
+
+def test_a_request_runs_on_when_its_worker_is_gone_and_is_load_no_more() -> None:
+    router = make_router("a", "b")
+    for name in ("x", "y"):
+        assert router.choose(request(request_id=name), 0.0) is not None
+    gone = router.running["x"].worker
+    router.set_workers([worker(name) for name in ("a", "b") if name != gone], 1.0)
+    router.check()
+    assert router.dispatcher.load.mean_requests == 0.5
+    router.first_token("x", 2.0)
+    router.ended("x", 3.0)
+    router.check()
+    assert set(router.running) == {"y"}
+
+
 def test_another_routers_requests_are_load_too() -> None:
     router = make_router("a", "b")
     mine = router.choose(request(), 0.0)
     assert mine is not None
-    work = router.work("r")
-    assert work is not None
     other = make_router("a", "b")
-    other.follow("router-2", "2/r", mine.worker, work, 0.0)
+    other.follow(told(router.running["r"]), 0.0, owner="router-2", is_peers=True)
     theirs = other.choose(request(request_id="x"), 0.0)
     assert theirs is not None
     assert theirs.worker != mine.worker
-    assert other.forget_owner("router-2", 1.0) == 1
+    other.ended("router-2 r", 1.0)
     other.check()
+    assert set(other.running) == {"x"}
 
 
 def test_predictions_are_compared_with_what_engines_report() -> None:

@@ -125,8 +125,9 @@ def test_a_fault_in_what_learns_from_answers_does_not_reach_them(
     async def test() -> None:
         world = World()
         await world.decider.choose(arrival("a"))
-        for name in ("first_token", "ended"):
-            monkeypatch.setattr(world.routing, name, lambda *_, **__: 1 / 0)
+        routing = world.routing
+        for part, name in ((routing.dispatcher, "first_token"), (routing.holdings, "ended")):
+            monkeypatch.setattr(part, name, lambda *_, **__: 1 / 0)
         world.decider.first_token("a")
         world.decider.ended("a", Outcome.DONE)
         assert world.decider.running == {}
@@ -228,7 +229,8 @@ def test_complete_answers_are_compared_with_predictions() -> None:
         for name, outcome in (("a", Outcome.DONE), ("b", Outcome.ABORTED)):
             await world.decider.choose(arrival(name))
             world.decider.ended(name, outcome, Usage(cached_tokens=2))
-        assert [answer[1:] for answer in seen] == [(3, 0, 2)]
+        ((running, cached_tokens),) = seen
+        assert (running.work.num_tokens, running.predicted_tokens, cached_tokens) == (3, 0, 2)
 
     run(test())
 

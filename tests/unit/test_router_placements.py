@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from flexcache.errors import InternalError
 from flexcache.router.fleet import Tier
 from flexcache.router.index import Holder, KeyChain, KVIndexer, Space
+from flexcache.router.load import Running, Work
 from flexcache.router.placements import (
     DEFAULT_BLOCK_SIZE,
     EXPECTED_FOR_S,
@@ -24,6 +25,10 @@ WORKERS = ("w", "v")
 
 def keys_of(prompt: list[int] | str) -> list[int]:
     return CHAIN.block_keys([ord(token) if isinstance(token, str) else token for token in prompt])
+
+
+def request(worker: str = "w", now: float = 0.0) -> Running:
+    return Running("", 0, Work(0, 0), now, now, worker)
 
 
 def depth(index: KVIndexer, worker: str, prompt: list[int] | str) -> int:
@@ -43,8 +48,7 @@ class Lru(RuleBasedStateMachine):
         for worker in WORKERS:
             self.placements.set_capacity(worker, self.CAPACITY, 1)
         self.order: dict[str, list[int]] = {worker: [] for worker in WORKERS}
-        self.running: dict[str, tuple[str, list[int]]] = {}
-        self.number = 0
+        self.running: list[Running] = []
 
     def use(self, worker: str, keys: list[int]) -> None:
         kept = [key for key in self.order[worker] if key not in keys]
@@ -52,25 +56,27 @@ class Lru(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from(WORKERS), prompt=st.lists(st.integers(0, 1), max_size=8))
     def place(self, worker: str, prompt: list[int]) -> None:
-        self.number += 1
         keys = keys_of(prompt)
-        self.placements.place(str(self.number), worker, keys)
+        self.running.append(request(worker))
+        self.placements.place(self.running[-1], keys)
         self.use(worker, keys)
-        self.running[str(self.number)] = worker, keys
 
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         if self.running:
-            request = data.draw(st.sampled_from(sorted(self.running)))
-            self.placements.ended(request)
-            self.use(*self.running.pop(request))
+            ended = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+            self.placements.ended(ended)
+            if ended.worker:
+                self.use(ended.worker, list(ended.keys))
 
     @rule(worker=st.sampled_from(WORKERS))
     def forget(self, worker: str) -> None:
         self.placements.forget(worker)
         self.placements.set_capacity(worker, self.CAPACITY, 1)
         self.order[worker] = []
-        self.running = {at: each for at, each in self.running.items() if each[0] != worker}
+        for each in self.running:
+            if each.worker == worker:  # its end must change nothing
+                each.worker = ""
 
     @invariant()
     def is_as_expected(self) -> None:
@@ -95,25 +101,30 @@ def make(num_blocks: int) -> tuple[KVIndexer, Placements]:
     return index, placements
 
 
-def serve(placements: Placements, name: str, prompt: str, cached: int | None = None) -> None:
-    placements.place(name, "w", keys_of(prompt))
-    placements.ended(name, cached_tokens=cached)
+def place(placements: Placements, prompt: str) -> Running:
+    placed = request()
+    placements.place(placed, keys_of(prompt))
+    return placed
+
+
+def serve(placements: Placements, prompt: str, cached: int | None = None) -> None:
+    placements.ended(place(placements, prompt), cached_tokens=cached)
 
 
 def test_a_prompt_longer_than_the_cache_keeps_its_start() -> None:
     index, placements = make(4)
-    serve(placements, "1", "abcdef")
+    serve(placements, "abcdef")
     assert depth(index, "w", "abcdef") == 4
 
 
 def test_a_report_of_less_evicts_what_was_used_no_later() -> None:
     index, placements = make(100)
-    serve(placements, "1", "old")
-    serve(placements, "2", "abcd")
-    serve(placements, "3", "new")
-    serve(placements, "4", "abxy", cached=2)
+    serve(placements, "old")
+    serve(placements, "abcd")
+    serve(placements, "new")
+    serve(placements, "abxy", cached=2)
     assert depth(index, "w", "old") == 3, "the report agreed"
-    serve(placements, "5", "abcd", cached=3)
+    serve(placements, "abcd", cached=3)
     assert depth(index, "w", "abcd") == 4, "just computed again"
     assert depth(index, "w", "old") == 0, "used before the evicted block"
     assert depth(index, "w", "new") == 3
@@ -123,24 +134,24 @@ def test_a_report_of_less_evicts_what_was_used_no_later() -> None:
 
 def test_what_followed_an_evicted_block_is_evicted_too() -> None:
     index, placements = make(100)
-    serve(placements, "1", "abcd")
-    serve(placements, "2", "abc", cached=2)
+    serve(placements, "abcd")
+    serve(placements, "abc", cached=2)
     assert depth(index, "w", "abcd") == 3
     placements.check()
 
 
 def test_a_report_of_more_changes_nothing() -> None:
     index, placements = make(100)
-    serve(placements, "1", "abcd", cached=3)
+    serve(placements, "abcd", cached=3)
     assert depth(index, "w", "abcd") == 4
 
 
 def test_a_request_that_was_refused_leaves_what_was_there() -> None:
     index, placements = make(100)
-    serve(placements, "1", "ab")
-    placements.place("2", "w", keys_of("xyz"))
+    serve(placements, "ab")
+    placed = place(placements, "xyz")
     assert depth(index, "w", "xyz") == 3
-    placements.ended("2", was_served=False)
+    placements.ended(placed, was_served=False)
     assert depth(index, "w", "xyz") == 0
     assert depth(index, "w", "ab") == 2
     placements.check()
@@ -148,28 +159,28 @@ def test_a_request_that_was_refused_leaves_what_was_there() -> None:
 
 def test_a_request_that_was_refused_takes_no_blocks_of_earlier_ones_along() -> None:
     index, placements = make(100)
-    serve(placements, "1", "ab")
-    placements.place("2", "w", keys_of("abxy"))
-    placements.ended("2", was_served=False)
+    serve(placements, "ab")
+    placed = place(placements, "abxy")
+    placements.ended(placed, was_served=False)
     assert depth(index, "w", "abxy") == 2
     placements.check()
 
 
 def test_an_emptied_worker_keeps_its_capacity() -> None:
     index, placements = make(2)
-    serve(placements, "1", "ab")
-    placements.place("2", "w", keys_of("ab"))
+    serve(placements, "ab")
+    placed = place(placements, "ab")
     placements.empty("w")
-    placements.ended("2")
+    placements.ended(placed)
     assert depth(index, "w", "ab") == 0
-    serve(placements, "3", "abcd")
+    serve(placements, "abcd")
     assert (placements.block_size("w"), depth(index, "w", "abcd")) == (1, 2)
     placements.check()
 
 
 def test_a_smaller_capacity_evicts_and_another_block_size_empties() -> None:
     index, placements = make(100)
-    serve(placements, "1", "abcdef")
+    serve(placements, "abcdef")
     placements.set_capacity("w", 2, 1)
     assert depth(index, "w", "abcdef") == 2
     placements.set_capacity("w", 2, 4)
@@ -182,11 +193,11 @@ def test_a_smaller_capacity_evicts_and_another_block_size_empties() -> None:
 
 def test_requests_of_forgotten_workers_end_quietly() -> None:
     index, placements = make(4)
-    placements.place("1", "w", keys_of("ab"))
+    placed = place(placements, "ab")
     placements.forget("w")
     placements.set_capacity("w", 4, 1)
-    placements.ended("1", cached_tokens=2)
-    placements.ended("never placed")
+    placements.ended(placed, cached_tokens=2)
+    placements.ended(request())
     assert depth(index, "w", "ab") == 0
     placements.check()
 
@@ -195,7 +206,7 @@ def test_a_full_index_takes_what_it_can() -> None:
     index = KVIndexer(max_blocks=3)
     placements = Placements(index)
     placements.set_capacity("w", 100, 1)
-    serve(placements, "1", "abcdef")
+    serve(placements, "abcdef")
     assert depth(index, "w", "abcdef") == 3
     placements.check()
 
@@ -203,53 +214,59 @@ def test_a_full_index_takes_what_it_can() -> None:
 # -- expectations --------------------------------------------------------------------------------
 
 
+def expect(expectations: Expectations, prompt: str, worker: str = "w", now: float = 0.0) -> Running:
+    expected = request(worker, now)
+    expectations.expect(expected, keys_of(prompt))
+    return expected
+
+
 def test_blocks_are_expected_until_the_first_token() -> None:
     index = KVIndexer()
     expectations = Expectations(index)
-    expectations.expect("1", "w", keys_of("abc"), now=0.0)
-    expectations.expect("2", "w", keys_of("abde"), now=1.0)
-    expectations.expect("3", "v", keys_of("ab"), now=1.0)
+    first = expect(expectations, "abc")
+    others = [expect(expectations, "abde"), expect(expectations, "ab", "v")]
     assert (depth(index, "w", "abc"), depth(index, "v", "abc")) == (3, 2)
-    expectations.settle("1")
-    expectations.check()
+    expectations.settle(first)
+    expectations.check(others)
     assert (depth(index, "w", "abc"), depth(index, "w", "abde")) == (2, 4)
-    expectations.settle("1")
+    expectations.settle(first)
     expectations.forget("w")
-    expectations.check()
+    expectations.check(others)
     assert (depth(index, "w", "ab"), depth(index, "v", "ab")) == (0, 2)
+    expectations.settle(others[0])
+    again = expect(expectations, "ab")
+    expectations.settle(others[0])
+    assert depth(index, "w", "ab") == 2, "what was forgotten settles nothing"
+    expectations.check([*others, again])
 
 
 def test_expectations_expire() -> None:
     index = KVIndexer()
     expectations = Expectations(index)
-    expectations.expect("1", "w", keys_of("a"), now=0.0)
-    expectations.expect("2", "w", keys_of("b"), now=1.0)
-    expectations.expire(EXPECTED_FOR_S - 0.1)
-    assert len(expectations) == 2
-    expectations.expire(EXPECTED_FOR_S)
-    assert (depth(index, "w", "a"), depth(index, "w", "b")) == (0, 1)
-    expectations.expire(EXPECTED_FOR_S + 1)
+    both = [expect(expectations, "a", now=0.0), expect(expectations, "b", now=1.0)]
+
+    def expire(now: float) -> tuple[int, int]:
+        for running in both:
+            expectations.expire(running, now)
+        expectations.check(both)
+        return depth(index, "w", "a"), depth(index, "w", "b")
+
+    assert expire(EXPECTED_FOR_S - 0.1) == (1, 1)
+    assert expire(EXPECTED_FOR_S) == (0, 1)
+    assert expire(EXPECTED_FOR_S + 1) == (0, 0)
     assert index.num_blocks == 0
-    expectations.check()
-
-
-def test_the_expected_of_a_retried_request_is_that_of_its_last_worker() -> None:
-    index = KVIndexer()
-    expectations = Expectations(index)
-    expectations.expect("1", "w", keys_of("ab"), now=0.0)
-    expectations.expect("1", "v", keys_of("ab"), now=0.5)
-    assert (depth(index, "w", "ab"), depth(index, "v", "ab")) == (0, 2)
-    expectations.check()
 
 
 def test_checks_find_what_the_index_lost() -> None:
     index, placements = make(4)
-    serve(placements, "1", "ab")
+    serve(placements, "ab")
     expectations = Expectations(index)
-    expectations.expect("1", "v", keys_of("ab"), now=0.0)
+    expected = expect(expectations, "ab", "v")
     index.removed(Holder(guesses_about("w"), Tier.GPU), keys_of("a"))
     index.removed(Holder(guesses_about("v"), Tier.GPU), keys_of("a"))
     with pytest.raises(InternalError, match="disagree"):
         placements.check()
     with pytest.raises(InternalError, match="expected"):
-        expectations.check()
+        expectations.check([expected])
+    with pytest.raises(InternalError, match="miscounted"):
+        expectations.check([])

@@ -34,10 +34,10 @@ def prompt(tokens: int, *gpu: int, dram: tuple[int, ...] = (), keys: range = ran
 
 def test_the_worker_with_the_prefix_is_chosen_while_it_is_free() -> None:
     router = dispatcher()
-    pick, work = router.choose("a", prompt(10_000, 0, 8_000), 0.0)
+    pick, running = router.choose("a", prompt(10_000, 0, 8_000), 0.0)
     assert (pick.worker, pick.reason) == (1, "cost")
-    assert work.new_tokens == 2_000
-    assert work.service_s == pytest.approx(0.22, rel=0.2)
+    assert running.work.new_tokens == 2_000
+    assert running.work.service_s == pytest.approx(0.22, rel=0.2)
     router.check()
 
 
@@ -101,7 +101,7 @@ def test_a_popular_prefix_is_copied_to_idle_workers(knows_seconds: bool) -> None
         held = [4_000 if counts[worker] else 0 for worker in range(4)]
         pick, _ = router.choose(f"{i}", prompt(4_500, *held), float(i))
         counts[pick.worker] += 1
-        router.load.first_token(f"{i}", i + 0.01)
+        router.load.first_token(router.running[f"{i}"], i + 0.01)
         router.ended(f"{i}", i + 0.02)
     assert max(counts.values()) <= 1.3 * 50
     router.check()
@@ -115,7 +115,7 @@ def test_under_load_a_prefix_stays_where_it_is() -> None:
     picks = []
     for i in range(30):
         picks.append(router.choose(f"{i}", prompt(20_000, 0, 19_000), float(i))[0].worker)
-        router.load.first_token(f"{i}", i + 0.5)
+        router.load.first_token(router.running[f"{i}"], i + 0.5)
         router.ended(f"{i}", i + 0.9)
     assert set(picks) == {1}
 

@@ -8,43 +8,41 @@ import random
 from ports import free_port
 
 from flexcache.events.publisher import Address, BatchPublisher
-from flexcache.router.load import Work
+from flexcache.router.fleet import WorkerSpec
+from flexcache.router.load import GONE, Work
 from flexcache.router.messages import (
     TOPIC,
     Alive,
-    AnswerBegan,
     Began,
+    End,
+    FirstToken,
     Life,
-    Over,
     RunningRequest,
     Snapshot,
     decode_life,
     encode_life,
 )
 from flexcache.router.peers import LEASE_S, Follower, Peer
+from flexcache.router.router import KVRouter
 
 
 class Book:
-    """Load as a plain table: worker, and whether the answer has begun."""
+    """The load of a router before workers, as a plain table: worker, and whether it answers."""
 
-    def __init__(self) -> None:
-        self.requests: dict[str, tuple[str, bool]] = {}
-        self.unknown: set[str] = set()
+    def __init__(self, *workers: str) -> None:
+        self.routing = KVRouter()
+        self.know("w", *workers)
 
-    def follow(self, owner: str, request_id: str, worker: str, work: Work, now: float) -> bool:
-        assert request_id not in self.requests
-        if worker in self.unknown:
-            return False
-        self.requests[request_id] = (worker, False)
-        return True
+    def know(self, *workers: str) -> None:
+        self.routing.set_workers([WorkerSpec(name=name, url=f"http://{name}") for name in workers])
 
-    def first_token(self, request_id: str, now: float) -> None:
-        worker, has_begun = self.requests[request_id]
-        assert not has_begun
-        self.requests[request_id] = (worker, True)
-
-    def ended(self, request_id: str, now: float) -> None:
-        del self.requests[request_id]
+    @property
+    def requests(self) -> dict[str, tuple[str, bool]]:
+        self.routing.check()
+        counting = {k: v for k, v in self.routing.running.items() if v.number != GONE}
+        workers = self.routing.stats(0.0).workers.values()
+        assert sum(worker.requests for worker in workers) == len(counting)
+        return {k: (v.worker, v.first_token_s is not None) for k, v in counting.items()}
 
 
 def request(name: str, worker: str = "w", has_first_token: bool = False) -> RunningRequest:
@@ -53,7 +51,7 @@ def request(name: str, worker: str = "w", has_first_token: bool = False) -> Runn
 
 def test_batches_survive_the_wire() -> None:
     events: list[Life] = [
-        Began(request("a")), AnswerBegan("a"), Over("a"), Snapshot([request("b")]), Alive(),
+        Began(request("a")), FirstToken("a"), End("a"), Snapshot([request("b")]), Alive(),
     ]  # fmt: skip
     assert decode_life(encode_life(1.0, events)) == events
     assert encode_life(1.0, [Alive()]) != encode_life(2.0, [Alive()])
@@ -61,34 +59,30 @@ def test_batches_survive_the_wire() -> None:
 
 def test_requests_at_a_worker_count_once_it_is_known() -> None:
     book = Book()
-    book.unknown.add("new")
-    peer = Peer("other", book)
+    peer = Peer("other", book.routing)
     running = [request("a"), request("b", "new", has_first_token=True), request("c", "new")]
     peer.apply([Began(each) for each in running], 0.0)
-    peer.apply([AnswerBegan("c"), Over("c")], 0.0)
+    peer.apply([FirstToken("c"), End("c")], 0.0)
     assert set(book.requests) == {"other a"}
-    peer.check({"other a"})
-    book.unknown.clear()
+    book.know("w", "new")
     peer.apply([Snapshot(running[:2])], 1.0)
     assert book.requests == {"other a": ("w", False), "other b": ("new", True)}
-    peer.check({"other a", "other b"})
 
 
 def test_a_snapshot_repairs_what_was_lost() -> None:
-    book = Book()
-    peer = Peer("p", book)
+    book = Book("x")
+    peer = Peer("p", book.routing)
     peer.apply([Began(request("a")), Began(request("b"))], 0.0)
     peer.lost()
-    peer.apply([Over("never heard of"), AnswerBegan("nor of this")], 1.0)
+    peer.apply([End("never heard of"), FirstToken("nor of this")], 1.0)
     peer.apply([Snapshot([request("b", has_first_token=True), request("c", "x")])], 2.0)
     assert book.requests == {"p b": ("w", True), "p c": ("x", False)}
-    peer.check(set(book.requests))
     assert peer.stats(2.5).gaps == 1 and peer.stats(2.5).last_batch_age_s == 0.5
 
 
 def test_a_silent_peer_is_dropped_once_and_may_come_back() -> None:
     book = Book()
-    peer = Peer("p", book)
+    peer = Peer("p", book.routing)
     assert not peer.expire(100.0)
     peer.apply([Began(request("a"))], 0.0)
     assert not peer.expire(LEASE_S - 0.1)
@@ -101,7 +95,7 @@ def test_a_silent_peer_is_dropped_once_and_may_come_back() -> None:
 
 def test_a_restarted_peer_begins_with_nothing() -> None:
     book = Book()
-    peer = Peer("p", book)
+    peer = Peer("p", book.routing)
     peer.apply([Began(request("a"))], 0.0)
     peer.restarted(1.0)
     assert book.requests == {}
@@ -109,8 +103,8 @@ def test_a_restarted_peer_begins_with_nothing() -> None:
 
 def test_with_losses_the_load_is_right_after_each_snapshot() -> None:
     rng = random.Random(5)
-    book = Book()
-    peer = Peer("p", book)
+    book = Book("w0", "w1", "w2")
+    peer = Peer("p", book.routing)
     truth: dict[str, RunningRequest] = {}
     for step in range(5000):
         event: Life = Alive()
@@ -121,16 +115,15 @@ def test_with_losses_the_load_is_right_after_each_snapshot() -> None:
             event = Began(truth[name])
         elif kind == 1 and name in truth:
             truth[name] = request(name, truth[name].worker, True)
-            event = AnswerBegan(name)
+            event = FirstToken(name)
         elif kind == 2 and truth.pop(name, None) is not None:
-            event = Over(name)
+            event = End(name)
         elif kind == 3 and step % 10 == 0:
             event = Snapshot(list(truth.values()))
         if not isinstance(event, Snapshot) and rng.random() < 0.1:
             peer.lost()
             continue
         peer.apply([event], float(step))
-        peer.check(set(book.requests))
         if isinstance(event, Snapshot):
             expected = {f"p {n}": (r.worker, r.has_first_token) for n, r in truth.items()}
             assert book.requests == expected
@@ -145,7 +138,7 @@ def test_a_peer_whose_replay_is_lost_is_known_from_its_next_snapshot() -> None:
 
     async def follow(publisher: BatchPublisher[Life]) -> None:
         book = Book()
-        follower = Follower([f"{endpoint},{nothing_listens}"], book)
+        follower = Follower([f"{endpoint},{nothing_listens}"], book.routing)
         follower.start()
         try:
             while not follower.stats(0.0)[endpoint].requests:

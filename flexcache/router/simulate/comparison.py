@@ -16,7 +16,7 @@ import numpy as np
 
 from flexcache.errors import ConfigError, MissingDependencyError, TraceError
 from flexcache.router.dispatcher import DRAM, GPU, Dispatcher, Prompt
-from flexcache.router.load import FloatArray, Load, Work
+from flexcache.router.load import FloatArray, Load, Running
 from flexcache.router.policy import Pick, make_policy
 from flexcache.router.service_time import ServiceTime
 from flexcache.router.simulate.engine import Engine, EngineSpec
@@ -26,11 +26,11 @@ from flexcache.router.simulate.workload import SimRequest, Workload
 class Chooses(Protocol):
     """What the simulation needs of `Dispatcher`."""
 
-    def choose(self, request_id: str, prompt: Prompt, now: float) -> tuple[Pick, Work]: ...
+    def choose(self, request_id: str, prompt: Prompt, now: float) -> tuple[Pick, Running]: ...
 
     def first_token(self, request_id: str, now: float) -> None: ...
 
-    def ended(self, request_id: str, now: float) -> None: ...
+    def ended(self, request_id: str, now: float) -> object: ...
 
 
 class View(Protocol):

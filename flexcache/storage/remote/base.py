@@ -45,7 +45,7 @@ class Status(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ObjectOutcome:
     """Result for one object. If ``status`` is OK, ``num_bytes`` is the size read or written.
 
     ``digest`` is the `checksum` of what was read into all parts but the first, the header, from a
@@ -58,16 +58,18 @@ class Outcome:
     digest: int | None = None
 
 
-MISSING = Outcome(Status.MISSING, reason="not in the store")
-TOO_LATE = Outcome(Status.FAILED, reason="the deadline has passed")
+MISSING = ObjectOutcome(Status.MISSING, reason="not in the store")
+TOO_LATE = ObjectOutcome(Status.FAILED, reason="the deadline has passed")
 
 
-def failed(reason: str) -> Outcome:
-    return Outcome(Status.FAILED, reason=reason)
+def failed(reason: str) -> ObjectOutcome:
+    return ObjectOutcome(Status.FAILED, reason=reason)
 
 
-def too_large(num_bytes: int, room: int) -> Outcome:
-    return Outcome(Status.TOO_LARGE, reason=f"{num_bytes} bytes where at most {room} are expected")
+def too_large(num_bytes: int, room: int) -> ObjectOutcome:
+    return ObjectOutcome(
+        Status.TOO_LARGE, reason=f"{num_bytes} bytes where at most {room} are expected"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ class RemoteStore(ABC):
     @abstractmethod
     def read_into(
         self, names: Sequence[str], parts: Sequence[Parts], deadline: float
-    ) -> list[Outcome]:
+    ) -> list[ObjectOutcome]:
         """Read each object into its parts, in order. A smaller object leaves the last ones alone.
 
         Nothing is written to the parts after this has returned. Parts of objects that were not
@@ -105,7 +107,7 @@ class RemoteStore(ABC):
     @abstractmethod
     def write_from(
         self, names: Sequence[str], parts: Iterable[Parts], deadline: float
-    ) -> list[Outcome]:
+    ) -> list[ObjectOutcome]:
         """Store each object; a reader sees all of it or none.
 
         If the name already exists this succeeds, and the store keeps either the old object or the
@@ -150,10 +152,12 @@ class StepwiseStore(RemoteStore):
         return len(names)
 
     @abstractmethod
-    def look(self, names: Sequence[str], deadline: float) -> list[Outcome]:
+    def look(self, names: Sequence[str], deadline: float) -> list[ObjectOutcome]:
         """Return for each name whether it exists."""
 
-    def _steps(self, names: Sequence[str], deadline: float) -> Iterator[tuple[int, list[Outcome]]]:
+    def _steps(
+        self, names: Sequence[str], deadline: float
+    ) -> Iterator[tuple[int, list[ObjectOutcome]]]:
         start, step = 0, _FIRST_LOOK
         while start < len(names):
             found = self.look(names[start : start + step], deadline)

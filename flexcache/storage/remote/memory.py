@@ -9,7 +9,7 @@ from flexcache.storage.pieces import Parts, num_bytes_of, scatter
 from flexcache.storage.remote.base import (
     MISSING,
     TOO_LATE,
-    Outcome,
+    ObjectOutcome,
     Status,
     StepwiseStore,
     seconds_until,
@@ -25,35 +25,35 @@ class MemoryStore(StepwiseStore):
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
 
-    def look(self, names: Sequence[str], deadline: float) -> list[Outcome]:
+    def look(self, names: Sequence[str], deadline: float) -> list[ObjectOutcome]:
         if seconds_until(deadline) <= 0:
             return [TOO_LATE for _ in names]
-        return [Outcome(Status.OK) if name in self.objects else MISSING for name in names]
+        return [ObjectOutcome(Status.OK) if name in self.objects else MISSING for name in names]
 
     def read_into(
         self, names: Sequence[str], parts: Sequence[Parts], deadline: float
-    ) -> list[Outcome]:
+    ) -> list[ObjectOutcome]:
         if seconds_until(deadline) <= 0:
             return [TOO_LATE for _ in names]
         return [self._read(name, room) for name, room in zip(names, parts, strict=True)]
 
-    def _read(self, name: str, parts: Parts) -> Outcome:
+    def _read(self, name: str, parts: Parts) -> ObjectOutcome:
         data = self.objects.get(name)
         if data is None:
             return MISSING
         if len(data) > num_bytes_of(parts):
             return too_large(len(data), num_bytes_of(parts))
         scatter(memoryview(data), parts)
-        return Outcome(Status.OK, len(data))
+        return ObjectOutcome(Status.OK, len(data))
 
     def write_from(
         self, names: Sequence[str], parts: Iterable[Parts], deadline: float
-    ) -> list[Outcome]:
+    ) -> list[ObjectOutcome]:
         if seconds_until(deadline) <= 0:
             return [TOO_LATE for _ in names]
         new = {name: b"".join(content) for name, content in zip(names, parts, strict=True)}
         self.objects |= new
-        return [Outcome(Status.OK, len(content)) for content in new.values()]
+        return [ObjectOutcome(Status.OK, len(content)) for content in new.values()]
 
     def discard(self, names: Sequence[str], deadline: float) -> None:
         for name in names:

@@ -23,7 +23,7 @@ from flexcache.storage.pieces import Parts, num_bytes_of, scatter
 from flexcache.storage.remote.base import (
     MISSING,
     TOO_LATE,
-    Outcome,
+    ObjectOutcome,
     Status,
     StepwiseStore,
     StoreUnavailableError,
@@ -46,13 +46,13 @@ class SqliteStore(StepwiseStore):
         except sqlite3.Error as error:
             raise StoreUnavailableError(f"{self.name}: {error}") from None
 
-    def look(self, names: Sequence[str], deadline: float) -> list[Outcome]:
+    def look(self, names: Sequence[str], deadline: float) -> list[ObjectOutcome]:
         return self._each(deadline, lambda name, _: self._outcome(self._content(name)), names)
 
     def read_into(
         self, names: Sequence[str], parts: Sequence[Parts], deadline: float
-    ) -> list[Outcome]:
-        def read(name: str, target: Parts) -> Outcome:
+    ) -> list[ObjectOutcome]:
+        def read(name: str, target: Parts) -> ObjectOutcome:
             content, room = self._content(name), num_bytes_of(target)
             if content is not None and len(content) > room:
                 return too_large(len(content), room)
@@ -63,8 +63,8 @@ class SqliteStore(StepwiseStore):
 
     def write_from(
         self, names: Sequence[str], parts: Iterable[Parts], deadline: float
-    ) -> list[Outcome]:
-        def write(name: str, source: Parts) -> Outcome:
+    ) -> list[ObjectOutcome]:
+        def write(name: str, source: Parts) -> ObjectOutcome:
             content = b"".join(source)
             self._db.execute("INSERT OR REPLACE INTO objects VALUES (?, ?)", (name, content))
             return self._outcome(content)
@@ -72,7 +72,7 @@ class SqliteStore(StepwiseStore):
         return self._each(deadline, write, names, parts)
 
     def discard(self, names: Sequence[str], deadline: float) -> None:
-        def remove(name: str, _: object) -> Outcome:
+        def remove(name: str, _: object) -> ObjectOutcome:
             self._db.execute("DELETE FROM objects WHERE name = ?", (name,))
             return MISSING
 
@@ -85,16 +85,16 @@ class SqliteStore(StepwiseStore):
         row = self._db.execute("SELECT content FROM objects WHERE name = ?", (name,)).fetchone()
         return None if row is None else row[0]
 
-    def _outcome(self, content: bytes | None) -> Outcome:
-        return MISSING if content is None else Outcome(Status.OK, len(content))
+    def _outcome(self, content: bytes | None) -> ObjectOutcome:
+        return MISSING if content is None else ObjectOutcome(Status.OK, len(content))
 
     def _each(
         self,
         deadline: float,
-        action: Callable[[str, Any], Outcome],
+        action: Callable[[str, Any], ObjectOutcome],
         names: Sequence[str],
         parts: Iterable[Any] | None = None,
-    ) -> list[Outcome]:
+    ) -> list[ObjectOutcome]:
         outcomes = []
         for name, each in zip(names, names if parts is None else parts, strict=True):
             if seconds_until(deadline) <= 0:
