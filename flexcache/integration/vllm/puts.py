@@ -233,16 +233,19 @@ class Puts:
                 continue
             if drafts.get(request_id):  # some may be rejected
                 num_certain = computed - getattr(request, "num_in_flight_tokens", 0)
-            tables = self._tables.select(blocks.get_block_ids(request_id))
-            num_keys = len(self._cache.keys(request))  # of an engine that schedules ahead, less
-            num_certain = min(num_certain, num_keys * self._points.position)
-            while running.point is not None and running.point <= num_certain:
-                self._offer(request, tables, running.point)
-                self._set_point(running, running.point)
+            self._store_until(running, num_certain, blocks.get_block_ids(request_id))
         for request_id, states in blocks.boundary_state_offloads.items():
             if request_id in self._running:
                 request = self._running[request_id].request
                 self._store_states(request, states, blocks.get_block_ids(request_id))
+
+    def _store_until(self, running: _Running, num_certain: int, tables: Tables) -> None:
+        """Store a request at its points up to ``num_certain`` tokens."""
+        num_keys = len(self._cache.keys(running.request))  # of an engine that schedules ahead, less
+        num_certain = min(num_certain, num_keys * self._points.position)
+        while running.point is not None and running.point <= num_certain:
+            self._offer(running.request, self._tables.select(tables), running.point)
+            self._set_point(running, running.point)
 
     def _store_states(
         self, request: Any, states: Sequence[tuple[int, int, int]], tables: Tables

@@ -46,12 +46,7 @@ def read_model_id(vllm_config: Any, digests: FileDigests) -> str:
     """
     model = vllm_config.model_config
     load, speculative = vllm_config.load_config, vllm_config.speculative_config
-    settings = [*_kv_parts(vllm_config)]  # refuses some of them
-    media = getattr(model, "multimodal_config", None)  # vLLM's hashes of images do not cover these
-    names = ("mm_processor_kwargs", "video_pruning_rate", "mm_encoder_attn_dtype")
-    chosen = {name: getattr(media, name, None) or None for name in names}
-    if any(value is not None for value in chosen.values()):
-        settings.append(("media", digest(chosen)))
+    settings = [*_settings(vllm_config)]  # refuses some of them
     parts = [*_model_parts(model, load, digests), *settings]
     _, name = parts.pop(0)
     # The user's overrides and the resolved positions count, not `hf_config.to_dict()`: its defaults
@@ -63,14 +58,18 @@ def read_model_id(vllm_config: Any, digests: FileDigests) -> str:
         parts.append(("overrides", digest(overrides)))
     if _load_format(load) == "dummy":
         parts.append(("random_weights", model.seed))
-    # The model whose KV is cached along with the target's.
     if speculative is not None and str(speculative.method) not in _NO_DRAFT_KV:
-        draft, name_of_draft = speculative.draft_model_config, str(speculative.method)
-        if draft is not None:
-            kv_dtype = getattr(speculative, "kv_cache_dtype", None)
-            name_of_draft += f":{digest([dict(_model_parts(draft, load, digests)), kv_dtype])}"
-        parts.append(("draft", name_of_draft))
+        parts.append(("draft", _read_draft(speculative, load, digests)))
     return "|".join([str(name), *(f"{key}={value}" for key, value in parts)])
+
+
+def _read_draft(speculative: Any, load: Any, digests: FileDigests) -> str:
+    """Identify the model whose KV is cached along with the target's."""
+    name, draft = str(speculative.method), speculative.draft_model_config
+    if draft is None:
+        return name
+    kv_dtype = getattr(speculative, "kv_cache_dtype", None)
+    return f"{name}:{digest([dict(_model_parts(draft, load, digests)), kv_dtype])}"
 
 
 def _load_format(load: Any) -> str:
@@ -102,7 +101,7 @@ def _model_parts(model: Any, load: Any, digests: FileDigests) -> Iterator[tuple[
     yield "positions", digest(_read_positions(model))
 
 
-def _kv_parts(vllm_config: Any) -> Iterator[tuple[str, Any]]:
+def _settings(vllm_config: Any) -> Iterator[tuple[str, Any]]:
     from vllm.platforms import current_platform
 
     cache = vllm_config.cache_config
@@ -120,6 +119,12 @@ def _kv_parts(vllm_config: Any) -> Iterator[tuple[str, Any]]:
     skipped = getattr(cache, "kv_cache_dtype_skip_layers", None)
     if skipped:
         yield "kv_skips", digest(sorted(map(str, skipped)))
+    media = getattr(vllm_config.model_config, "multimodal_config", None)
+    # vLLM's hashes of images and videos do not cover these.
+    of_media = ("mm_processor_kwargs", "video_pruning_rate", "mm_encoder_attn_dtype")
+    chosen = {name: getattr(media, name, None) or None for name in of_media}
+    if any(value is not None for value in chosen.values()):
+        yield "media", digest(chosen)
 
 
 def _read_positions(model: Any) -> dict[str, Any]:

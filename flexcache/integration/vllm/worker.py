@@ -167,18 +167,7 @@ class RankWeights:
         for name in _ALSO:
             self._watch(worker, name)
         runner = worker.model_runner
-        # The model and the draft model, without the wrappers of CUDA graphs first: these hand calls
-        # on to what they wrap. A call through both is one update.
-        found = [_call(runner, "get_model"), getattr(runner, "model", None)]
-        found.append(_call(runner, "get_draft_model"))
-        models = {id(model): model for model in found if model is not None}
-        parts: dict[int, Any] = {}  # the models' modules can be given weights by themselves
-        for model in models.values():
-            missing += [name for name in _OF_MODELS if not self._watch(model, name)]
-            parts.update((id(part), part) for part in _call(model, "modules") or ())
-        for part in [part for number, part in parts.items() if number not in models]:
-            for name in _OF_MODELS:
-                self._watch(part, name)
+        missing += self._watch_models(runner)
         self._watch(runner, "reload_weights")
         self._lora = getattr(runner, "lora_manager", None)
         if self._lora is not None:
@@ -187,6 +176,23 @@ class RankWeights:
             self.unwatched = f"this vLLM has no {', '.join(missing)}"
 
     # -- weights ---------------------------------------------------------------------------------
+
+    def _watch_models(self, runner: Any) -> list[str]:
+        """Watch all that can be given weights by itself; return what the models lack for that."""
+        missing: list[str] = []
+        # The model and the draft model, without the wrappers of CUDA graphs first: these hand calls
+        # on to what they wrap. A call through both is one update.
+        found = [_call(runner, "get_model"), getattr(runner, "model", None)]
+        found.append(_call(runner, "get_draft_model"))
+        models = {id(model): model for model in found if model is not None}
+        parts: dict[int, Any] = {}
+        for model in models.values():
+            missing += [name for name in _OF_MODELS if not self._watch(model, name)]
+            parts.update((id(part), part) for part in _call(model, "modules") or ())
+        for part in [part for number, part in parts.items() if number not in models]:
+            for name in _OF_MODELS:
+                self._watch(part, name)
+        return missing
 
     def _watch(self, owner: Any, name: str) -> bool:
         method = getattr(owner, name, None)
@@ -353,7 +359,7 @@ class FlexCacheWorker:
         if self.client is None:
             return
         # Nothing that a rank holds (pinned host memory, fence, gates) is worth keeping over a
-        # sleep, and registering anew is what it does after a lost server, too.
+        # sleep, and registering again is what it does after a lost server, too.
         self.client.close()
         if self.client.state is not ClientState.CLOSED:
             raise RuntimeError(
