@@ -11,7 +11,7 @@ from pathlib import Path
 
 from flexcache.config.settings import Setting, describe_router_settings, describe_settings
 from flexcache.counters import Family, families
-from flexcache.metrics.metric import CatalogMetric
+from flexcache.metrics.metric import Reading
 from flexcache.router import metrics as router_metrics
 from flexcache.router.stats import RouterStats
 from flexcache.stats import Stats
@@ -104,7 +104,7 @@ def render_metrics() -> str:
     return METRICS_HEAD + "".join(tables)
 
 
-def _row(metric: Family | CatalogMetric[RouterStats]) -> str:
+def _row(metric: Family | Reading[RouterStats]) -> str:
     labels = ", ".join(metric.labels)
     return f"| `{metric.name}` | {metric.type.value} | {labels} | {metric.help} |\n"
 

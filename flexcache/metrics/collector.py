@@ -8,7 +8,7 @@ from typing import Any, Generic
 
 from flexcache.counters import Counters, Family, Histogram, MetricType, Sample, families, samples
 from flexcache.errors import MissingDependencyError
-from flexcache.metrics.metric import CatalogMetric, Tree
+from flexcache.metrics.metric import Reading, Tree
 
 try:
     from prometheus_client import CollectorRegistry
@@ -67,9 +67,7 @@ class CatalogExposition(Generic[Tree]):
         read_stats: Returns the statistics as they are now.
     """
 
-    def __init__(
-        self, catalog: Sequence[CatalogMetric[Tree]], read_stats: Callable[[], Tree]
-    ) -> None:
+    def __init__(self, catalog: Sequence[Reading[Tree]], read_stats: Callable[[], Tree]) -> None:
         self._catalog = catalog
         self._read_stats = read_stats
         self._registry = CollectorRegistry()
@@ -85,7 +83,7 @@ class CatalogExposition(Generic[Tree]):
         return encode(self._registry), content_type
 
 
-def _family(metric: Family | CatalogMetric[Any], rows: Iterable[Sample]) -> Any:
+def _family(metric: Family | Reading[Any], rows: Iterable[Sample]) -> Any:
     family = _FAMILIES[metric.type](metric.name, metric.help, labels=metric.labels)
     for labels, value in rows:
         if isinstance(value, Histogram):

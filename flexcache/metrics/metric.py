@@ -17,7 +17,7 @@ ReaderOf = Callable[[Tree], Iterable[Sample]]
 
 
 @dataclass(frozen=True, slots=True)
-class CatalogMetric(Generic[Tree]):
+class Reading(Generic[Tree]):
     """One metric.
 
     Args:
@@ -32,13 +32,13 @@ class CatalogMetric(Generic[Tree]):
     read: ReaderOf[Tree]
 
 
-def counter(name: str, help: str, read: ReaderOf[Tree], *labels: str) -> CatalogMetric[Tree]:
-    return CatalogMetric(f"flexcache_{name}_total", MetricType.COUNTER, labels, help, read)
+def counter(name: str, help: str, read: ReaderOf[Tree], *labels: str) -> Reading[Tree]:
+    return Reading(f"flexcache_{name}_total", MetricType.COUNTER, labels, help, read)
 
 
-def gauge(name: str, help: str, read: ReaderOf[Tree], *labels: str) -> CatalogMetric[Tree]:
-    return CatalogMetric(f"flexcache_{name}", MetricType.GAUGE, labels, help, read)
+def gauge(name: str, help: str, read: ReaderOf[Tree], *labels: str) -> Reading[Tree]:
+    return Reading(f"flexcache_{name}", MetricType.GAUGE, labels, help, read)
 
 
-def histogram(name: str, help: str, read: ReaderOf[Tree], *labels: str) -> CatalogMetric[Tree]:
-    return CatalogMetric(f"flexcache_{name}", MetricType.HISTOGRAM, labels, help, read)
+def histogram(name: str, help: str, read: ReaderOf[Tree], *labels: str) -> Reading[Tree]:
+    return Reading(f"flexcache_{name}", MetricType.HISTOGRAM, labels, help, read)

@@ -10,15 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from flexcache.ids import BreakerState
-from flexcache.metrics.metric import (
-    CatalogMetric,
-    ReaderOf,
-    Sample,
-    Value,
-    counter,
-    gauge,
-    histogram,
-)
+from flexcache.metrics.metric import ReaderOf, Reading, Sample, Value, counter, gauge, histogram
 from flexcache.router.chooser import Outcome
 from flexcache.router.fleet import Tier, WorkerState
 from flexcache.router.stats import (
@@ -649,7 +641,7 @@ PROCESSES = (
     ),
 )
 
-SECTIONS: Mapping[str, Sequence[CatalogMetric[RouterStats]]] = {
+SECTIONS: Mapping[str, Sequence[Reading[RouterStats]]] = {
     "Router: decisions": DECISIONS,
     "Router: workers": WORKERS,
     "Router: index": INDEX,
@@ -658,6 +650,6 @@ SECTIONS: Mapping[str, Sequence[CatalogMetric[RouterStats]]] = {
     "Router: requests": REQUESTS,
     "Router: processes and peers": PROCESSES,
 }
-CATALOG: Sequence[CatalogMetric[RouterStats]] = [
+CATALOG: Sequence[Reading[RouterStats]] = [
     metric for section in SECTIONS.values() for metric in section
 ]
