@@ -33,6 +33,7 @@ from flexcache.config.model import UnitShape
 from flexcache.config.quotas import blocks_of
 from flexcache.errors import InternalError
 from flexcache.ids import OpId, TaskKind, TierName
+from flexcache.stats import TierStats
 
 # All of them take 1.2 s a million, half of it the dictionary of their keys. Without any at the
 # start every match would be a miss, and every put would duplicate what is there.
@@ -60,10 +61,6 @@ class TieredCache:
         self.early = EarlyLoads(tiers.host, settings.early_load_share, settings.early_load_ttl_s)
         self.reuse = settings.reuse
         self._write_budgets = settings.write_budgets
-        self._write_limits = {
-            name: {"write_limit_bytes_per_s": int(budget.bytes_per_s)}
-            for name, budget in settings.write_budgets.items()
-        }
         self._restoration: Restoration | None = None
         self._restore_at = 0.0
 
@@ -197,15 +194,15 @@ class TieredCache:
             times.append(self._restore_at)
         return min((time for time in times if time is not None), default=None)
 
-    def stats(self) -> dict[str, dict[str, int]]:
+    def stats(self) -> dict[str, TierStats]:
         """Return occupancy and counters of each tier."""
+        limits = {name: int(budget.bytes_per_s) for name, budget in self._write_budgets.items()}
         return {
-            tier.name.value: {
-                **tier.stats(),
-                "available": int(tier.name not in self.tiers.unavailable),
+            tier.name.value: tier.stats(
+                available=int(tier.name not in self.tiers.unavailable),
+                write_limit_bytes_per_s=limits.get(tier.name),
                 **self.stores.stats_of(tier.name),
-                **self._write_limits.get(tier.name, {}),
-            }
+            )
             for tier in self.tiers
         }
 
