@@ -63,7 +63,6 @@ from flexcache.router.listing import (
     parse_cache_url,
     parse_source,
 )
-from flexcache.router.metrics import CATALOG
 from flexcache.router.proxy.clients import Bodies, Body, BodyRefused, holding
 from flexcache.router.proxy.proxy import LINGER_S, bind, listen
 from flexcache.router.router import WorkerScore
@@ -372,7 +371,7 @@ class ControlApi:
     def __init__(self, service: DeciderService) -> None:
         self._service = service
         self._config: RouterConfig = service.config
-        self._exposition: Exposition[RouterStats] = Exposition(CATALOG, service.stats)
+        self._exposition = Exposition(RouterStats, service.stats)
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
 

@@ -276,7 +276,7 @@ class DeciderService:
         workers = {
             name: msgspec.structs.replace(
                 worker,
-                circuit=self.roster.health(name).circuit.state.value,
+                circuit=self.roster.health(name).circuit.state,
                 health_failures=self.roster.health(name).num_failures,
             )
             for name, worker in stats.workers.items()
@@ -291,7 +291,7 @@ class DeciderService:
             sources={} if self._feed is None else self._feed.stats(),
             caches={} if self._prefetches is None else self._prefetches.stats(),
             tokens=self.tokenizers.stats(),
-            queue=self.decider.queue_stats(),
+            queue=self.line.counts.snapshot(waiting=len(self.line)),
             proxy=self._proxy_stats(),
             peers=self._follower.stats(now),
         )  # fmt: skip

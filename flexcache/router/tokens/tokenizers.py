@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,7 +33,6 @@ from flexcache.router.tokens.engines import Engines, NotRendered, open_session
 from flexcache.router.tokens.local import LocalTokens, TokenLimits
 from flexcache.router.tokens.models import ModelRegistry, ServedModel, Way
 from flexcache.router.waiting import Turns, is_set_within
-from flexcache.tasks.histogram import Histogram
 
 _TEXT = (
     "  Ünïcode, 数字 1234567 and\ttabs;\n\n  def f(x):\n      return x ** 2  # 'quoted' \"text\"\n"
@@ -175,9 +173,6 @@ def _first_difference(ours: np.ndarray, theirs: np.ndarray) -> int:
     return int(differing[0]) if len(differing) else shared
 
 
-_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-
-
 class Tokenizers:
     """Reads requests. Make and use it on one running event loop.
 
@@ -206,11 +201,7 @@ class Tokenizers:
         self._look = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
         self._looks = Turns("tokenizers")
-        self._requests = Counter({"ids": 0, "local": 0, "render": 0, "unknown": 0})
-        self._unknown: Counter[str] = Counter()
-        self._tokens = 0
-        self._remembered = 0
-        self._seconds = Histogram(_SECONDS)
+        self._counts = TokenizerStats()
 
     async def start(self) -> None:
         """Ask the engines for their models, compare tokenizers, and go on doing so beside."""
@@ -255,22 +246,25 @@ class Tokenizers:
         """Read a request. Never raises: what cannot be read goes by load."""
         loop = asyncio.get_running_loop()
         started = loop.time()
-        body, model, adapter, prompt, way = Body(), None, None, None, "unknown"
+        body, model, adapter, prompt, way, why = Body(), None, None, None, "unknown", ""
         try:
             path = arrival.path.partition("?")[0]
             body = self._parse(path, arrival.body)
             model, adapter = self._registry.find(body.model)
             prompt, way = await self._prompt(model, path, arrival.body, body)
         except (UnknownPrompt, msgspec.DecodeError, UnicodeError) as error:
-            self._unknown[str(error) if isinstance(error, UnknownPrompt) else "malformed"] += 1
+            why = str(error) if isinstance(error, UnknownPrompt) else "malformed"
         except Exception:  # no body may stop the router
             log_event(logger, logging.ERROR, "router_request_not_read", exc_info=True)
-            self._unknown["error"] += 1
-        self._requests[way] += 1
-        if prompt is not None:
-            self._tokens += len(prompt.ids)
-            self._remembered += prompt.remembered
-        self._seconds.observe(loop.time() - started)
+            why = "error"
+        counts = self._counts
+        counts.requests[way] += 1
+        if prompt is None:
+            counts.unknown[why] = counts.unknown.get(why, 0) + 1
+        else:
+            counts.tokens += len(prompt.ids)
+            counts.remembered_tokens += prompt.remembered
+        counts.seconds.observe(loop.time() - started)
         return RouteRequest(
             request_id=arrival.request_id,
             num_tokens=body.estimate(len(arrival.body)) if prompt is None else prompt.num_tokens,
@@ -327,12 +321,7 @@ class Tokenizers:
         kinds = [
             (f"{model.name} {kind.value}", model.ways, kind) for model in models for kind in Kind
         ]
-        return TokenizerStats(
-            requests=dict(self._requests),
-            unknown=dict(self._unknown),
-            tokens=self._tokens,
-            remembered_tokens=self._remembered,
-            seconds=self._seconds.stats(),
+        return self._counts.snapshot(
             checks=sum(model.ways.checks for model in models),
             mismatches=sum(model.ways.mismatches for model in models),
             models={name: ways.way(kind).value for name, ways, kind in kinds},
