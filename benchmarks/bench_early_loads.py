@@ -27,9 +27,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from flexcache.cache.density import DensityPolicy
+from flexcache.cache.prompt import Prompt
 from flexcache.cache.tiered_cache import CacheSizes, build_cache
 from flexcache.config import CacheConfig
-from flexcache.config.cache import EvictionName
 from flexcache.ids import OpKind, TaskId, TaskIds, TaskKind, make_session
 from flexcache.replay.traces import TOKENS_PER_ID
 from flexcache.tasks.engine import KVTaskEngine
@@ -62,7 +63,7 @@ class Replay:
         total_s: Seconds that computing everything takes.
     """
 
-    def __init__(self, size: int, wait_s: float, is_early: bool, policy: EvictionName) -> None:
+    def __init__(self, size: int, wait_s: float, is_early: bool, policy: str) -> None:
         config = CacheConfig(
             num_cpu_blocks=size, num_ssd_blocks=size * SSD_PER_DRAM, ssd_cache_dirs=("/tmp",),
             tokens_per_block=TOKENS_PER_ID, eviction_policy=policy,
@@ -94,8 +95,8 @@ class Replay:
             self._ask_later(request, request.time_s + self._wait_s, request.time_s + self._wait_s)
         self._run_until(float("inf"))
         self._engine.check()
-        forecaster = self.cache.tiers.forecaster
-        if forecaster is not None and forecaster.history.num_visits < len(requests) // 2:
+        policy = self.cache.tiers.policy
+        if isinstance(policy, DensityPolicy) and policy.history.num_visits < len(requests) // 2:
             raise RuntimeError("the eviction policy has not seen the requests")
 
     # -- requests --------------------------------------------------------------------------------
@@ -104,8 +105,8 @@ class Replay:
         self._at(at_s, lambda now: self._ask(request, asked_s, now))
 
     def _ask(self, request: Request, asked_s: float, now: float) -> None:
-        keys = request.keys
-        if self._engine.awaits_load(self._ids.session, keys, keys.num_blocks, now):
+        prompt = self._prompt(TaskKind.GET, request)
+        if self._engine.awaits_load(self._ids.session, prompt, now):
             self._ask_later(request, asked_s, now + STEP_S)
             return
         task_id, is_moving = self._match(TaskKind.GET, request, now)
@@ -119,15 +120,17 @@ class Replay:
         self.total_s += request.keys.num_blocks * COMPUTE_S
         self._match(TaskKind.PUT, request, now)
 
+    def _prompt(self, kind: TaskKind, request: Request) -> Prompt:
+        num_blocks = request.keys.num_blocks
+        return Prompt(kind, request.keys, 0, num_blocks, num_blocks * TOKENS_PER_ID)
+
     def _match(self, kind: TaskKind, request: Request, now: float) -> tuple[TaskId, bool]:
         """Make a task and launch it; return whether it moves anything."""
-        keys, task_id = request.keys, self._ids.next()
-        plan = self._engine.match(
-            task_id, kind, keys, 0, keys.num_blocks, keys.num_blocks * TOKENS_PER_ID, now
-        )
-        if plan.is_empty:
+        task_id = self._ids.next()
+        offer = self._engine.match(task_id, self._prompt(kind, request), now)
+        if not offer.num_blocks:
             return task_id, False
-        num_gpu_blocks = 0 if kind is TaskKind.PREFETCH else plan.num_gpu_blocks
+        num_gpu_blocks = 0 if kind is TaskKind.PREFETCH else offer.num_gpu_blocks
         self._engine.launch([task_id], [np.arange(num_gpu_blocks)], now)
         return task_id, True
 
@@ -154,7 +157,7 @@ class Replay:
                     if request is not None:
                         self._compute(request, asked_s, instruction.result.num_ok, now)
         self.cache.tiers.settle()
-        study(self.cache.tiers.forecaster)
+        study(self.cache.tiers.policy)
 
     def _begin(self, run: RunOp, now: float) -> None:
         op, num_blocks = run.op, len(run.op)
@@ -174,7 +177,7 @@ def main(
     trace: Annotated[Path, typer.Option(help="In Mooncake's format, maybe gzipped.")],
     size: Annotated[list[int], typer.Option(help="Blocks of DRAM.")] = list(SIZES),  # noqa: B006
     wait: Annotated[list[float], typer.Option(help="Seconds.")] = list(WAITS),  # noqa: B006
-    policy: Annotated[EvictionName, typer.Option(help="Eviction policy.")] = "density",
+    policy: Annotated[str, typer.Option(help="Eviction policy.")] = "density",
 ) -> None:
     requests = [request for request in read_trace(trace) if request.keys.num_blocks]
     table = Table(title=f"{trace.name}: prefill time saved, of all")

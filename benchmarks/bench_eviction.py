@@ -34,8 +34,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from flexcache.cache.density import make_forecaster, unshared
+from flexcache.cache.density import DensityPolicy, unshared
 from flexcache.cache.density_history import STRETCH_TOKENS
+from flexcache.cache.eviction_policy import make_policy
 from flexcache.cache.tier import Tier
 from flexcache.config.cache import CacheConfig
 from flexcache.ids import TierName
@@ -70,9 +71,9 @@ def replay(
     """
     sessions = sessions or {}
     last = {session: number for number, session in sorted(sessions.items())}
-    forecaster = make_forecaster(policy, STRETCH_TOKENS)
-    ranking = None if forecaster is None else forecaster.ranking(capacity)
-    tier, hits = Tier(TierName.CPU, capacity, ranking, bypasses=True), 0
+    order = make_policy(policy, STRETCH_TOKENS)
+    forecaster = order if isinstance(order, DensityPolicy) else None
+    tier, hits = Tier(TierName.CPU, capacity, order.for_tier(capacity), bypasses=True), 0
     for number, request in enumerate(requests):
         keys, outlook = request.keys, None
         tier.advance(request.time_s)

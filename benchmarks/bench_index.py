@@ -18,9 +18,9 @@ import numpy as np
 
 from flexcache.bench.suite import Case, Result, sample, sample_beside
 from flexcache.cache.block_keys import EngineBlockKeys, make_root
-from flexcache.cache.density import DensityRanking, make_forecaster
+from flexcache.cache.density import DensityQueue
 from flexcache.cache.density_hazards import NUM_BINS
-from flexcache.cache.eviction_queue import Outlook
+from flexcache.cache.eviction_policy import Outlook, make_policy
 from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.tier import Lease, Tier
 from flexcache.config.cache import EVICTION_POLICIES
@@ -59,9 +59,7 @@ def _prompt(number: int, num_blocks: int) -> EngineBlockKeys:
 
 
 def _tier(capacity: int, policy: str = _POLICY) -> Tier:
-    forecaster = make_forecaster(policy, 16)
-    ranking = None if forecaster is None else forecaster.ranking(capacity)
-    return Tier(TierName.CPU, capacity, ranking)
+    return Tier(TierName.CPU, capacity, make_policy(policy, 16).for_tier(capacity))
 
 
 def _store(tier: Tier, keys: EngineBlockKeys, outlook: Outlook | None = None) -> int:
@@ -86,21 +84,22 @@ def _leaves(num_leaves: int) -> Iterator[Result]:
     """
     for policy in EVICTION_POLICIES:
         tier, random = _tier(num_leaves, policy), Random(num_leaves)
-        ranking = tier.index.ranking
-        if isinstance(ranking, DensityRanking):
-            worths = [[random.random() for _ in range(NUM_BINS)] for _ in range(ranking.num_kinds)]
-            ranking.set_worths([sorted(of_kind, reverse=True) for of_kind in worths])
-            ranking.set_lru(False)
+        order, num_kinds = tier.index.queues[0], 1
+        if isinstance(order, DensityQueue):
+            num_kinds = order.ranking.num_kinds
+            worths = [[random.random() for _ in range(NUM_BINS)] for _ in range(num_kinds)]
+            order.ranking.set_worths([sorted(of_kind, reverse=True) for of_kind in worths])
+            order.ranking.set_lru(False)
         times = itertools.count(0.0, _LEAF_S)
         for number in range(num_leaves):
             tier.advance(next(times))
-            _store(tier, _prompt(number, 1), _any_kind(random, ranking.num_kinds))
+            _store(tier, _prompt(number, 1), _any_kind(random, num_kinds))
         _expect(tier.index.num_blocks == num_leaves, "the tier is not full")
         prompts = iter([_prompt(random.randrange(num_leaves), 1) for _ in range(2 * _ROUNDS)])
 
         def use() -> PrefixMatch:
             tier.advance(next(times))  # noqa: B023
-            return tier.match(next(prompts), _any_kind(random, ranking.num_kinds))  # noqa: B023
+            return tier.match(next(prompts), _any_kind(random, num_kinds))  # noqa: B023
 
         used = sample(use, lambda match: _expect(match.num_blocks == 1, "a leaf is gone"), _ROUNDS)
         yield Result(f"use a leaf, {policy}", "us", used)

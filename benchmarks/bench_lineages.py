@@ -28,7 +28,7 @@ from rich.table import Table
 
 from flexcache.cache import density as eviction
 from flexcache.cache.block_keys import EngineBlockKeys
-from flexcache.cache.density import Forecaster
+from flexcache.cache.density import DensityPolicy
 from flexcache.cache.plan import Plan
 from flexcache.cache.prompt_sessions import PromptSessions
 from flexcache.cache.tier import Tier
@@ -52,8 +52,8 @@ class Lineages:
     """What a cache remembers of the lineages that pass through it."""
 
     def __init__(self, capacity: int) -> None:
-        self.forecaster = Forecaster(TOKENS_PER_BLOCK)
-        tier = Tier(TierName.CPU, capacity, self.forecaster.ranking(capacity))
+        self.forecaster = DensityPolicy(TOKENS_PER_BLOCK)
+        tier = Tier(TierName.CPU, capacity, self.forecaster.for_tier(capacity))
         self.sessions = PromptSessions(Tiers([tier], self.forecaster))
 
     def serve(self, number: int, turn: int, now: float) -> None:

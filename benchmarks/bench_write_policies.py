@@ -32,8 +32,7 @@ from rich.table import Table
 
 from flexcache.cache.admission import Admission, make_admission
 from flexcache.cache.block_keys import EngineBlockKeys, make_root
-from flexcache.cache.density import Forecaster
-from flexcache.cache.eviction_queue import Ranking
+from flexcache.cache.eviction_policy import EvictionPolicy, make_policy
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.cache.tiers import Tiers
@@ -87,55 +86,48 @@ def request_of(time_s: float, hash_ids: Sequence[int], output_tokens: int = 0) -
     return Request(time_s, hash_ids, EngineBlockKeys(ROOT, keys, len(keys)), output_tokens)
 
 
-def policies_of(policy: str, capacity: int) -> tuple[Forecaster | None, Admission]:
+def policies_of(policy: str, capacity: int) -> tuple[EvictionPolicy, Admission]:
     eviction, writes = policy.split(", ")
-    forecaster = Forecaster(TOKENS_PER_ID) if eviction == "density" else None
-    return forecaster, make_admission(writes, capacity)
+    return make_policy(eviction, TOKENS_PER_ID), make_admission(writes, capacity)
 
 
-def ranking_of(forecaster: Forecaster | None, capacity: int) -> Ranking | None:
-    return None if forecaster is None else forecaster.ranking(capacity)
-
-
-def study(forecaster: Forecaster | None) -> None:
-    """Have a forecaster learn what it can, at once."""
-    if forecaster is not None and (lesson := forecaster.begin_study()) is not None:
+def study(policy: EvictionPolicy) -> None:
+    """Have a policy learn what it can, at once."""
+    if (lesson := policy.begin_study()) is not None:
         lesson.run()
-        forecaster.adopt(lesson)
+        policy.adopt(lesson)
 
 
 def replay_alone(trace: list[Request], capacity: int, policy: str) -> Outcome:
     """A tier that is written to and read from directly."""
-    forecaster, admission = policies_of(policy, capacity)
-    tier = Tier(TierName.SSD, capacity, ranking_of(forecaster, capacity))
-    hits, outlook = 0, None
+    eviction, admission = policies_of(policy, capacity)
+    tier = Tier(TierName.SSD, capacity, eviction.for_tier(capacity))
+    hits = 0
     for request in trace:
         keys = request.keys
         tier.advance(request.time_s)
         there = tier.match(keys).num_blocks
         hits += there
-        if forecaster is not None:
-            forecaster.look_up(keys, request.time_s)
-            generated = request.output_tokens / TOKENS_PER_ID
-            outlook = forecaster.store(keys, keys.num_blocks, generated)
-            tier.match(keys, outlook)
+        eviction.look_up(keys, request.time_s)
+        outlook = eviction.store(keys, keys.num_blocks)
+        tier.match(keys, outlook)
         admitted = admission.admit(keys, keys.num_blocks)
         if there < admitted:
             lease = tier.reserve(keys, there, admitted, outlook)
             tier.publish(lease, len(lease))
             tier.release(lease)
-        study(forecaster)
+        study(eviction)
     tier.check()
     return Outcome(hits, tier.counters.stored_blocks)
 
 
 def replay_behind_dram(trace: list[Request], capacity: int, policy: str) -> Outcome:
     """A tier behind DRAM: every request is a get and a put that end at once."""
-    forecaster, admission = policies_of(policy, capacity)
+    eviction, admission = policies_of(policy, capacity)
     num_host_blocks = capacity // DRAM_SHARE
-    dram = Tier(TierName.CPU, num_host_blocks, ranking_of(forecaster, num_host_blocks))
-    tier = Tier(TierName.SSD, capacity, ranking_of(forecaster, capacity))
-    tiers = Tiers([dram, tier], forecaster)
+    dram = Tier(TierName.CPU, num_host_blocks, eviction.for_tier(num_host_blocks))
+    tier = Tier(TierName.SSD, capacity, eviction.for_tier(capacity))
+    tiers = Tiers([dram, tier], eviction)
     cache, hits = TieredCache(tiers, LONG_PROMPT, capacity, {TierName.SSD: admission}), 0
     for request in trace:
         keys, stop = request.keys, request.keys.num_blocks
@@ -145,7 +137,7 @@ def replay_behind_dram(trace: list[Request], capacity: int, policy: str) -> Outc
         cache.publish_staging(load, len(load.staging) if load.staging else 0)
         cache.finish(load)
         store(cache, keys)
-        study(forecaster)
+        study(eviction)
     cache.check()
     return Outcome(hits, tier.counters.stored_blocks)
 

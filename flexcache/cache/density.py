@@ -1,21 +1,25 @@
 """Density: the eviction policy by hit density, and the guard that lets it follow LRU instead.
 
-A `Forecaster` serves all tiers of a cache. It follows every look-up in its `History`, tells the
+A `DensityPolicy` serves all tiers of a cache. It follows every look-up in its `History`, tells the
 kinds of a prompt's blocks (`density_hazards.Kinds`), and ranks the blocks of each tier by them, or
 by LRU as long as the tier's `Guard` says so. What it learns takes milliseconds and is done by a
-`Study`:
+`DensityStudy`:
 
-    look_up, name, store, end --> what was seen --> begin_study --> Study.run --> adopt --> worths
+    look_up, name, store, end --> what was seen --> begin_study --> run --> adopt --> worths
 
-Pure: no I/O, no clock, no thread: `Study.run` may be called on one. Not thread-safe otherwise.
+Pure: no I/O, no clock, no thread; `DensityStudy.run` may be called on one.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
+from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -33,9 +37,245 @@ from flexcache.cache.density_hazards import (
     make_kinds,
 )
 from flexcache.cache.density_history import NUM_LEVELS, NUM_SPELLS, History, Snapshot, Visit
-from flexcache.cache.eviction_queue import LruRanking, Outlook, Ranking
+from flexcache.cache.eviction_policy import (
+    Entry,
+    EvictionPolicy,
+    EvictionQueue,
+    Leaves,
+    LruQueue,
+    MakeQueue,
+    Outlook,
+    SortedTails,
+    Study,
+)
 from flexcache.cache.prefix_index import PrefixIndex, PrefixMatch, Run
+from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId
+
+_REFRESH_S = 1.0
+"""Worths change with age: those that are compared are at most this old."""
+_TURNS = 16
+"""Parts of the ends that are seen to in turn, so that seldom an eviction weighs them all."""
+_SPARE_ENTRIES = 64
+_GROWTH = 3
+"""Times the number of ends, at which their order is sorted again without what is outdated."""
+_RETAINED = 1e12
+"""Worth above that of any tail that is not to be retained."""
+_SHORTEST_HOLD_S = 1e-6
+
+
+class DensityRanking:
+    """What the blocks of a tier are worth, by hit density; by age alone while ``is_lru``.
+
+    Attributes:
+        version: Rises whenever anything else changes.
+        edges: Ages at which the worth of a kind may change; they rise.
+        worths: What blocks are worth, by kind and by the number of edges that their age has passed.
+    """
+
+    num_kinds = NUM_KINDS
+    edges: Sequence[float] = AGE_EDGES
+
+    def __init__(self, is_lru: bool) -> None:
+        self.is_lru = is_lru
+        self.version = 0
+        as_lru: list[float] = (1.0 / (1.0 + LOW)).tolist()
+        self.worths: Sequence[Sequence[float]] = [as_lru] * NUM_KINDS
+
+    def set_worths(self, worths: list[list[float]]) -> None:
+        self.worths = worths
+        self.version += 1
+
+    def set_lru(self, is_lru: bool) -> None:
+        self.version += is_lru != self.is_lru
+        self.is_lru = is_lru
+
+    def bar(self, outlook: Outlook) -> float:
+        if self.is_lru:
+            return math.inf
+        return min(self.worths[outlook.front][0], self.worths[outlook.rear][0])
+
+
+class DensityQueue(EvictionQueue):
+    """Tails by what a ranking says that they are worth.
+
+    Each kind has a queue by last use. What a tail is worth depends on its kind and on its age, the
+    time since its last use. With age the worth of a kind first rises, if at all, and then falls. So
+    the worst tail of a kind stands at one of the two ends of its queue, and at the old one if it
+    never rises:
+
+        kind 0   oldest |------------------------| youngest
+        kind 1   oldest |----------| youngest               the worst of all these ends goes next
+        ...
+
+    The ends themselves are in a heap by what their tails are worth, so that the worst of them is at
+    hand. A tail has one entry, at which both ends arrive, and which goes with it: there are no
+    stale ones to clean up. A tail that may not go leaves the queue when it hides what is behind it.
+    """
+
+    has_kinds = True
+
+    def __init__(self, ranking: DensityRanking, leaves: Leaves) -> None:
+        super().__init__(leaves)
+        self.ranking = ranking
+        self._num_kinds = ranking.num_kinds
+        self._tails = [SortedTails() for _ in range(self._num_kinds)]
+        num_ends = 2 * self._num_kinds
+        self._worths = [math.inf] * num_ends
+        """Worth of the oldest tail of each kind, then of the youngest of each."""
+        self._changes_at = [math.inf] * num_ends
+        """When each of them changes at the earliest, if the tail stays."""
+        self._alike_until = [-math.inf] * self._num_kinds
+        """Last use up to which the tails of a kind are worth as much as its oldest."""
+        self._rises = [False] * self._num_kinds
+        """Whether the worth of a kind rises with age: else its youngest is never the worst."""
+        self._order: list[tuple[float, int]] = []
+        """A heap of worths and ends; outdated unless it is the end's present worth."""
+        self._version = -1
+        self._turn = 0
+        self._refresh_at = math.inf if ranking.is_lru else 0.0
+
+    def __iter__(self) -> Iterator[Entry]:
+        return chain(*self._tails)
+
+    def bar(self, outlook: Outlook) -> float:
+        return self.ranking.bar(outlook)
+
+    def worth_of_hold(self, hold_s: float, now: float) -> float:
+        return now - hold_s if self.ranking.is_lru else 1.0 / max(hold_s, _SHORTEST_HOLD_S)
+
+    def add(self, entry: Entry) -> None:
+        """Add a tail that is not in the queue. O(log n)."""
+        kind = entry[2]
+        tails = self._tails[kind]
+        tails.add(entry)
+        if tails.oldest is entry:
+            self._weigh(kind)
+        if self._rises[kind] and tails.youngest is entry:
+            self._weigh(self._num_kinds + kind)
+
+    def remove(self, entry: Entry) -> None:
+        """Take out a tail that was added with this entry. O(log n)."""
+        self._tails[entry[2]].remove(entry)
+        self._weigh_both(entry[2])
+
+    def pop(self, below: float = math.inf) -> Entry | None:
+        """Take out the tail that is worth least.
+
+        None if all are worth ``below`` or more. Amortised O(log ends). Most evictions call it, and
+        calls are most of what it costs, so it is one function.
+        """
+        order, worths = self._order, self._worths
+        if self.now >= self._refresh_at or self._version != self.ranking.version:
+            self._refresh()
+        while order:
+            worth, end = order[0]
+            if worth == worths[end]:
+                break
+            heapq.heappop(order)
+        else:
+            return None
+        if worth >= below:
+            return None
+        kind = end % self._num_kinds
+        tails = self._tails[kind]
+        entry = tails.pop_oldest() if end == kind else tails.pop_youngest()
+        following = tails.oldest
+        if following is None:
+            self._weigh_both(kind)
+        elif end != kind or following[0] > self._alike_until[kind]:
+            self._weigh(end)
+        return entry
+
+    def _refresh(self) -> None:
+        """Weigh the ends whose turn it is and whose worth changes; all, if the ranking has."""
+        begin, self._turn = self._turn, int(self.now / _REFRESH_S * _TURNS)
+        due = self.now
+        if self._version != self.ranking.version:
+            due, ranking = math.inf, self.ranking
+            for kind, worths in enumerate(ranking.worths):
+                rises = any(one < other for one, other in pairwise(worths))
+                self._rises[kind] = rises and not ranking.is_lru
+        if due == math.inf or begin < self._turn - _TURNS:
+            begin = self._turn - _TURNS
+        changes_at = self._changes_at
+        for turn in range(begin, self._turn):
+            for end in range(turn % _TURNS, len(changes_at), _TURNS):
+                if changes_at[end] > due:
+                    continue
+                tails = self._tails[end % self._num_kinds]
+                while entry := tails.oldest if end < self._num_kinds else tails.youngest:
+                    if self.leaves.is_evictable(entry[1]):
+                        break
+                    tails.remove(entry)
+                self._weigh(end)
+                if not tails:
+                    self._weigh_both(end % self._num_kinds)
+        self._version = self.ranking.version
+        self._refresh_at = (
+            math.inf if self.ranking.is_lru else (self._turn + 1) * _REFRESH_S / _TURNS
+        )
+
+    def _weigh_both(self, kind: int) -> None:
+        """Weigh both ends of a kind."""
+        self._weigh(kind)
+        if self._rises[kind]:
+            self._weigh(self._num_kinds + kind)
+
+    def _weigh(self, end: int) -> None:
+        """Note what the tail at an end is worth; infinity if there is none, or at a young end that
+        cannot be the worst."""
+        ranking, kind = self.ranking, end % self._num_kinds
+        if end == kind:
+            entry = self._tails[kind].oldest
+        else:
+            entry = self._tails[kind].youngest if self._rises[kind] else None
+        worth = changes_at = math.inf
+        alike_until = -math.inf
+        if entry is not None:
+            time = entry[0]
+            if ranking.is_lru:
+                worth = time
+            elif time > self.now:
+                worth, changes_at = _RETAINED + time, time
+            else:
+                edges = ranking.edges
+                passed = bisect_right(edges, self.now - time)
+                worth = ranking.worths[kind][passed]
+                alike_until = self.now - (edges[passed - 1] if passed else 0.0)
+                if passed < len(edges):
+                    changes_at = time + edges[passed]
+        self._changes_at[end] = changes_at
+        if end == kind:
+            self._alike_until[kind] = alike_until
+        outdated = self._worths[end]
+        if worth == outdated:
+            return
+        order = self._order
+        self._worths[end] = worth
+        if order and order[0] == (outdated, end):  # as after each eviction
+            heapq.heapreplace(order, (worth, end))
+            return
+        heapq.heappush(order, (worth, end))
+        if len(order) > _GROWTH * len(self._worths) + _SPARE_ENTRIES:
+            order[:] = sorted(zip(self._worths, range(len(self._worths)), strict=True))
+
+    def check(self, queued: set[Entry]) -> None:
+        """Likewise if an end that has a tail would not be found."""
+        super().check(queued)
+        order = set(self._order)
+        for end, worth in enumerate(self._worths):
+            if worth < math.inf and (worth, end) not in order:
+                raise InternalError(f"end {end} of the eviction queue is not in order")
+        for kind, tails in enumerate(self._tails):
+            tails.check()
+            if any(of_kind != kind for _, _, of_kind in tails):
+                raise InternalError(f"a tail of another kind is among those of kind {kind}")
+            if bool(tails) == (self._worths[kind] == math.inf):
+                raise InternalError(f"end {kind} of the eviction queue has no worth, or no tail")
+            if not tails and self._worths[-self._num_kinds + kind] < math.inf:
+                raise InternalError(f"the other end of kind {kind} has a worth and no tail")
+
 
 MAX_SHADOW = 65_536
 """Stretches of a shadow; a larger tier is judged by a sample."""
@@ -90,9 +330,9 @@ def unshared(match: PrefixMatch) -> Iterator[tuple[PrefixMatch, int]]:
 class Shadow:
     """What a tier of ``capacity`` stretches would hold in the order of a ranking."""
 
-    def __init__(self, capacity: int, ranking: Ranking) -> None:
+    def __init__(self, capacity: int, make_queue: MakeQueue) -> None:
         self._capacity = capacity
-        self.index = PrefixIndex(ranking)
+        self.index = PrefixIndex(make_queue)
 
     def see(self, seen: Seen) -> int:
         """Return how many stretches of a prompt are there, and store the others."""
@@ -104,7 +344,7 @@ class Shadow:
             index.pin(match)
             room = self._capacity - index.num_blocks
             if room < missing:
-                bar = index.ranking.bar(seen.outlook)
+                bar = index.queues[0].bar(seen.outlook)
                 room += len(index.evict(missing - room, below=bar))
             index.unpin(match)
             new = seen.keys[match.num_blocks : match.num_blocks + min(room, missing)]
@@ -136,11 +376,11 @@ class Guard:
         density: The ranking to judge.
     """
 
-    def __init__(self, capacity: int, density: Ranking) -> None:
+    def __init__(self, capacity: int, density: DensityRanking) -> None:
         self._share = -(-capacity // MAX_SHADOW)
         self._size = max(1, capacity // self._share)
-        self._lru = Shadow(self._size, LruRanking())
-        self._density = Shadow(self._size, density)
+        self._lru = Shadow(self._size, LruQueue)
+        self._density = Shadow(self._size, partial(DensityQueue, density))
         self._lead = 0.0  # stretches that the density's shadow had above the other's, decayed
         self._compared = 0.0  # stretches that both saw, decayed
         self._squares = 0.0  # squares of the leads of single prompts, decayed
@@ -190,34 +430,8 @@ _CLEAR_GAIN = 3.0
 _NO_OUTLOOK = Outlook(0, 0, 0)
 
 
-class DensityRanking:
-    """Ranks by hit density, unless ``is_lru``."""
-
-    num_kinds = NUM_KINDS
-    edges: Sequence[float] = AGE_EDGES
-
-    def __init__(self, is_lru: bool) -> None:
-        self.is_lru = is_lru
-        self.version = 0
-        as_lru: list[float] = (1.0 / (1.0 + LOW)).tolist()
-        self.worths: Sequence[Sequence[float]] = [as_lru] * NUM_KINDS
-
-    def set_worths(self, worths: list[list[float]]) -> None:
-        self.worths = worths
-        self.version += 1
-
-    def set_lru(self, is_lru: bool) -> None:
-        self.version += is_lru != self.is_lru
-        self.is_lru = is_lru
-
-    def bar(self, outlook: Outlook) -> float:
-        if self.is_lru:
-            return math.inf
-        return min(self.worths[outlook.front][0], self.worths[outlook.rear][0])
-
-
-class Study:
-    """What a forecaster is to learn next. Not to be run twice.
+class DensityStudy(Study):
+    """What the policy is to learn next.
 
     Args:
         seen: Prompts that the guards have not seen yet.
@@ -236,7 +450,7 @@ class Study:
         """Whether features foretell returns better than age alone; None if that was not judged."""
 
     def run(self) -> None:
-        """Learn. Milliseconds; touches nothing that the forecaster uses meanwhile."""
+        """Learn. Takes milliseconds."""
         for guard in self._guards:
             for seen in self._seen:
                 guard.see(seen)
@@ -253,14 +467,13 @@ def _fit(spells: Spells) -> tuple[Hazards, Levels]:
     return fit_hazards(spells, NUM_LEVELS), spells.levels[-_NUM_EXAMPLES:]
 
 
-class Forecaster:
-    """Tells which blocks of a cache will be used again; see the module.
+class DensityPolicy(EvictionPolicy):
+    """``density``: what promises the fewest hits per time kept goes first; see the module."""
 
-    Args:
-        tokens_per_block: Tokens of a block.
-    """
+    follows_prompts = True
 
     def __init__(self, tokens_per_block: int) -> None:
+        super().__init__(tokens_per_block)
         self.history = History(tokens_per_block)
         self._kinds: Kinds | None = None
         self._rankings: list[DensityRanking] = []
@@ -273,7 +486,10 @@ class Forecaster:
         self._is_studying = False
         self._is_telling = False
 
-    def ranking(self, capacity: int) -> Ranking:
+    def for_tier(self, capacity: int) -> MakeQueue:
+        return partial(DensityQueue, self.ranking(capacity))
+
+    def ranking(self, capacity: int) -> DensityRanking:
         """Make the ranking of a tier of ``capacity`` blocks."""
         ranking = DensityRanking(is_lru=True)
         stretches = max(1, capacity // self.history.blocks_each)
@@ -282,15 +498,9 @@ class Forecaster:
         return ranking
 
     def look_up(self, keys: BlockKeys, now: float, near: int | None = None) -> None:
-        """Record the look-up of a prompt.
-
-        Args:
-            near: About how many of its blocks earlier prompts had, if that is known.
-        """
         self.history.look_up(keys, now, near)
 
     def name(self, keys: BlockKeys, session_id: str, near: int | None = None) -> None:
-        """Record which session the last look-up of a prompt belongs to."""
         visit = self.history.name(keys, near)
         if visit is None:
             return
@@ -329,12 +539,10 @@ class Forecaster:
         return outlook
 
     def recall(self, keys: BlockKeys, near: int | None = None) -> Outlook | None:
-        """Return the kinds of a prompt's blocks by its last look-up; None if there was none."""
         visit = self.history.recall(keys, near)
         return None if visit is None else self._outlook(visit)
 
-    def begin_study(self) -> Study | None:
-        """Return what there is to learn, if it is worth it. The study must be run and adopted."""
+    def begin_study(self) -> DensityStudy | None:
         is_fit_due = self.history.num_visits >= self._next_fit
         if self._is_studying or not (is_fit_due or len(self._seen) >= _VISITS_PER_STUDY):
             return None
@@ -342,12 +550,12 @@ class Forecaster:
         if is_fit_due:
             self._next_fit = self.history.num_visits + VISITS_PER_FIT
         spells = self.history.snapshot() if is_fit_due else None
-        study = Study(self._guards, list(self._seen), spells, self._kinds)
+        study = DensityStudy(self._guards, list(self._seen), spells, self._kinds)
         self._seen.clear()
         return study
 
     def adopt(self, study: Study) -> None:
-        """Follow what a study has found."""
+        assert isinstance(study, DensityStudy)
         self._is_studying = False
         if study.is_telling is not None:
             self._is_telling = study.is_telling
@@ -372,17 +580,3 @@ class Forecaster:
         self.history.check()
         for guard in () if self._is_studying else self._guards:  # a study changes them meanwhile
             guard.check()
-
-
-def make_forecaster(policy: str, tokens_per_block: int) -> Forecaster | None:
-    """Make what ranks the blocks of a cache; None for LRU.
-
-    Raises:
-        ValueError: There is no such policy.
-    """
-    match policy:
-        case "lru":
-            return None
-        case "density":
-            return Forecaster(tokens_per_block)
-    raise ValueError(f"no eviction policy {policy!r}: lru or density")

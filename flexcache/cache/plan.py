@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from flexcache.cache.block_keys import BlockKeys
-from flexcache.cache.eviction_queue import Outlook
+from flexcache.cache.eviction_policy import Outlook
 from flexcache.cache.load_cost import Way
 from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.tail_index import TAIL_FIRST, Tail, tail_keys

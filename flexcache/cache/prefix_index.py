@@ -20,9 +20,9 @@ counted by length, and all blocks beyond the longest hold are the run's evictabl
 kept as segments, because a prompt that matches part of a run makes only that part recent; it never
 grows along a run, so the tail is always its least recent part.
 
-Each segment also has the *kind* of its blocks: an `EvictionQueue` finds the tail that goes first by
-kind and recency. Under LRU all are of one kind, and the blocks with the lowest time go first. Each
-tenant has a queue of its own, if tenants matter.
+Each segment also has the *kind* of its blocks, where the policy tells kinds apart: an
+`EvictionQueue` finds the tail that goes first by kind and recency. Each tenant has a queue of its
+own, if tenants matter.
 
 Not thread-safe. Knows neither what a block id stands for nor the time: `now` is any number that
 does not decrease.
@@ -40,13 +40,13 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcache.cache.block_keys import BlockKeys
-from flexcache.cache.eviction_queue import (
+from flexcache.cache.eviction_policy import (
     RETIRED,
     Entry,
     EvictionQueue,
-    LruRanking,
+    LruQueue,
+    MakeQueue,
     Outlook,
-    Ranking,
 )
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId
@@ -295,25 +295,24 @@ class PrefixIndex:
     """The tree of runs; see the module for its invariants.
 
     Args:
-        ranking: What blocks are worth; None for LRU.
+        make_queue: Makes the order of eviction of each tenant.
         num_tenants: Parts of the blocks that are evicted each on their own.
         tenant_of: Returns the number of a root's part.
     """
 
     def __init__(
         self,
-        ranking: Ranking | None = None,
+        make_queue: MakeQueue = LruQueue,
         num_tenants: int = 1,
         tenant_of: Callable[[RootId], int] = lambda root: 0,
     ) -> None:
-        self.ranking = LruRanking() if ranking is None else ranking
-        self._has_kinds = self.ranking.num_kinds > 1
         self._directories: dict[RootId, dict[BlockKey, int]] = {}
         self._runs: dict[int, Run] = {}
         self._next_run_id = 0
         self._tenant_of = tenant_of
         self._now = 0.0
-        self._queues = [EvictionQueue(self.ranking, self._is_evictable) for _ in range(num_tenants)]
+        self.queues = [make_queue(self) for _ in range(num_tenants)]
+        self._has_kinds, self._sees_uses = self.queues[0].has_kinds, self.queues[0].sees_uses
         self._num_blocks = 0
         self._discarded: dict[int, int] = {}  # tenant -> its blocks that wait for their last unpin
         self.on_removed: list[Callable[[RootId, Sequence[BlockKey]], None]] = []
@@ -444,6 +443,8 @@ class PrefixIndex:
         if match.run is not None:
             self._now = match.run.queue.now = max(self._now, now)
             self._mark(match.run, match.length, now + retain, outlook)
+            if self._sees_uses:
+                self._tell_used(match.run)
 
     def sort(self, match: PrefixMatch, outlook: Outlook) -> None:
         """Set the kinds of those matched blocks that are as recent as the last. O(runs)."""
@@ -464,6 +465,11 @@ class PrefixIndex:
             if num_seen > 0:
                 run.touch(min(num_seen, length), due, outlook.front)
             length, run = run.parent_length, run.parent
+
+    def _tell_used(self, run: Run | None) -> None:
+        while run is not None:
+            run.queue.used(run.run_id)
+            run = run.parent
 
     def retire(self, match: PrefixMatch, start: int) -> int:
         """Make the blocks of the match's run due before all others, from depth ``start`` on.
@@ -596,9 +602,15 @@ class PrefixIndex:
         slices within a run.
         """
         freed: list[bytes] = []
-        missing, queue, runs = count, self._queues[tenant], self._runs
-        queue.now = self._now
-        while missing > 0 and (entry := queue.pop(below)) is not None:
+        missing, queue, runs = count, self.queues[tenant], self._runs
+        queue.now, retired = self._now, queue.retired
+        while missing > 0:
+            if retired.oldest is not None and retired.oldest[0] < below:
+                entry: Entry | None = retired.pop_oldest()
+            else:
+                entry = queue.pop(below) if below > RETIRED else None
+            if entry is None:
+                break
             run = runs[entry[1]]
             run.queued, keys = None, run.keys
             length = len(keys)
@@ -692,7 +704,7 @@ class PrefixIndex:
             tell(root, keys)
 
     def _add_run(self, root: RootId, parent: Run | None, parent_length: int) -> Run:
-        queue = self._queues[self._tenant_of(root)] if parent is None else parent.queue
+        queue = self.queues[self._tenant_of(root)] if parent is None else parent.queue
         run = Run(self._next_run_id, root, parent, parent_length, queue)
         self._next_run_id += 1
         self._runs[run.run_id] = run
@@ -720,21 +732,26 @@ class PrefixIndex:
         """Queue a run's tail. If it is queued and used again, its entry is corrected at an end."""
         if run.queued is None and run.length > run.held_length:
             run.queued = run.tail
-            run.queue.add(run.tail)
+            (run.queue if run.tail[0] > RETIRED else run.queue.retired).add(run.tail)
 
     def _unqueue(self, run: Run) -> None:
         """Take a run's entry out of the queue: it would be found there too late."""
         if run.queued is not None:
             queued, run.queued = run.queued, None
-            run.queue.remove(queued)
+            (run.queue if queued[0] > RETIRED else run.queue.retired).remove(queued)
 
-    def _is_evictable(self, run_id: int) -> bool:
+    def is_evictable(self, number: int) -> bool:
         """Whether a queued run can be evicted. One that is held is queued at its release."""
-        run = self._runs[run_id]
+        run = self._runs[number]
         if run.length > run.held_length:
             return True
         run.queued = None
         return False
+
+    def last_key(self, number: int) -> tuple[RootId, BlockKey]:
+        """Return the root and the key of a run's last block."""
+        run = self._runs[number]
+        return run.root, run.keys[-1]
 
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold. O(blocks)."""
@@ -745,7 +762,7 @@ class PrefixIndex:
             if run.tail[0] == DISCARDED:
                 tenant = self._tenant_of(run.root)
                 discarded[tenant] = discarded.get(tenant, 0) + run.length - run.tail_start
-        for tenant, queue in enumerate(self._queues):
+        for tenant, queue in enumerate(self.queues):
             runs = [run for run in self._runs.values() if self._tenant_of(run.root) == tenant]
             if any(run.queue is not queue for run in runs):
                 raise InternalError("a run is in the queue of another tenant")

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from flexcache.cache.block_keys import BlockKeys, PromptContent
 from flexcache.cache.block_pool import NO_ROOT, BlockPool, Quotas
-from flexcache.cache.eviction_queue import RETIRED, Outlook, Ranking
+from flexcache.cache.eviction_policy import RETIRED, LruQueue, MakeQueue, Outlook
 from flexcache.cache.prefix_index import EMPTY_MATCH, NO_BLOCKS, PrefixIndex, PrefixMatch
 from flexcache.cache.retention import Retention, Seconds
 from flexcache.cache.tail_index import Tail, TailIndex, tail_keys
@@ -130,12 +130,12 @@ class Tier:
     """Blocks of one tier; see the module for the life of a lease."""
 
     def __init__(
-        self, name: TierName, capacity: int, ranking: Ranking | None = None, bypasses: bool = False,
-        quotas: Quotas | None = None, retention_s: float | None = None,
+        self, name: TierName, capacity: int, make_queue: MakeQueue = LruQueue,
+        bypasses: bool = False, quotas: Quotas | None = None, retention_s: float | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
-            ranking: What its blocks are worth; None for LRU.
+            make_queue: Makes the order of eviction of each tenant.
             bypasses: Whether blocks are not stored if all that would be evicted is worth more.
             quotas: Which of its blocks tenants are sure of; None if all share everything.
             retention_s: What was not used for this long is dropped; None to keep it.
@@ -144,7 +144,7 @@ class Tier:
         self.pool = BlockPool(capacity)
         self.quotas = quotas
         parts = (1, lambda root: 0) if quotas is None else (quotas.num_tenants, quotas.tenant)
-        self.index = PrefixIndex(ranking, *parts)
+        self.index = PrefixIndex(make_queue, *parts)
         self._bypasses = bypasses
         self.tails = TailIndex(*parts)
         self._retention: Retention | None = None
@@ -268,9 +268,9 @@ class Tier:
         parent_key = keys.key(start - 1) if start else None
         below = math.inf
         if hold_s is not None:
-            below = self._worth_of_hold(hold_s)
+            below = self.index.queues[0].worth_of_hold(hold_s, self._now)
         elif self._bypasses and retain_s <= 0.0 and outlook is not None:
-            below = self.index.ranking.bar(outlook)
+            below = self.index.queues[0].bar(outlook)
         lease = self._reserve(
             keys.root, parent_key, stop - start, lambda n: keys.slice(start, start + n), below
         )
@@ -494,13 +494,6 @@ class Tier:
         self.pool.give_back(blocks)
         if self.quotas is not None:
             self.quotas.give_back(blocks)
-
-    def _worth_of_hold(self, hold_s: float) -> float:
-        """Return what blocks are worth that are held so long for each use: uses per second, or
-        under LRU, where age stands for the time to the next use, the time that long ago."""
-        if self.index.ranking.is_lru:
-            return self._now - hold_s
-        return 1.0 / max(hold_s, _TICK_S)
 
     def _allocate(self, root: RootId, count: int, below: float = math.inf) -> BlockIds:
         """Take free blocks, and evict as many as are missing, of those that are worth less than

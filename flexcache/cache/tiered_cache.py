@@ -17,9 +17,8 @@ from functools import partial
 from flexcache.cache.admission import Admission, ReuseWatch, make_admission
 from flexcache.cache.block_keys import BlockKeys, EngineBlockKeys
 from flexcache.cache.block_pool import NO_ROOT, Quotas
-from flexcache.cache.density import make_forecaster
 from flexcache.cache.early_loads import EarlyLoads
-from flexcache.cache.eviction_queue import Ranking
+from flexcache.cache.eviction_policy import make_policy
 from flexcache.cache.load_cost import LoadCost, LoadWays
 from flexcache.cache.load_plan import LoadPlanner
 from flexcache.cache.plan import Plan
@@ -339,25 +338,22 @@ def build_cache(
         op_ids: Numbers the ops; those of a cache that this one succeeds may still be reported.
     """
     op_ids = number_ops() if op_ids is None else op_ids
-    forecaster = make_forecaster(config.eviction_policy, config.tokens_per_block)
-
-    def ranking(capacity: int) -> Ranking | None:
-        return None if forecaster is None else forecaster.ranking(capacity)
+    policy = make_policy(config.eviction_policy, config.tokens_per_block)
 
     num_host_blocks = sizes.num_host_blocks
     # Blocks pass through the host to the tiers below: it takes them all if there are any.
     keep_s = config.retention_s
     tiers = [
         Tier(
-            TierName.CPU, num_host_blocks, ranking(num_host_blocks), not config.has_workers,
+            TierName.CPU, num_host_blocks, policy.for_tier(num_host_blocks), not config.has_workers,
             _quotas(num_host_blocks, sizes.host_quotas), keep_s,
         )
     ]  # fmt: skip
     policies: dict[TierName, str] = {}
     if sizes.num_slots:
         quotas = _quotas(sizes.num_slots, sizes.ssd_quotas)
-        num_slots = sizes.num_slots
-        tiers.append(Tier(TierName.SSD, num_slots, ranking(num_slots), False, quotas, keep_s))
+        make_queue = policy.for_tier(sizes.num_slots)
+        tiers.append(Tier(TierName.SSD, sizes.num_slots, make_queue, False, quotas, keep_s))
         policies[TierName.SSD] = config.ssd_write_policy
     if config.remote_url is not None:
         known, absent_s = config.remote_index_blocks, config.remote_absent_ttl_s
@@ -371,7 +367,7 @@ def build_cache(
         for name, policy in policies.items()
         if policy != "write_back"
     }
-    ordered, reuse = Tiers(tiers, forecaster), None
+    ordered, reuse = Tiers(tiers, policy), None
     if _skips_useless_writes(config, sizes):
         reuse = ReuseWatch(ordered)
         admissions[TierName.SSD] = reuse

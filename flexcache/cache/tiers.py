@@ -21,8 +21,7 @@ from flexcache.cache.block_keys import (
     TokenBlockKeys,
 )
 from flexcache.cache.block_pool import NO_ROOT
-from flexcache.cache.density import Forecaster
-from flexcache.cache.eviction_queue import Outlook
+from flexcache.cache.eviction_policy import EvictionPolicy, LruPolicy, Outlook
 from flexcache.cache.journal import MEDIUM_OF, Journal, Removed, TierJournal
 from flexcache.cache.tier import BlockIds, Lease, Tier
 from flexcache.errors import InternalError
@@ -151,10 +150,10 @@ class Tiers:
         unavailable: Tiers that are currently neither read nor written.
         num_holders: Unfinished plans and withheld leases: while there are none, nothing is leased.
         lost: Blocks lost outside of any plan, by reason.
-        forecaster: Tells which blocks will be used again; None under LRU.
+        policy: The eviction policy.
     """
 
-    def __init__(self, tiers: Sequence[Tier], forecaster: Forecaster | None = None) -> None:
+    def __init__(self, tiers: Sequence[Tier], policy: EvictionPolicy | None = None) -> None:
         if not tiers or tiers[0].name is not TierName.CPU:
             raise InternalError("the first tier must be the host tier")
         self._tiers = tuple(tiers)
@@ -165,7 +164,7 @@ class Tiers:
         self.unavailable: set[TierName] = set()
         self.num_holders = 0
         self.lost: Counter[str] = Counter()
-        self.forecaster = forecaster
+        self.policy = LruPolicy(1) if policy is None else policy
         self._deferred: list[Callable[[], None]] = []
         self.journal: Journal | None = None
         self.now = 0.0
@@ -192,40 +191,40 @@ class Tiers:
         Args:
             num_cached: How many of its blocks some tier has, if that is known.
         """
-        if self.forecaster is not None:
+        if self.policy.follows_prompts:
             near = self._most_cached(keys) if num_cached is None else num_cached
-            self._defer(keys, partial(self.forecaster.look_up, keys, self.now, near))
+            self._defer(keys, partial(self.policy.look_up, keys, self.now, near))
 
     def name(self, keys: BlockKeys, session_id: str) -> None:
         """Record whose look-up of a prompt that was, later."""
-        if self.forecaster is not None:
-            self._defer(keys, partial(self._name, self.forecaster, keys, session_id))
+        if self.policy.follows_prompts:
+            self._defer(keys, partial(self._name, keys, session_id))
 
     def end(self, session_id: str) -> None:
         """Record that a session is over."""
-        if self.forecaster is not None:
+        if self.policy.follows_prompts:
             self.settle()
-            self.forecaster.end(session_id)
+            self.policy.end(session_id)
 
     def store(self, keys: BlockKeys, stop: int) -> Outlook | None:
         """Record that a prompt's first ``stop`` blocks were computed; return their kinds, if these
         matter."""
-        if self.forecaster is None:
+        if not self.policy.follows_prompts:
             return None
         self.settle()
-        return self.forecaster.store(keys, stop)
+        return self.policy.store(keys, stop)
 
     def store_nothing(self, keys: BlockKeys, stop: int) -> None:
         """Record likewise of a prompt whose blocks are all cached, later."""
-        if self.forecaster is not None:
-            self._defer(keys, partial(self._store_nothing, self.forecaster, keys, stop))
+        if self.policy.follows_prompts:
+            self._defer(keys, partial(self._store_nothing, keys, stop))
 
     def recall(self, keys: BlockKeys) -> Outlook | None:
         """Return the kinds of a prompt's blocks as of its last look-up, and record nothing."""
-        if self.forecaster is None:
+        if not self.policy.follows_prompts:
             return None
         self.settle()
-        return self.forecaster.recall(keys, self._most_cached(keys))
+        return self.policy.recall(keys, self._most_cached(keys))
 
     def settle(self) -> None:
         """Record what was put off, once those who looked up have their answers."""
@@ -233,8 +232,8 @@ class Tiers:
             record()
         self._deferred.clear()
 
-    def _name(self, forecaster: Forecaster, keys: BlockKeys, session_id: str) -> None:
-        forecaster.name(keys, session_id, self._most_cached(keys))
+    def _name(self, keys: BlockKeys, session_id: str) -> None:
+        self.policy.name(keys, session_id, self._most_cached(keys))
 
     def _most_cached(self, keys: BlockKeys) -> int:
         """Return how many of a prompt's blocks some tier has: about as many were asked for before.
@@ -244,8 +243,8 @@ class Tiers:
         available = [tier for tier in self._tiers if tier.name not in self.unavailable]
         return max([tier.index.match(keys).num_blocks for tier in available], default=0)
 
-    def _store_nothing(self, forecaster: Forecaster, keys: BlockKeys, stop: int) -> None:
-        if (outlook := forecaster.store(keys, stop)) is not None:
+    def _store_nothing(self, keys: BlockKeys, stop: int) -> None:
+        if (outlook := self.policy.store(keys, stop)) is not None:
             for tier in self._tiers:
                 tier.sort(keys, outlook)
 
@@ -385,8 +384,7 @@ class Tiers:
             tier.check()
             if not self.num_holders and tier.num_leased:
                 raise InternalError(f"{tier.name.value}: blocks are leased without an open plan")
-        if self.forecaster is not None:
-            self.forecaster.check()
+        self.policy.check()
 
 
 class ChainKeys:

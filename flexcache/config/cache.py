@@ -36,8 +36,11 @@ from flexcache.config.values import (
 )
 from flexcache.ids import PromptDetail
 
-EvictionName = Literal["density", "lru"]
-EVICTION_POLICIES: tuple[str, ...] = get_args(EvictionName)
+EVICTION_POLICIES: Mapping[str, str] = {
+    "density": "flexcache.cache.density:DensityPolicy",
+    "lru": "flexcache.cache.eviction_policy:LruPolicy",
+}
+"""The class of each eviction policy that has a name, as ``MODULE:CLASS``."""
 WritePolicy = Literal["write_through", "write_back", "selective"]
 SsdSync = Literal["group", "none"]
 SSD_SYNCS: tuple[str, ...] = get_args(SsdSync)
@@ -113,7 +116,7 @@ class CacheConfig:
     remote_url: str | None = setting(
         None,
         "Remote store: `mooncake://HOST:PORT`, `s3://BUCKET/PREFIX` (`gs://`, `az://`), "
-        "`file:///DIR`.",
+        "`file:///DIR`, or a store of your own: `ITS.MODULE://...`.",
     )
     remote_write_policy: WritePolicy = setting("write_through", "As ssd_write_policy.")
     remote_write_mb_s: Megabytes | None = setting(
@@ -167,11 +170,11 @@ class CacheConfig:
         "Share of DRAM, at most 0.75, for blocks loaded ahead of their requests; 0: none in vLLM.",
         "of DRAM",
     )
-    eviction_policy: EvictionName = setting(
+    eviction_policy: str = setting(
         "density",
         "For DRAM and SSD. lru: evicts the least recently used blocks. density: evicts the blocks "
         "that promise the fewest hits per time kept, by the return times of similar prompts; LRU "
-        "where that is no better.",
+        "where that is no better. `MODULE:CLASS`: a policy of your own.",
     )
     retention_s: Retention | None = setting(
         None,
@@ -436,6 +439,10 @@ def _check_sizes(config: CacheConfig) -> None:
 
 
 def _check_policies(config: CacheConfig) -> None:
+    name = config.eviction_policy
+    if name not in EVICTION_POLICIES and ":" not in name:
+        allowed = f"must be {', '.join(EVICTION_POLICIES)}, or the path of a class, MODULE:CLASS"
+        raise reject("eviction_policy", name, allowed)
     if config.ssd_compression != "none" and config.ssd_past_dram == "always":
         hint = "what ssd_compression has packed is unpacked in DRAM: set it to auto or never"
         raise reject("ssd_past_dram", "always", hint)

@@ -66,7 +66,7 @@ class Dispatcher:
         self.service_time.resize(num_workers)
 
     def forget_worker(self, worker: int, now: float) -> None:
-        """Forget a worker that is gone; its requests run on, and are nobody's load."""
+        """Forget a worker that is gone; its requests run on, and are no load any more."""
         self.service_time.forget_worker(worker)
         self.load.forget_worker(worker)
         for running in self.running.values():

@@ -68,7 +68,7 @@ class Running:
 
     Attributes:
         request_id: Unique among all that run.
-        number: Its worker's; `GONE` while the worker is unknown: it is nobody's load then.
+        number: Its worker's; `GONE` while the worker is unknown: it is no load then.
         work: What it is expected to cost.
         since_s: When it was placed.
         expires_s: When it is given up, in case its end is never reported.

@@ -233,7 +233,7 @@ class KVRouter:
         """Give up guesses that did not come true, and requests whose end was never reported.
 
         Returns:
-            These requests. Whoever keeps more of them than this router ends them there too.
+            These requests, for the caller to end them too.
         """
         over = []
         for running in self.running.values():

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from flexcache.cache.block_keys import PromptKeys
 from flexcache.cache.load_cost import Way
 from flexcache.cache.load_plan import LoadPlanner
+from flexcache.cache.prompt import Prompt
 from flexcache.ids import KVStatus, OpKind, SessionId, TaskKind, TierName
 from flexcache.tasks.histogram import BYTES, SECONDS, Histogram
 from flexcache.tasks.hit_rate import HitRates
@@ -73,18 +73,15 @@ class Accounts:
 
     # -- tasks -----------------------------------------------------------------------------------
 
-    def matched(
-        self, task: Task, keys: PromptKeys, start: int, stop: int, retain_s: float, now: float
-    ) -> None:
-        """Blocks ``[start, stop)`` of a prompt were asked for or offered; ``task.plan`` is what
-        came of it."""
+    def matched(self, task: Task, prompt: Prompt, now: float) -> None:
+        """Blocks of a prompt were asked for or offered; ``task.plan`` is what came of it."""
         plan = task.plan
-        self.totals.matched(plan, stop)
-        task.owner.totals.matched(plan, stop)
+        self.totals.matched(plan, prompt.stop)
+        task.owner.totals.matched(plan, prompt.stop)
         if plan.kind is TaskKind.GET:
-            self.hit_rates.add(now, stop - start, plan.num_blocks)
+            self.hit_rates.add(now, prompt.stop - prompt.start, plan.num_blocks)
         if self.recorder is not None:
-            self.recorder.matched(task, keys, start, stop, retain_s)
+            self.recorder.matched(task, prompt)
 
     def launched(self, task: Task) -> None:
         if self.recorder is not None:

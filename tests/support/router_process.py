@@ -126,7 +126,7 @@ class RouterProcess:
             for pid in (task / "children").read_text().split():
                 with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended meanwhile
                     command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                    if command[3].startswith(role.encode()):  # python -m MODULE NAME
+                    if len(command) > 3 and command[3].startswith(role.encode()):  # python -m
                         found.append(int(pid))
         return found
 

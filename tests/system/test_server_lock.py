@@ -19,16 +19,21 @@ from test_faults import TOKENS, until
 
 from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient, ModelConfig
 from flexcache.cache.block_keys import BlockKeys
-from flexcache.cache.density import Forecaster
+from flexcache.cache.density import DensityPolicy
 from flexcache.protocol.endpoints import private_endpoint
 from flexcache.server.hub import Hub
 from flexcache.server.operator import open_http
 from flexcache.server.outbox import Outbox
 from flexcache.server.server import KVServer
+from flexcache.server.state import ServerState
 from flexcache.tasks.engine import KVTaskEngine
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
+
+
+UNGUARDED = {"state", "lock", "changed", "config"}
+"""The way to the lock, and what never changes."""
 
 
 class Watch:
@@ -49,7 +54,7 @@ class Watch:
 
         class Watched(base):  # type: ignore[misc]
             def __getattribute__(self, name: str) -> Any:
-                if not name.startswith("__"):
+                if not name.startswith("__") and name not in UNGUARDED:
                     watch.used(f"{base.__name__}.{name}")
                 return super().__getattribute__(name)
 
@@ -70,7 +75,8 @@ def test_hub_engine_and_outbox_are_used_under_the_lock_only(
 ) -> None:
     watch = Watch()
     monkeypatch.setattr("flexcache.server.server.Hub", watch.watched(Hub))
-    monkeypatch.setattr("flexcache.server.hub.Outbox", watch.watched(Outbox))
+    monkeypatch.setattr("flexcache.server.server.ServerState", watch.watched(ServerState))
+    monkeypatch.setattr("flexcache.server.state.Outbox", watch.watched(Outbox))
     monkeypatch.setattr("flexcache.server.cache.KVTaskEngine", watch.watched(KVTaskEngine))
     port = free_port()
     config = CacheConfig(
@@ -113,14 +119,14 @@ def test_an_answer_does_not_wait_for_what_is_learned_from_its_question(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     is_answered, was_answered = threading.Event(), list[bool]()
-    look_up = Forecaster.look_up
+    look_up = DensityPolicy.look_up
 
-    def wait_and_look_up(forecaster: Forecaster, keys: BlockKeys, *more: Any) -> None:
+    def wait_and_look_up(policy: DensityPolicy, keys: BlockKeys, *more: Any) -> None:
         if keys.num_blocks == 23:
             was_answered.append(is_answered.wait(30))
-        look_up(forecaster, keys, *more)
+        look_up(policy, keys, *more)
 
-    monkeypatch.setattr(Forecaster, "look_up", wait_and_look_up)
+    monkeypatch.setattr(DensityPolicy, "look_up", wait_and_look_up)
     config = CacheConfig(num_cpu_blocks=48, endpoint=private_endpoint("learning"))
     server = KVServer(config)
     server.start()

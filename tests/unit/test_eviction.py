@@ -5,34 +5,38 @@ from __future__ import annotations
 import heapq
 import tracemalloc
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 from builders import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from s3_fifo import POLICIES, S3_FIFO
 
 from flexcache.cache.block_keys import EngineBlockKeys, TokenBlockKeys
 from flexcache.cache.density import (
-    Forecaster,
+    DensityPolicy,
+    DensityQueue,
+    DensityRanking,
+    DensityStudy,
     Guard,
     Seen,
     Shadow,
-    Study,
-    make_forecaster,
     unshared,
 )
 from flexcache.cache.density_hazards import AGE_EDGES, NUM_KINDS
-from flexcache.cache.eviction_queue import LruRanking, Outlook
+from flexcache.cache.eviction_policy import LruQueue, Outlook, make_policy
 from flexcache.cache.prefix_index import PrefixIndex
 from flexcache.cache.prompt import PromptMaker
 from flexcache.cache.tier import Tier
+from flexcache.cache.tiered_cache import CacheSizes, build_cache
 from flexcache.cache.tiers import Tiers
-from flexcache.config.cache import EVICTION_POLICIES
-from flexcache.errors import InternalError
-from flexcache.ids import BlockKey, PromptDetail, TierName
+from flexcache.config.cache import CacheConfig
+from flexcache.errors import ConfigError, InternalError
+from flexcache.ids import BlockKey, PromptDetail, TaskKind, TierName
 
 Request = tuple[float, list[int]]
 
@@ -46,9 +50,8 @@ class World:
     """A tier that is looked up and then stored to, under a policy; a block has 512 tokens."""
 
     def __init__(self, policy: str, capacity: int, bypasses: bool = True) -> None:
-        self.forecaster = make_forecaster(policy, 512)
-        ranking = None if self.forecaster is None else self.forecaster.ranking(capacity)
-        self.tier = Tier(TierName.CPU, capacity, ranking, bypasses)
+        self.policy = make_policy(policy, 512)
+        self.tier = Tier(TierName.CPU, capacity, self.policy.for_tier(capacity), bypasses)
         self.lru_until = 0.0
 
     def serve(self, requests: Iterable[Request]) -> int:
@@ -57,29 +60,28 @@ class World:
 
     def end(self, session_id: str, numbers: list[int]) -> None:
         """Say that a session is over whose last prompt this was."""
-        assert self.forecaster is not None
         for match, start in unshared(self.tier.index.match(prompt_of(numbers))):
             self.tier.retire(match, start)
-        self.forecaster.end(session_id)
+        self.policy.end(session_id)
 
     def ask(self, now: float, numbers: list[int], session_id: str | None = None) -> int:
-        tier, keys, forecaster = self.tier, prompt_of(numbers), self.forecaster
+        tier, keys, policy = self.tier, prompt_of(numbers), self.policy
         tier.advance(now)
-        there, outlook = tier.match(keys).num_blocks, None
-        if forecaster is not None:
-            forecaster.look_up(keys, now)
-            if session_id is not None:
-                forecaster.name(keys, session_id)
-            outlook = forecaster.store(keys, keys.num_blocks)
+        there = tier.match(keys).num_blocks
+        policy.look_up(keys, now)
+        if session_id is not None:
+            policy.name(keys, session_id)
+        outlook = policy.store(keys, keys.num_blocks)
         tier.match(keys, outlook)
         if there < keys.num_blocks:
             lease = tier.reserve(keys, there, keys.num_blocks, outlook)
             tier.publish(lease, len(lease))
             tier.release(lease)
-        if forecaster is not None and (study := forecaster.begin_study()) is not None:
+        if (study := policy.begin_study()) is not None:
             study.run()
-            forecaster.adopt(study)
-        if tier.index.ranking.is_lru:
+            policy.adopt(study)
+        queue = tier.index.queues[0]
+        if not isinstance(queue, DensityQueue) or queue.ranking.is_lru:
             self.lru_until = now
         return there
 
@@ -112,8 +114,7 @@ def test_what_comes_back_is_kept_where_lru_keeps_what_does_not() -> None:
     written, through = (w.tier.counters.stored_blocks for w in (density, lru))
     assert written < 0.5 * through, "what does not come back is not stored either"
     density.tier.check()
-    assert density.forecaster is not None
-    density.forecaster.check()
+    density.policy.check()
 
 
 def test_where_all_come_back_alike_it_hits_as_often_as_lru() -> None:
@@ -146,9 +147,8 @@ def test_a_prompt_to_be_retained_is_stored_whatever_it_is_worth() -> None:
     world = World("density", 300)
     world.serve(conversations_among_one_shots(4_000))
     keys = prompt_of(list(range(900_000_000, 900_000_100)))
-    assert world.forecaster is not None
-    world.forecaster.look_up(keys, 5_000.0)
-    outlook = world.forecaster.store(keys, 100)
+    world.policy.look_up(keys, 5_000.0)
+    outlook = world.policy.store(keys, 100)
     refused = world.tier.reserve(keys, 0, 100, outlook)
     assert (len(refused) < 100, refused.is_refused) == (True, True)
     world.tier.release(refused)
@@ -158,7 +158,7 @@ def test_a_prompt_to_be_retained_is_stored_whatever_it_is_worth() -> None:
 
 
 def test_a_study_runs_beside_look_ups_and_one_at_a_time() -> None:
-    forecaster, open_study = Forecaster(512), list[Study]()
+    forecaster, open_study = DensityPolicy(512), list[DensityStudy]()
     ranking = forecaster.ranking(300)
     was_lru = True
     for now, numbers in conversations_among_one_shots(2_000):
@@ -177,7 +177,7 @@ def test_a_study_runs_beside_look_ups_and_one_at_a_time() -> None:
 
 
 def test_a_study_that_failed_is_followed_by_another() -> None:
-    forecaster = Forecaster(512)
+    forecaster = DensityPolicy(512)
     forecaster.ranking(300)
     studies = 0
     for now, numbers in conversations_among_one_shots(1_500):
@@ -191,7 +191,7 @@ def test_a_study_that_failed_is_followed_by_another() -> None:
 
 
 def test_shadows_are_not_checked_while_a_study_changes_them() -> None:
-    forecaster = Forecaster(512)
+    forecaster = DensityPolicy(512)
     forecaster.ranking(300)
     study = None
     for now, numbers in conversations_among_one_shots(100):
@@ -209,8 +209,8 @@ def test_shadows_are_not_checked_while_a_study_changes_them() -> None:
 
 
 def test_a_look_up_is_recorded_with_the_tokens_of_its_time() -> None:
-    forecaster, tokens = Forecaster(512), np.arange(2_048)
-    tiers = Tiers([Tier(TierName.CPU, 8, forecaster.ranking(8))], forecaster)
+    forecaster, tokens = DensityPolicy(512), np.arange(2_048)
+    tiers = Tiers([Tier(TierName.CPU, 8, forecaster.for_tier(8))], forecaster)
     tiers.look_up(TokenBlockKeys(ROOT, tokens, 512))
     tokens += 1  # the caller's array; the look-up is recorded later
     tiers.settle()
@@ -225,9 +225,9 @@ def test_a_look_up_is_recorded_as_it_was_and_copies_no_long_prompt(
     whole = np.arange(131_072)
     tokens = whole.tolist() if kind is list else whole.astype(kind)
     maker = PromptMaker("model", 512, lambda: PromptDetail.NOTHING)
-    forecaster = Forecaster(512)
-    tiers = Tiers([Tier(TierName.CPU, 8, forecaster.ranking(8))], forecaster)
-    keys = maker.make(tokens).keys
+    forecaster = DensityPolicy(512)
+    tiers = Tiers([Tier(TierName.CPU, 8, forecaster.for_tier(8))], forecaster)
+    keys = maker.make(TaskKind.GET, tokens).keys
     tracemalloc.start()
     tiers.look_up(keys)
     taken = tracemalloc.get_traced_memory()[1]
@@ -236,7 +236,7 @@ def test_a_look_up_is_recorded_as_it_was_and_copies_no_long_prompt(
     if not isinstance(tokens, list):
         tokens += 1  # it is the caller's, and stays so
     tiers.settle()
-    as_seen, never_seen = (maker.make(whole + more).keys for more in (0, 7))
+    as_seen, never_seen = (maker.make(TaskKind.GET, whole + more).keys for more in (0, 7))
     assert tiers.recall(as_seen) != tiers.recall(never_seen)
 
 
@@ -251,20 +251,22 @@ class Watched(TokenBlockKeys):
 
 
 def test_a_prompt_of_which_little_was_asked_for_before_is_not_hashed_whole() -> None:
-    tokens, forecaster = np.arange(65_536), Forecaster(16)
-    tiers = Tiers([Tier(TierName.CPU, 8, forecaster.ranking(8))], forecaster)
+    tokens, forecaster = np.arange(65_536), DensityPolicy(16)
+    tiers = Tiers([Tier(TierName.CPU, 8, forecaster.for_tier(8))], forecaster)
     tiers.look_up(TokenBlockKeys(ROOT, tokens, 16))
     keys = Watched(ROOT, tokens, 16)
     tiers.look_up(keys)
     assert 0 < keys.num_hashed <= 64
 
 
-class Backwards:
+class Backwards(DensityRanking):
     """Ranks what was used last the lowest."""
 
-    num_kinds, is_lru, version = NUM_KINDS, False, 0
-    edges: Sequence[float] = range(1, 10_000)
-    worths: Sequence[Sequence[float]] = [range(10_000)] * NUM_KINDS
+    edges = range(1, 10_000)
+
+    def __init__(self) -> None:
+        super().__init__(is_lru=False)
+        self.worths = [range(10_000)] * NUM_KINDS
 
     def bar(self, outlook: Outlook) -> float:
         return 1e18
@@ -296,7 +298,7 @@ def test_a_guard_follows_the_order_that_hits_more_and_leaves_it_again() -> None:
 def test_with_any_policy_a_tier_stays_consistent(
     steps: list[tuple[int, str]], bypasses: bool
 ) -> None:
-    for policy in EVICTION_POLICIES:
+    for policy in POLICIES:
         world, now = World(policy, 9, bypasses), 0.0
         for pause, word in steps:
             now += pause
@@ -304,22 +306,22 @@ def test_with_any_policy_a_tier_stays_consistent(
             found = world.ask(now, numbers)
             assert 0 <= found <= len(numbers)
             world.tier.check()
-            if world.forecaster is not None and pause % 7 == 0:
-                flip(world.forecaster)
+            if isinstance(world.policy, DensityPolicy) and pause % 7 == 0:
+                flip(world.policy)
         tier = world.tier
         assert len(tier.clear()) == tier.counters.stored_blocks - tier.counters.evicted_blocks
 
 
-def flip(forecaster: Forecaster) -> None:
+def flip(policy: DensityPolicy) -> None:
     """Have every tier change its order, with other worths."""
-    for ranking in forecaster._rankings:
+    for ranking in policy._rankings:
         ranking.set_lru(not ranking.is_lru)
         ranking.set_worths([[float((kind * 7 + age * 5) % 11) for age in range(40)]
                             for kind in range(NUM_KINDS)])  # fmt: skip
 
 
 def test_to_sort_what_is_retained_does_not_end_the_retention_of_others() -> None:
-    tier = Tier(TierName.CPU, 3, Backwards())
+    tier = Tier(TierName.CPU, 3, partial(DensityQueue, Backwards()))
     prompts = [prompt_of([number]) for number in range(4)]
     for now, retain_s in ((0.0, 600.0), (1.0, 60.0), (2.0, 0.0)):
         tier.advance(now)
@@ -334,11 +336,10 @@ def test_to_sort_what_is_retained_does_not_end_the_retention_of_others() -> None
     assert there == [1, 1, 0, 0], "what is not retained goes first"
 
 
-def test_every_configurable_policy_can_be_created() -> None:
-    for name in EVICTION_POLICIES:
-        make_forecaster(name, 16)
-    with pytest.raises(ValueError, match=r"mru.*lru or density"):
-        make_forecaster("mru", 10)
+@pytest.mark.parametrize("path", ["mru", "no_such:Policy", "s3_fifo:Policy", "s3_fifo:Entry", ":"])
+def test_what_is_no_policy_is_refused_by_name(path: str) -> None:
+    with pytest.raises(ConfigError, match=f"eviction_policy = '{path}': (cannot be|is no)"):
+        make_policy(path, 16)
 
 
 def unshared_in(index: PrefixIndex, numbers: list[int]) -> list[tuple[int, int]]:
@@ -348,7 +349,7 @@ def unshared_in(index: PrefixIndex, numbers: list[int]) -> list[tuple[int, int]]
 
 
 def test_a_prompts_own_blocks_are_those_that_no_other_builds_on() -> None:
-    shadow = Shadow(100, LruRanking())
+    shadow = Shadow(100, LruQueue)
     for at, numbers in enumerate(([1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 5, 7, 8], [9, 10])):
         shadow.see(seen_of(at, numbers))
     index = shadow.index
@@ -375,7 +376,6 @@ def test_shadows_evict_first_what_is_over() -> None:
 def sessions_that_tell(tells: bool) -> tuple[int, World]:
     """Serve sessions of one or four turns, each named; a half of all prompts are of no session."""
     random, world, hits = np.random.default_rng(3), World("density", 400), 0
-    assert world.forecaster is not None
     waiting: list[tuple[float, int, int, int]] = []  # when, number, turn, turns
     for number in range(4_000):
         waiting.append((float(number), number, 1, int(random.choice([1, 4]))))
@@ -397,13 +397,35 @@ def test_sessions_that_tell_when_they_are_over_are_kept_until_then() -> None:
     silent, _ = sessions_that_tell(tells=False)
     told, world = sessions_that_tell(tells=True)
     assert told > 1.05 * silent
-    forecaster = world.forecaster
-    assert forecaster is not None
-    fresh = []
+    fresh, queue = [], world.tier.index.queues[0]
+    assert isinstance(queue, DensityQueue)
     for name, start in (("a", 10**9), (None, 10**9 + 50)):
         numbers = list(range(start, start + 4))
         world.ask(1e5, numbers, name)
-        outlook = forecaster.recall(prompt_of(numbers))
+        outlook = world.policy.recall(prompt_of(numbers))
         assert outlook is not None
-        fresh.append(world.tier.index.ranking.worths[outlook.rear][bisect_right(AGE_EDGES, 16.0)])
+        fresh.append(queue.ranking.worths[outlook.rear][bisect_right(AGE_EDGES, 16.0)])
     assert fresh[0] > 1.5 * fresh[1], "those who name themselves and are not over return"
+
+
+def test_a_policy_from_elsewhere_keeps_what_is_used_again_through_a_scan() -> None:
+    hits = {}
+    for policy in ("lru", S3_FIFO):
+        world = World(policy, 12)
+        hits[policy] = world.serve(
+            (float(at), [at % 4] if at % 10 < 2 else [1_000 + at]) for at in range(2_000)
+        )
+        world.tier.check()
+    assert hits[S3_FIFO] > 300 > 10 * hits["lru"]
+
+
+def test_a_cache_is_built_with_a_policy_from_elsewhere() -> None:
+    config = CacheConfig(num_cpu_blocks=4, eviction_policy=S3_FIFO)
+    cache = build_cache(config, CacheSizes(4, 0, 4, 4))
+    for number in range(9):
+        plan = cache.stores.plan_put(prompt_of([number]), 0, 1)
+        cache.publish_staging(plan, 1)
+        cache.finish(plan)
+    cache.check()
+    assert type(cache.tiers.policy).__name__ == "S3FifoPolicy"
+    assert cache.tiers.host.counters.evicted_blocks == 5

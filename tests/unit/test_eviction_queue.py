@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -11,30 +10,38 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from flexcache.cache.eviction_queue import RETIRED, Entry, EvictionQueue, Outlook
+from flexcache.cache.density import DensityQueue, DensityRanking
+from flexcache.cache.eviction_policy import Entry
 from flexcache.errors import InternalError
+from flexcache.ids import BlockKey, RootId
 
 NUM_KINDS = 3
 WORTHS = [[5, 4, 3, 2, 1, 0], [1, 2, 6, 4, 2, 1], [3, 1, 5, 2, 6, 4]]
 """By kind and age: they rise, if at all, and then fall; or not, as what was learned may do."""
 
 
-class Scripted:
+class Scripted(DensityRanking):
     """Ranks by the table, or by age alone."""
 
     num_kinds = NUM_KINDS
-    edges: Sequence[float] = (1, 2, 3, 4, 5)
-    worths: Sequence[Sequence[float]] = WORTHS
+    edges = (1, 2, 3, 4, 5)
 
     def __init__(self) -> None:
-        self.is_lru = False
-        self.version = 0
+        super().__init__(is_lru=False)
+        self.worths = WORTHS
 
     def worth(self, kind: int, age: float) -> float:
         return WORTHS[kind][min(int(age), 5)]
 
-    def bar(self, outlook: Outlook) -> float:
-        return math.inf
+
+class Going:
+    """An index of which all tails may go."""
+
+    def is_evictable(self, number: int) -> bool:
+        return True
+
+    def last_key(self, number: int) -> tuple[RootId, BlockKey]:
+        raise NotImplementedError
 
 
 def ends_of(tails: dict[int, Entry]) -> list[Entry]:
@@ -43,7 +50,7 @@ def ends_of(tails: dict[int, Entry]) -> list[Entry]:
     return [end for queue in of_kind if queue for end in (min(queue), max(queue))]
 
 
-class EvictionQueueMachine(RuleBasedStateMachine):
+class EvictionQueueMachine(Going, RuleBasedStateMachine):
     """What is popped is worth least of all ends, and nothing is lost or invented."""
 
     def __init__(self) -> None:
@@ -51,7 +58,7 @@ class EvictionQueueMachine(RuleBasedStateMachine):
         self.ranking = Scripted()
         self.tails: dict[int, Entry] = {}
         self.held: set[int] = set()
-        self.queue = EvictionQueue(self.ranking, self.is_evictable)
+        self.queue = DensityQueue(self.ranking, self)
         self.next_number = 0
         self.now = 0
 
@@ -69,14 +76,6 @@ class EvictionQueueMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 99), kind=st.integers(0, NUM_KINDS - 1))
     def use(self, which: int, kind: int) -> None:
         self.change(self.some(which), kind, 0)
-
-    @precondition(lambda self: self.tails)
-    @rule(which=st.integers(0, 99))
-    def retire(self, which: int) -> None:
-        number = self.some(which)
-        self.queue.remove(self.tails[number])
-        self.tails[number] = (RETIRED, number, 0)
-        self.queue.add(self.tails[number])
 
     @precondition(lambda self: self.tails)
     @rule(which=st.integers(0, 99))
@@ -124,7 +123,7 @@ class EvictionQueueMachine(RuleBasedStateMachine):
 
     def worth(self, tail: Entry) -> float:
         time, _, kind = tail
-        if self.ranking.is_lru or time == RETIRED:
+        if self.ranking.is_lru:
             return time
         return 1e12 + time if time > self.now else self.ranking.worth(kind, self.now - time)
 
@@ -147,7 +146,7 @@ TestEvictionQueueMachine.settings = settings(stateful_step_count=60)
 def test_compared_worths_are_at_most_a_second_old() -> None:
     random = Random(5)
     ranking, tails = Scripted(), dict[int, Entry]()
-    queue = EvictionQueue(ranking, lambda number: True)
+    queue = DensityQueue(ranking, Going())
     now, num_popped = 0.0, 0
 
     def worths(time: float, number: int, kind: int) -> list[float]:
@@ -183,21 +182,35 @@ class Counted(float):
     __hash__ = float.__hash__
 
 
+class Looked(Going):
+    """Counts how often it was asked."""
+
+    num_looks = 0
+
+    def is_evictable(self, number: int) -> bool:
+        self.num_looks += 1
+        return True
+
+
+class Held(Going):
+    """Some tails, given by number, may not go; all of them without any."""
+
+    def __init__(self, *numbers: int) -> None:
+        self._numbers = numbers
+
+    def is_evictable(self, number: int) -> bool:
+        return bool(self._numbers) and number not in self._numbers
+
+
 def test_no_call_does_much_work_however_many_tails_come_and_go() -> None:
     random, num_tails = Random(3), 5_000
     ranking, tails = Scripted(), dict[int, Entry]()
-    num_looks = 0
-
-    def look(number: int) -> bool:
-        nonlocal num_looks
-        num_looks += 1
-        return True
-
-    queue = EvictionQueue(ranking, look)
+    index = Looked()
+    queue = DensityQueue(ranking, index)
     for number in range(4 * num_tails):
         now = Counted(number / 100)
         queue.now = now
-        Counted.num_compared = num_looks = 0
+        Counted.num_compared = index.num_looks = 0
         time, kind = Counted(now - random.choice([0, 10])), random.randrange(NUM_KINDS)
         tails[number] = (time, number, kind)
         queue.add(tails[number])
@@ -208,13 +221,13 @@ def test_no_call_does_much_work_however_many_tails_come_and_go() -> None:
             used = random.choice(list(tails)[:100])
             queue.remove(tails.pop(used))
         assert Counted.num_compared < 400
-        assert num_looks <= 2 * NUM_KINDS
+        assert index.num_looks <= 2 * NUM_KINDS
         if number % num_tails == 0:
             queue.check(set(tails.values()))
 
 
 def test_a_held_tail_hides_nothing() -> None:
-    queue = EvictionQueue(Scripted(), lambda number: number != 0)
+    queue = DensityQueue(Scripted(), Held(0))
     for age in (4, 3, 2):  # of kind 2 they are worth 6, 2 and 5
         queue.add((float(4 - age), 4 - age, 2))
     queue.now = 4.0
@@ -222,7 +235,7 @@ def test_a_held_tail_hides_nothing() -> None:
 
 
 def test_a_kind_whose_tails_are_all_held_has_no_end_left() -> None:
-    queue = EvictionQueue(Scripted(), lambda number: False)
+    queue = DensityQueue(Scripted(), Held())
     assert queue.pop() is None
     for time, number in [(0.1, 1), (2.0, 2)]:  # their kind's worth rises: both ends count
         queue.now = time
@@ -232,21 +245,8 @@ def test_a_kind_whose_tails_are_all_held_has_no_end_left() -> None:
     queue.check(set())
 
 
-class OneKind(Scripted):
-    num_kinds = 1
-    worths = WORTHS[1:2]
-
-
-def test_tails_of_one_kind_go_by_age_whatever_they_are_worth() -> None:
-    queue = EvictionQueue(OneKind(), lambda number: True)
-    for number in range(4):
-        queue.add((float(number), number, 0))
-    queue.now = 4.0
-    assert [queue.pop(below) for below in (7.0, 4.0, 7.0)] == [(0.0, 0, 0), None, (1.0, 1, 0)]
-
-
 def test_the_order_of_ends_does_not_grow() -> None:
-    queue = EvictionQueue(Scripted(), lambda number: True)
+    queue = DensityQueue(Scripted(), Going())
     for now in range(10_000):
         queue.now = now
         queue.add((now, now, now % NUM_KINDS))
@@ -256,14 +256,14 @@ def test_the_order_of_ends_does_not_grow() -> None:
 
 
 def test_a_missing_tail_is_noticed() -> None:
-    queue = EvictionQueue(Scripted(), lambda *_: True)
+    queue = DensityQueue(Scripted(), Going())
     queue.add((0.0, 1, 0))
     with pytest.raises(InternalError, match=r"runs \[2\]"):
         queue.check({(0.0, 1, 0), (0.0, 2, 0)})
 
 
 def test_a_tail_that_is_not_in_the_queue_is_not_taken_out_of_it() -> None:
-    queue = EvictionQueue(Scripted(), lambda *_: True)
+    queue = DensityQueue(Scripted(), Going())
     queue.add((0.0, 1, 0))
     for wrong in [(0.0, 2, 0), (1.0, 1, 0), (0.0, 1, 1)]:
         with pytest.raises(InternalError, match="not in the eviction queue"):
@@ -271,7 +271,7 @@ def test_a_tail_that_is_not_in_the_queue_is_not_taken_out_of_it() -> None:
 
 
 def test_an_end_that_would_not_be_found_is_noticed() -> None:
-    queue = EvictionQueue(Scripted(), lambda *_: True)
+    queue = DensityQueue(Scripted(), Going())
     queue.add((0.0, 1, 0))
     queue.check({(0.0, 1, 0)})
     queue._order.clear()

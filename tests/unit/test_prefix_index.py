@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from flexcache.cache.block_keys import EngineBlockKeys
-from flexcache.cache.eviction_queue import RETIRED
+from flexcache.cache.eviction_policy import RETIRED
 from flexcache.cache.prefix_index import EMPTY_MATCH, PrefixIndex, PrefixMatch, Run
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId
@@ -747,7 +747,7 @@ def _forget_to_queue(tree: Damaged) -> None:
 
 
 def _lose_the_queue(tree: Damaged) -> None:
-    tree.index._queues[0]._tails[0]._lists.clear()
+    tree.index.queues[0]._tails._lists.clear()
 
 
 def _cut_off_a_branch(tree: Damaged) -> None:

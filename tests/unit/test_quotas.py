@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 
 from flexcache.cache.block_keys import ENGINE_KEYS, make_root, tag_of, tenant_of
 from flexcache.cache.block_pool import Quotas, QuotaUse
-from flexcache.cache.eviction_queue import Outlook
+from flexcache.cache.eviction_policy import LruQueue, Outlook
 from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.tail_index import Tail
 from flexcache.cache.tier import Lease, RestoredRun, Tier
@@ -309,22 +309,16 @@ def test_the_rest_of_a_tail_is_used_before_more_is_evicted() -> None:
     tier.check()
 
 
-class _Worthless:
+class _Worthless(LruQueue):
     """The newcomers are worth less than anything that is cached."""
 
-    num_kinds = 1
-    is_lru = False
-    version = 0
-    edges: Sequence[float] = ()
-    worths: Sequence[Sequence[float]] = ((1.0,),)
-
     def bar(self, outlook: Outlook) -> float:
-        return 0.5
+        return -1.0
 
 
 def test_worth_decides_within_a_tenant_and_not_what_a_tenant_is_sure_of() -> None:
     quotas = Quotas(4, {"*": 0, "a": 2, "b": 2})
-    tier = Tier(TierName.CPU, 4, _Worthless(), bypasses=True, quotas=quotas)
+    tier = Tier(TierName.CPU, 4, _Worthless, bypasses=True, quotas=quotas)
     store(tier, "xxxx", A)
     outlook = Outlook(0, 0, 0)
     lease = tier.reserve(prompt("yyy", B), 0, 3, outlook)
@@ -335,7 +329,7 @@ def test_worth_decides_within_a_tenant_and_not_what_a_tenant_is_sure_of() -> Non
 
 def test_what_is_worth_too_little_for_its_tenant_takes_no_room_of_others() -> None:
     quotas = Quotas(12, {"*": 0, "a": 4, "b": 4})
-    tier = Tier(TierName.CPU, 12, _Worthless(), bypasses=True, quotas=quotas)
+    tier = Tier(TierName.CPU, 12, _Worthless, bypasses=True, quotas=quotas)
     store(tier, "xxxxxxx", A)
     store(tier, "yyyyy", B)  # over its quota too, but by less
     lease = tier.reserve(prompt("zzzz", A), 0, 4, Outlook(0, 0, 0))
@@ -346,7 +340,7 @@ def test_what_is_worth_too_little_for_its_tenant_takes_no_room_of_others() -> No
 
 def test_what_a_tenant_is_sure_of_does_not_depend_on_worth() -> None:
     quotas = Quotas(12, {"*": 0, "a": 6, "b": 6})
-    tier = Tier(TierName.CPU, 12, _Worthless(), bypasses=True, quotas=quotas)
+    tier = Tier(TierName.CPU, 12, _Worthless, bypasses=True, quotas=quotas)
     store(tier, "xxxxx", A)
     store(tier, "yyyyyyy", B)
     lease = tier.reserve(prompt("zzzz", A), 0, 4, Outlook(0, 0, 0))

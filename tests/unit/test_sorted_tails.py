@@ -8,8 +8,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from flexcache.cache import eviction_queue as sorted_tails
-from flexcache.cache.eviction_queue import Entry, SortedTails
+from flexcache.cache import eviction_policy as sorted_tails
+from flexcache.cache.eviction_policy import Entry, SortedTails
 from flexcache.errors import InternalError
 
 

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from flexcache.cache.eviction_queue import RETIRED
+from flexcache.cache.eviction_policy import RETIRED
 from flexcache.cache.tail_index import Tail, TailIndex, tail_keys
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId

@@ -15,8 +15,9 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from s3_fifo import POLICIES
 
-from flexcache.cache.density import Forecaster
+from flexcache.cache.eviction_policy import make_policy
 from flexcache.cache.tail_index import Tail
 from flexcache.cache.tier import Lease, RestoredRun, Tier
 from flexcache.ids import RootId, TierName
@@ -67,10 +68,10 @@ class Reserved:
 class TailedTier(RuleBasedStateMachine):
     """Contents by unit: a tail that can be found has all of its own, whatever came between."""
 
-    @initialize(capacity=st.sampled_from([3, 6, 12]), density=st.booleans())
-    def make(self, capacity: int, density: bool) -> None:
-        ranking = Forecaster(512).ranking(capacity) if density else None
-        self.tier = Tier(TierName.CPU, capacity, ranking)
+    @initialize(capacity=st.sampled_from([3, 6, 12]), policy=st.sampled_from(POLICIES))
+    def make(self, capacity: int, policy: str) -> None:
+        make_queue = make_policy(policy, 512).for_tier(capacity)
+        self.tier = Tier(TierName.CPU, capacity, make_queue)
         self.open: list[Reserved] = []
         self.pinned: list[tuple[Tail, list[int]]] = []
         self.content: dict[int, object] = {}

@@ -1,6 +1,7 @@
 """`Puts` against a plain model of the cache and of vLLM's block pool: every pinned block is let go,
 also when vLLM waits for it, only complete blocks are offered, and tails are those of the point at
-which they are stored."""
+which they are stored.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -21,7 +24,7 @@ from hypothesis.stateful import (
 
 from flexcache.config.model import KVGroup
 from flexcache.integration.vllm.groups import BlockTables
-from flexcache.integration.vllm.puts import PutPoints, Puts
+from flexcache.integration.vllm.puts import PutPoints, Puts, tail_interval
 
 BLOCK = 4
 MOST_BLOCKS = 30
@@ -333,3 +336,224 @@ def test_states_that_a_preempted_request_comes_to_again_are_offered_with_their_b
     world.step(request, 2 * BLOCK, is_lost=False)
     assert (request.request_id, 2) in world.cache.tails
     world.teardown()
+
+
+# -- blocks that must not be stored ----------------------------------------------------------------
+
+
+NUM_BLOCKS = 10
+
+
+class Engine:
+    """Puts of an engine with one request, whose blocks are 1 to 10 in the first group."""
+
+    def __init__(self, *groups: KVGroup) -> None:
+        self.cache, self.pool = FakeCache(groups or (FULL,)), FakePool()
+        self.offered: list[range] = []
+        match_put = self.cache.match_put
+
+        def note(request: Any, first: int, stop: int, has_tail: bool) -> Any:
+            self.offered.append(range(first, stop))
+            return match_put(request, first, stop, has_tail)
+
+        self.cache.match_put = note  # type: ignore[method-assign]
+        numbers = range(max(1, len(groups)))
+        tables = BlockTables(groups, numbers, BLOCK)
+        points = PutPoints(BLOCK, 3 * BLOCK if tables.has_tails else 0)
+        self.puts = Puts(self.cache, tables, points)  # type: ignore[arg-type]
+        self.puts.bind(self.pool)
+        blocks = [[NUM_BLOCKS * n + i for i in range(1, NUM_BLOCKS + 1)] for n in numbers]
+        self.request = FakeRequest("mine", NUM_BLOCKS * BLOCK, blocks)
+
+    def step(self, num_tokens: int) -> None:
+        request = self.request
+        request.num_certain = request.num_computed_tokens + num_tokens
+        self.puts.scheduled(
+            SimpleNamespace(
+                num_scheduled_tokens={request.request_id: num_tokens},
+                scheduled_spec_decode_tokens={},
+                kv_connector_block_state=SimpleNamespace(
+                    get_block_ids=lambda _: request.all_blocks, boundary_state_offloads={}
+                ),
+            )
+        )
+        request.num_computed_tokens = request.num_certain
+
+    def end(self) -> None:
+        self.puts.launch()
+        self.cache.launched.clear()
+        self.puts.release()
+        self.puts.check_idle()
+        assert not any(self.pool.pins.values())
+
+
+@pytest.mark.parametrize("groups", [(), (FULL, WINDOW)], ids=["one group", "window"])
+def test_a_request_aborted_while_another_connector_loads_it(groups: tuple[KVGroup, ...]) -> None:
+    engine = Engine(*groups)
+    request = engine.request
+    engine.puts.admitted(request)
+    # vLLM counts these as computed as soon as it has allocated their blocks.
+    request.num_computed_tokens = request.num_certain = 8 * BLOCK
+    engine.puts.finished(request, request.all_blocks)
+    assert engine.offered == []
+    engine.end()
+
+
+def test_a_request_preempted_then_aborted_while_another_connector_loads_it() -> None:
+    engine = Engine()
+    request = engine.request
+    engine.puts.admitted(request)
+    engine.step(4 * BLOCK)
+    request.num_computed_tokens = 0  # it is preempted
+    engine.puts.admitted(request)
+    request.num_computed_tokens = request.num_certain = 8 * BLOCK
+    engine.puts.finished(request, request.all_blocks)
+    assert engine.offered == []
+    engine.end()
+
+
+def test_what_another_connector_has_loaded_is_stored() -> None:
+    engine = Engine()
+    request = engine.request
+    engine.puts.admitted(request)
+    request.num_computed_tokens = 8 * BLOCK
+    engine.puts.admitted(request)  # it has arrived
+    engine.step(2 * BLOCK)
+    assert engine.offered == [range(NUM_BLOCKS)]
+    engine.puts.finished(request, request.all_blocks)
+    engine.end()
+
+
+def test_blocks_between_a_prompt_and_the_window_of_its_answer_are_gone() -> None:
+    engine = Engine()
+    request = engine.request
+    engine.puts.admitted(request)
+    engine.step(NUM_BLOCKS * BLOCK)
+    engine.puts.launch()
+    answer = [NUM_BLOCKS + i for i in range(1, 6)]
+    request.all_blocks = [request.all_blocks[0] + answer]
+    request.num_tokens = (NUM_BLOCKS + 5) * BLOCK + 1
+    engine.step(5 * BLOCK)
+    engine.puts.finished(request, [[*request.all_blocks[0][:NUM_BLOCKS], 0, 0, 0, 14, 15]])
+    assert not engine.puts._matched
+    assert engine.pool.pins[0] == 0
+    engine.cache.matched.clear()
+    engine.end()
+
+
+# -- where requests are stored, and which blocks that takes ----------------------------------------
+
+
+def points(rule: PutPoints, num_prompt_tokens: int, stop: int, junction: int = 0) -> list[int]:
+    """All points up to ``stop``."""
+    found: list[int] = []
+    while (point := rule.next(found[-1] if found else 0, num_prompt_tokens, junction)) is not None:
+        if point > stop:
+            break
+        found.append(point)
+    return found
+
+
+def test_a_model_that_resumes_anywhere_is_stored_at_its_prompts_end() -> None:
+    assert points(PutPoints(4), 23, 100) == [20]
+    assert points(PutPoints(4), 24, 100) == [24]
+    assert points(PutPoints(4), 3, 100) == []
+
+
+def test_tails_are_at_the_prompts_end_at_junctions_and_at_intervals() -> None:
+    rule = PutPoints(4, 12)
+    assert points(rule, 23, 50) == [12, 20, 24, 36, 48]
+    assert points(rule, 23, 30, junction=18) == [12, 16, 20, 24]
+    assert points(rule, 23, 30, junction=40) == [12, 20, 24]
+    assert rule.next(0, 23, junction=40) == 12
+
+
+def test_the_tail_at_a_prompts_end_leaves_a_token_to_compute() -> None:
+    assert points(PutPoints(4, 100), 24, 50) == [20]
+    assert points(PutPoints(4, 100), 25, 50) == [24]
+
+
+@given(
+    position=st.integers(1, 64), factor=st.integers(1, 9), prompt=st.integers(1, 2000),
+    junction=st.integers(0, 2000), num_tokens=st.integers(0, 3000),
+)  # fmt: skip
+def test_points_are_positions_ahead(
+    position: int, factor: int, prompt: int, junction: int, num_tokens: int
+) -> None:
+    point = PutPoints(position, position * factor).next(num_tokens, prompt, junction)
+    assert point is not None
+    assert num_tokens < point <= num_tokens + position * factor
+    assert point % position == 0
+
+
+@pytest.mark.parametrize(
+    ("groups", "position", "setting", "expected"),
+    [
+        ((), 16, 64, 0),
+        ((KVGroup("full", 16), KVGroup("full", 32)), 32, 64, 0),
+        ((KVGroup("window", 16, 100), FULL), 16, None, 512),
+        ((KVGroup("window", 16, 256), FULL), 48, None, 1056),
+        ((KVGroup("chunked", 16, 8192), KVGroup("window", 16, 64)), 16, None, 32768),
+        ((KVGroup("state", 16), FULL), 16, None, 512),
+        ((KVGroup("window", 16, 256), FULL), 48, 100, 144),
+        ((KVGroup("window", 16, 256), FULL), 48, 1, 48),
+    ],
+)
+def test_intervals_are_whole_positions(
+    groups: tuple[KVGroup, ...], position: int, setting: int | None, expected: int
+) -> None:
+    assert tail_interval(groups, position, setting) == expected
+
+
+def tables_of(*groups: KVGroup, position: int = 4) -> Any:
+    return BlockTables(groups, range(max(1, len(groups))), position)
+
+
+def test_a_load_fills_what_the_engine_lacks() -> None:
+    tables = tables_of(KVGroup("window", 4, 9), FULL, KVGroup("state", 4))
+    mine = [[0, 0, 0, 14, 15], [20, 21, 22, 23, 24], [0, 0, 0, 0, 34]]
+    assert tables.to_load(mine, 0, 20) == [[14, 15], [20, 21, 22, 23, 24], [34]]
+    assert tables.to_load(mine, 16, 20) == [[-1, 15], [24], [34]]
+    longer = [[*table, 99] for table in mine]
+    assert tables.to_load(longer, 0, 20) == tables.to_load(mine, 0, 20)
+
+
+def test_a_load_without_a_block_that_it_needs_is_not_started() -> None:
+    tables = tables_of(KVGroup("window", 4, 9), FULL)
+    assert tables.to_load([[0, 0, 0, 0, 15], [20, 21, 22, 23, 24]], 0, 20) is None
+    assert tables.to_load([[0, 0, 0, 14], [20, 21, 22, 23, 24]], 0, 20) is None
+
+
+def test_groups_of_different_block_sizes() -> None:
+    tables = tables_of(KVGroup("window", 8, 8), FULL, position=8)
+    mine = [[0, 11], [20, 21, 22, 23]]
+    assert tables.to_load(mine, 0, 16) == [[11], [20, 21, 22, 23]]
+    assert tables.tail(mine, 16, {}) == [[11], []]
+    assert tables.dense(mine, 8, 16) == [[], [22, 23]]
+    assert tables.num_tokens(mine) == 16
+
+
+def test_a_tail_is_whole_or_none() -> None:
+    tables = tables_of(KVGroup("window", 4, 9), FULL)
+    assert tables.tail([[0, 0, 12, 13], [20, 21, 22, 23]], 16, {}) == [[12, 13], []]
+    assert tables.tail([[0, 0, 0, 13], [20, 21, 22, 23]], 16, {}) is None
+
+
+def test_states_are_those_handed_over_never_those_of_the_table() -> None:
+    tables = BlockTables((KVGroup("state", 4), FULL), (1, 3), 4)
+    mine = tables.select([[1], [0, 12], [2], [20, 21]])
+    assert mine == [[0, 12], [20, 21]]
+    assert tables.tail(mine, 8, {}) is None
+    assert tables.tail(mine, 8, {1: 40}) == [[40], []]
+
+
+def test_a_chunk_that_begins_at_the_point_needs_no_block() -> None:
+    tables = tables_of(KVGroup("chunked", 4, 8), FULL)
+    assert tables.tail([[0, 0], [20, 21]], 8, {}) == [[], []]
+    assert tables.tail([[0, 0, 12], [20, 21, 22]], 12, {}) == [[12], []]
+
+
+def test_one_group_of_full_attention() -> None:
+    tables = tables_of()
+    assert not (tables.has_groups or tables.has_tails or tables.has_states)
+    assert tables.to_load([[5, 6, 7]], 4, 8) == [[6]]
