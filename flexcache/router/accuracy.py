@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from flexcache.counters import Histogram
 from flexcache.router.stats import CachedTokensStats, TTFTStats
-from flexcache.tasks.histogram import Histogram
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -63,7 +63,7 @@ class TTFTAccuracy:
 
     def stats(self) -> TTFTStats:
         return TTFTStats(
-            predicted_s=self._predicted.stats(),
-            actual_s=self._actual.stats(),
-            error_s=self._error.stats(),
+            predicted_s=self._predicted.snapshot(),
+            actual_s=self._actual.snapshot(),
+            error_s=self._error.snapshot(),
         )

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import msgspec
 
 from flexcache.errors import FlexCacheError
+from flexcache.ids import BreakerState
 from flexcache.router.stats import RouterStats
 from flexcache.router.workers import WorkerState
-from flexcache.transfer.breaker import BreakerState
 
 _ENOUGH_REQUESTS = 20
 """Before these, shares say nothing."""

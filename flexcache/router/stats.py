@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from flexcache.tasks.stats import HistogramStats
+from flexcache.counters import Histogram
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -42,9 +42,9 @@ class CachedTokensStats(_Part, frozen=True, kw_only=True):
 class TTFTStats(_Part, frozen=True, kw_only=True):
     """Time from the choice to the first token, over the requests for which it was predicted."""
 
-    predicted_s: HistogramStats
-    actual_s: HistogramStats
-    error_s: HistogramStats
+    predicted_s: Histogram
+    actual_s: Histogram
+    error_s: Histogram
     """Absolute difference of the two."""
 
 
@@ -195,7 +195,7 @@ class TokenizerStats(_Part, frozen=True, kw_only=True):
     tokens: int
     remembered_tokens: int
     """Those of them that were taken from the memo."""
-    seconds: HistogramStats
+    seconds: Histogram
     checks: int
     """Comparisons with an engine's own rendering."""
     mismatches: int
@@ -213,7 +213,7 @@ class QueueStats(_Part, frozen=True, kw_only=True):
 
     waiting: int
     capacity: int
-    waits_s: HistogramStats
+    waits_s: Histogram
     """Waits of those that were routed in the end, mostly 0."""
     refused: dict[str, int]
     """By reason: ``full``, ``expired``, ``no_worker``."""

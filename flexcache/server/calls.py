@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -49,6 +48,7 @@ from flexcache.server.places import Registry, Scheduler
 from flexcache.server.reactor import Buffer
 from flexcache.server.sessions import Notices
 from flexcache.server.weights import EngineWeights
+from flexcache.stats import ServerCounters
 from flexcache.tasks.instructions import TaskResult
 from flexcache.transfer.messages import unpack_ids
 
@@ -78,7 +78,7 @@ class Requests:
         slot: CacheSlot,
         notices: Notices,
         outbox: Outbox,
-        counters: Counter[str],
+        counters: ServerCounters,
         weights: EngineWeights,
     ) -> None:
         self._weights = weights
@@ -115,7 +115,7 @@ class Requests:
                 logger, logging.ERROR, "message_failed", message=type(request).__name__,
                 exc_info=True,
             )  # fmt: skip
-            self._counters["failed_messages"] += 1
+            self._counters.failed_messages += 1
             reply = Failed(request.request_id, "internal", repr(error))
         if reply is not None and self._registry.is_connected(caller):
             self._outbox.send(caller.calls, reply)

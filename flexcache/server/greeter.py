@@ -11,7 +11,6 @@ A rank that is gone takes its ops with it; a scheduler its tasks. Neither takes 
 from __future__ import annotations
 
 import logging
-from collections import Counter
 
 import msgspec
 
@@ -40,6 +39,7 @@ from flexcache.server.places import Claimant, Claims, Host, Peer, Rank, Registry
 from flexcache.server.reactor import Buffer
 from flexcache.server.sessions import HubConfig, Notices, ServerSessions
 from flexcache.server.weights import EngineWeights
+from flexcache.stats import ServerCounters
 from flexcache.storage.pool_directory import DirectoryInUseError
 from flexcache.storage.shards import Shards
 from flexcache.tasks.instructions import DISK, device
@@ -64,7 +64,7 @@ class Peers:
         readiness: EngineReadiness,
         notices: Notices,
         outbox: Outbox,
-        counters: Counter[str],
+        counters: ServerCounters,
         weights: EngineWeights,
     ) -> None:
         self._weights = weights
@@ -259,7 +259,7 @@ class Peers:
         if refused is None and problem is not None:
             refused = Refused(problem)
         if refused is None and len(self._registry) >= _MAX_PEERS:
-            self._counters["rejected_crowded"] += 1
+            self._counters.rejected_messages["crowded"] += 1
             refused = Refused(f"{_MAX_PEERS} clients are connected", final=False)
         if refused is not None:
             self._outbox.send(identity, refused)
@@ -324,7 +324,7 @@ class Peers:
             if isinstance(peer, Rank) and self._may_be_silent(peer):
                 peer.heard_s = now
                 continue
-            self._counters["expired_clients"] += 1
+            self._counters.expired_clients += 1
             self.lose(peer, f"silent for {timeout_s:g} s", now)
 
     def _may_be_silent(self, rank: Rank) -> bool:
@@ -400,18 +400,18 @@ def misplaced(hello: HelloRank, shards: Shards) -> str | None:
     return None
 
 
-def refuse_version(version: int, counters: Counter[str]) -> Refused | None:
+def refuse_version(version: int, counters: ServerCounters) -> Refused | None:
     """The answer to a client of another protocol version."""
     if version == PROTOCOL_VERSION:
         return None
-    counters["rejected_version"] += 1
+    counters.rejected_messages["version"] += 1
     return Refused(
         f"the client speaks protocol {version}, the server {PROTOCOL_VERSION}: run the same "
         "FlexCache version on both sides"
     )
 
 
-def refuse_undecodable(frame: Buffer, counters: Counter[str]) -> Refused | None:
+def refuse_undecodable(frame: Buffer, counters: ServerCounters) -> Refused | None:
     """The answer to a frame that cannot be decoded, if it is a greeting of another version."""
     try:
         greeting = _decoder.decode(frame)

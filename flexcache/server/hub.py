@@ -13,7 +13,6 @@ sent is left in the outbox. Used under the server's lock only.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -54,6 +53,7 @@ from flexcache.server.places import Claims, Host, Rank, Registry, Scheduler
 from flexcache.server.reactor import Buffer, SocketGuard
 from flexcache.server.sessions import HubConfig, Notices, ServerSessions
 from flexcache.server.weights import EngineWeights
+from flexcache.stats import CacheIdentity, EngineStats, ServerCounters, ServerStats, Stats, to_plain
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.instructions import (
     DISK,
@@ -68,7 +68,6 @@ from flexcache.tasks.instructions import (
     RunOp,
     TaskAnswered,
 )
-from flexcache.tasks.stats import CacheIdentity, EngineStats, ServerStats, Stats, to_plain
 from flexcache.transfer.messages import Done, Drop, LookedUp
 
 logger = logging.getLogger(__name__)
@@ -92,7 +91,7 @@ class Hub:
         open_cache: OpenCache,
         server_stats: Callable[[], ServerStats],
     ) -> None:
-        self.counters: Counter[str] = Counter()
+        self.counters = ServerCounters()
         self.outbox = Outbox()
         self._server_stats = server_stats
         self._slot = CacheSlot(open_cache, self.outbox)
@@ -134,7 +133,7 @@ class Hub:
         A scheduler is given up, whichever of its sockets it is. A rank may be copying: it begins
         again once it reads again, as it may have missed ops and their ends.
         """
-        self.counters["unread_messages"] += 1
+        self.counters.unread_messages += 1
         peer = self._registry.peer(identity) or self._registry.caller(identity)
         if isinstance(peer, Scheduler):
             self._peers.lose(peer, "does not read its messages", now)
@@ -208,7 +207,7 @@ class Hub:
             logger, logging.ERROR, "cache_forgotten", error=repr(error), exc_info=error or False,
             effect="every tier is empty: an error came while it was being changed",
         )  # fmt: skip
-        self.counters["cache_forgotten"] += 1
+        self.counters.cache_forgotten += 1
         self._slot.forgotten()
 
     def _task_answered(self, answered: TaskAnswered) -> None:
@@ -250,7 +249,7 @@ class Hub:
             ) if caller is not None:
                 self._requests.answer(caller, message, data, now)
             case Match() | Promise() | Clear() | SessionHint() | NewWeights() | CheckInvariants():
-                self.counters["rejected_without_session"] += 1
+                self.counters.rejected_messages["without_session"] += 1
                 self.outbox.send(identity, Failed(message.request_id, "session", "no such session"))
             case Launch() if caller is not None:
                 self._requests.launch(caller, message, now)
@@ -310,7 +309,7 @@ class Hub:
             self.outbox.send(identity, Failed(message.request_id, "internal", repr(error)))
 
     def _reject(self, identity: bytes, why: str, text: str) -> None:
-        self.counters[f"rejected_{why}"] += 1
+        self.counters.rejected_messages[why] += 1
         self.outbox.send(identity, Rejected(f"{why} message: {text}"))
 
     # -- the server's own process ----------------------------------------------------------------
@@ -358,7 +357,7 @@ class Hub:
 
     def stats(self, now: float, session: SessionId | None = None) -> Stats:
         """Statistics of everything here and, if one is named, of a session."""
-        server, counters = self._server_stats(), dict(self.counters)
+        server, counters = self._server_stats(), self.counters.snapshot()
         cache = self._slot.cache
         if cache is None:
             return Stats(server=server, counters=counters, engines={})
@@ -421,7 +420,7 @@ class HubWorkers:
         self._hub = hub
 
     @property
-    def counters(self) -> Counter[str]:
+    def counters(self) -> ServerCounters:
         return self._hub.counters
 
     @property

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -22,6 +22,7 @@ from flexcache.logs import log_event
 from flexcache.protocol.endpoints import EndpointLock, listen_privately
 from flexcache.protocol.messages import MAX_FRAME_BYTES, Refused
 from flexcache.protocol.trust import Doorkeeper, describe_stranger, secure_server, stranger_of
+from flexcache.stats import ServerCounters
 
 EndReport = Callable[[float], None]
 """Called with the time when a process has ended."""
@@ -392,7 +393,7 @@ class SocketGuard(Generic[Message]):
     def __init__(
         self,
         types: Any,
-        counters: Counter[str],
+        counters: ServerCounters,
         *,
         handle: Callable[[bytes, Message, Buffer, float], None],
         refuse: Callable[[bytes, str, str], None],
@@ -433,7 +434,7 @@ class SocketGuard(Generic[Message]):
                 logger, logging.ERROR, "message_failed", message=type(message).__name__,
                 identity=sender.hex(), exc_info=True,
             )  # fmt: skip
-            self._counters["failed_messages"] += 1
+            self._counters.failed_messages += 1
             if self._failed is not None:
                 self._failed(sender, message, error)
 

@@ -34,6 +34,7 @@ from flexcache.ids import (
     TierName,
     make_session,
 )
+from flexcache.stats import BreakerStats, CacheIdentity, CacheStats
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.instructions import (
     DISK,
@@ -48,7 +49,6 @@ from flexcache.tasks.instructions import (
     TaskResult,
     device,
 )
-from flexcache.tasks.stats import BreakerStats, CacheIdentity, CacheStats
 from flexcache.transfer.messages import unpack_ids
 from flexcache.transfer.scheduler import TransferOp
 

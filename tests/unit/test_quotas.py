@@ -19,13 +19,14 @@ from hypothesis.stateful import (
 )
 
 from flexcache.cache.block_keys import ENGINE_KEYS, make_root, tag_of, tenant_of
-from flexcache.cache.block_pool import Quotas, QuotaUse
+from flexcache.cache.block_pool import Quotas
 from flexcache.cache.eviction_queue import Outlook
 from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.tail_index import Tail
 from flexcache.cache.tier import Lease, RestoredRun, Tier
 from flexcache.errors import InternalError
 from flexcache.ids import RootId, TierName
+from flexcache.stats import QuotaStats
 
 
 def root_of(*namespace: str) -> RootId:
@@ -360,7 +361,9 @@ def test_look_ups_are_counted_by_tenant() -> None:
     quotas.count_get(A, 3, 1)
     quotas.count_get(UNNAMED, 0, 2)
     quotas.count_get(root_of("another"), 1, 0)
-    assert quotas.uses() == {"*": QuotaUse(1, 0, 0, 1, 2), "a": QuotaUse(3, 0, 0, 3, 1)}
+    assert quotas.stats() == {
+        "*": QuotaStats(quota=1, hit=1, missed=2), "a": QuotaStats(quota=3, hit=3, missed=1)
+    }  # fmt: skip
 
 
 # -- roots -----------------------------------------------------------------------------------

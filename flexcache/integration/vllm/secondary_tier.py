@@ -60,6 +60,7 @@ from flexcache.server.outbox import WorkerInstruction
 from flexcache.server.reactor import Reactor
 from flexcache.server.store import CacheStore, other_layout
 from flexcache.server.workers import WorkerPool
+from flexcache.stats import ServerCounters
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.remote import check_packages
@@ -313,7 +314,7 @@ class _Owner:
 
     def __init__(self, tiers: ChunkTiers) -> None:
         self._tiers = tiers
-        self.counters: Counter[str] = Counter()
+        self.counters = ServerCounters()
 
     def worker_up(self, worker: str) -> None:
         self._tiers.worker_up(worker)

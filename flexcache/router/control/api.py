@@ -27,7 +27,7 @@ from aiohttp import web
 from flexcache.config.router import RouterConfig
 from flexcache.config.values import split_tcp
 from flexcache.errors import ConfigError
-from flexcache.metrics.collector import Exposition
+from flexcache.metrics.collector import CatalogExposition
 from flexcache.router import ui
 from flexcache.router.control.access import make_gate
 from flexcache.router.control.bodies import BODIES, Draining, as_json, read
@@ -66,7 +66,7 @@ class ControlApi:
     def __init__(self, service: DeciderService) -> None:
         self._service = service
         self._config: RouterConfig = service.config
-        self._exposition: Exposition[RouterStats] = Exposition(CATALOG, service.stats)
+        self._exposition: CatalogExposition[RouterStats] = CatalogExposition(CATALOG, service.stats)
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
 

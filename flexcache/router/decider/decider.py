@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from flexcache.counters import Histogram
 from flexcache.errors import InternalError
 from flexcache.logs import log_event
 from flexcache.router.chooser import UNKNOWN, Arrival, Choice, NotRouted, Outcome, Usage
@@ -26,7 +27,6 @@ from flexcache.router.stats import QueueStats
 from flexcache.router.stored import StoredIds
 from flexcache.router.tokens.named_model import named_model
 from flexcache.router.workers import WorkerSpec, WorkerState
-from flexcache.tasks.histogram import Histogram
 
 logger = logging.getLogger(__name__)
 
@@ -374,7 +374,7 @@ class Decider:
         return QueueStats(
             waiting=len(self.line),
             capacity=self.line.size,
-            waits_s=self._waits_s.stats(),
+            waits_s=self._waits_s.snapshot(),
             refused={**self.line.refused, "no_worker": self._num_without_worker},
         )
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 from enum import Enum
 
 from flexcache.errors import InternalError
+from flexcache.ids import BreakerState
 from flexcache.router.chooser import Outcome
-from flexcache.transfer.breaker import BreakerState, CircuitBreaker
+from flexcache.transfer.breaker import CircuitBreaker
 
 _PATIENCE = 3
 """Probes without an answer, one after the other, that take an engine out."""

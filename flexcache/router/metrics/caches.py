@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from flexcache.ids import BreakerState
 from flexcache.metrics.metric import Sample, counter, gauge
 from flexcache.router.metrics.readers import Reader
 from flexcache.router.stats import CacheStats, RouterStats
-from flexcache.transfer.breaker import BreakerState
 
 RESULTS = ("accepted", "failed", "busy", "circuit")
 

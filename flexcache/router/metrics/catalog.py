@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from flexcache.metrics.metric import Metric
+from flexcache.metrics.metric import CatalogMetric
 from flexcache.router.metrics.caches import CACHES
 from flexcache.router.metrics.feed import INDEX, SOURCES
 from flexcache.router.metrics.requests import PROCESSES, REQUESTS
 from flexcache.router.metrics.routing import DECISIONS, WORKERS
 from flexcache.router.stats import RouterStats
 
-SECTIONS: Mapping[str, Sequence[Metric[RouterStats]]] = {
+SECTIONS: Mapping[str, Sequence[CatalogMetric[RouterStats]]] = {
     "Router: decisions": DECISIONS,
     "Router: workers": WORKERS,
     "Router: index": INDEX,
@@ -25,6 +25,6 @@ SECTIONS: Mapping[str, Sequence[Metric[RouterStats]]] = {
     "Router: requests": REQUESTS,
     "Router: processes and peers": PROCESSES,
 }
-CATALOG: Sequence[Metric[RouterStats]] = [
+CATALOG: Sequence[CatalogMetric[RouterStats]] = [
     metric for section in SECTIONS.values() for metric in section
 ]

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import msgspec
 import numpy as np
 
+from flexcache.counters import Histogram
 from flexcache.logs import log_event
 from flexcache.router.chooser import Arrival
 from flexcache.router.request import RouteRequest
@@ -37,7 +38,6 @@ from flexcache.router.tokens.registry import ModelRegistry
 from flexcache.router.tokens.served import ServedModel
 from flexcache.router.tokens.ways import Way
 from flexcache.router.waiting import Turns, is_set_within
-from flexcache.tasks.histogram import Histogram
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ class Tokenizers:
             unknown=dict(self._unknown),
             tokens=self._tokens,
             remembered_tokens=self._remembered,
-            seconds=self._seconds.stats(),
+            seconds=self._seconds.snapshot(),
             checks=sum(model.ways.checks for model in models),
             mismatches=sum(model.ways.mismatches for model in models),
             models={name: ways.way(kind).value for name, ways, kind in kinds},
