@@ -17,9 +17,10 @@ import xxhash
 
 from flexcache.bench.suite import Case, Result, Unsupported, sample_beside
 from flexcache.cache.prompt import Mask
-from flexcache.client.client import LocalTransport
+from flexcache.client.transport import LocalTransport
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ConfigError
+from flexcache.ids import TaskKind
 from flexcache.manager import KVManager
 from flexcache.protocol.messages import engine_name
 from flexcache.server.server import KVServer
@@ -103,7 +104,7 @@ class Caller:
 
     @property
     def _server(self) -> KVServer:
-        transport = self.manager._client.transport
+        transport = self.manager._transport
         assert isinstance(transport, LocalTransport)
         return transport.server
 
@@ -136,7 +137,7 @@ class Caller:
 
     def store(self, prompt: Prompt) -> None:
         """Make the prompt's blocks cached."""
-        keys = self.manager._prompts.make(prompt.tokens, block_keys=prompt.keys).keys
+        keys = self.manager._prompts.make(TaskKind.PUT, prompt.tokens, block_keys=prompt.keys).keys
         with self._server.lock, self._server.session() as tasks:
             plan = tasks.cache.stores.plan_put(keys, 0, keys.num_blocks)
             tasks.cache.publish_staging(plan, plan.num_blocks)

@@ -36,7 +36,7 @@ from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import bytes_per_block, describe_kv_caches
 from flexcache.transfer import device_worker
-from flexcache.transfer.copier import Lane, open_copier
+from flexcache.transfer.copier import CopyLane, open_copier
 from flexcache.transfer.cuda_copier import CudaStreams
 from flexcache.transfer.cuda_driver import CudaDriver
 from flexcache.transfer.device_worker import DeviceWorker
@@ -88,7 +88,7 @@ def time_single_copies(rounds: int) -> None:
         memory.gpu.set_speed(call_us=CALL_US)
         offsets = np.arange(NUM_COPIES, dtype=np.int64) * COPY_BYTES
         runs = there.address + offsets, segment.address + offsets, np.full(NUM_COPIES, COPY_BYTES)
-        stream = streams[Lane.LOADS].cuda_stream
+        stream = streams[CopyLane.LOADS].cuda_stream
 
         def queue(keeps_lock: bool) -> float:
             started = time.perf_counter()

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from flexcache.cache.prompt import Prompt
 from flexcache.cache.tiered_cache import CacheSizes, build_cache
 from flexcache.config import CacheConfig
 from flexcache.config.cache import EvictionName
@@ -104,8 +105,8 @@ class Replay:
         self._at(at_s, lambda now: self._ask(request, asked_s, now))
 
     def _ask(self, request: Request, asked_s: float, now: float) -> None:
-        keys = request.keys
-        if self._engine.awaits_load(self._ids.session, keys, keys.num_blocks, now):
+        prompt = self._prompt(TaskKind.GET, request)
+        if self._engine.awaits_load(self._ids.session, prompt, now):
             self._ask_later(request, asked_s, now + STEP_S)
             return
         task_id, is_moving = self._match(TaskKind.GET, request, now)
@@ -119,15 +120,17 @@ class Replay:
         self.total_s += request.keys.num_blocks * COMPUTE_S
         self._match(TaskKind.PUT, request, now)
 
+    def _prompt(self, kind: TaskKind, request: Request) -> Prompt:
+        num_blocks = request.keys.num_blocks
+        return Prompt(kind, request.keys, 0, num_blocks, num_blocks * TOKENS_PER_ID)
+
     def _match(self, kind: TaskKind, request: Request, now: float) -> tuple[TaskId, bool]:
         """Make a task and launch it; return whether it moves anything."""
-        keys, task_id = request.keys, self._ids.next()
-        plan = self._engine.match(
-            task_id, kind, keys, 0, keys.num_blocks, keys.num_blocks * TOKENS_PER_ID, now
-        )
-        if plan.is_empty:
+        task_id = self._ids.next()
+        offer = self._engine.match(task_id, self._prompt(kind, request), now)
+        if not offer.num_blocks:
             return task_id, False
-        num_gpu_blocks = 0 if kind is TaskKind.PREFETCH else plan.num_gpu_blocks
+        num_gpu_blocks = 0 if kind is TaskKind.PREFETCH else offer.num_gpu_blocks
         self._engine.launch([task_id], [np.arange(num_gpu_blocks)], now)
         return task_id, True
 

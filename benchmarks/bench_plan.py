@@ -15,6 +15,7 @@ import numpy as np
 
 from flexcache.bench.suite import Case, Result, sample_beside
 from flexcache.cache.block_keys import ENGINE_KEYS, EngineBlockKeys, make_root
+from flexcache.cache.prompt import Prompt
 from flexcache.cache.tiered_cache import CacheSizes, build_cache
 from flexcache.config import CacheConfig
 from flexcache.ids import KVStatus, OpId, OpKind, TaskId, TaskIds, TaskKind, TierName, make_session
@@ -46,7 +47,7 @@ class Requests:
         """Seconds of each phase of a request for all blocks of a prompt, and its number of ops."""
         task_id, count, engine = self._ids.next(), keys.num_blocks, self.engine
         times = [time.perf_counter()]
-        engine.match(task_id, kind, keys, 0, count, 16 * count, time.monotonic())
+        engine.match(task_id, Prompt(kind, keys, 0, count, 16 * count), time.monotonic())
         times.append(time.perf_counter())
         engine.launch([task_id], [self._slots[:count]], time.monotonic())
         instructions = engine.take_instructions()

@@ -25,7 +25,7 @@ from cluster import Cluster, running_cluster
 from reporting import Say, run_and_show
 
 from flexcache.bench.suite import Case, Result
-from flexcache.integration.vllm.calls import CacheCalls
+from flexcache.integration.vllm.calls import CacheCalls, Get
 
 BLOCK = 16
 NUM_BLOCKS = 43
@@ -56,7 +56,7 @@ def serve(cluster: Cluster, cache: CacheCalls, request: Any) -> None:
     """Look a request up, and store it."""
     [client] = cluster.clients
     found = cache.match(request, 0, request.num_tokens, look_up=True)
-    assert isinstance(found, tuple)
+    assert isinstance(found, Get)
     assert not found.num_tokens
     cache.cancel(found.task_id)
     matched = cache.match_put(request, 0, NUM_BLOCKS)

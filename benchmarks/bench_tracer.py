@@ -29,6 +29,7 @@ from flexcache.cache.block_keys import (
     TokenBlockKeys,
     make_root,
 )
+from flexcache.cache.prompt import Prompt
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.cache.tiers import Tiers
@@ -100,7 +101,7 @@ def run(
     for number, keys in enumerate(prompts):
         task = ids.next()
         start = time.perf_counter()
-        plan = engine.match(task, TaskKind.GET, keys, 0, num_blocks, num_blocks, start)
+        plan = engine.match(task, Prompt(TaskKind.GET, keys, 0, num_blocks, num_blocks), start)
         engine.cancel([task], start)
         times.append(time.perf_counter() - start)
         engine.take_instructions()

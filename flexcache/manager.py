@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from flexcache.cache.journal import Change
 from flexcache.cache.prompt import (
     Mask,
-    Namespace,
     Prompt,
     PromptMaker,
+    PromptOptions,
     Span,
     Tokens,
     check_hint,
@@ -23,7 +24,6 @@ from flexcache.cache.prompt import (
     retention_s,
 )
 from flexcache.client import arguments
-from flexcache.client.client import EngineClient, open_client
 from flexcache.client.gpu_blocks import (
     NO_BLOCKS,
     BlockIds,
@@ -34,11 +34,19 @@ from flexcache.client.gpu_blocks import (
     gpu_blocks,
     matched_slots,
 )
+from flexcache.client.tasks import ClientTasks, StepPromises
+from flexcache.client.transport import open_transport
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.config.values import with_engine
-from flexcache.errors import ServerLostError
-from flexcache.ids import KVStatus, PromptDetail, RequestInfo, TaskKind, TierName
-from flexcache.tasks.instructions import MatchedTask, PromisedLoad, TaskResult
+from flexcache.errors import ClosedError, ServerLostError
+from flexcache.ids import KVStatus, PromptDetail, TaskKind, TierName
+from flexcache.processes import tell_of_forks
+from flexcache.tasks.instructions import Offer, PromisedLoad, TaskResult
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_NOT_STARTED = "the cache was not started: call start() first"
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,96 +70,7 @@ class KVResponse:
         return same and np.array_equal(self.mask, other.mask)
 
 
-class _WholeCache:
-    """The calls of a `KVManager` that concern the cache as a whole, or a user's session."""
-
-    _client: EngineClient
-
-    def session_hint(
-        self, session_id: str, *, over: bool = False, returns_in_s: float | None = None
-    ) -> None:
-        """Say how a user's session goes on: it is over, or it returns. Nothing is lost by a hint.
-
-        An unknown session is counted, not an error: its blocks may all be evicted.
-
-        Args:
-            session_id: As its gets and puts name it.
-            over: It is over: what no other session has used is evicted first.
-            returns_in_s: It goes on in about this many seconds, 0 to 86,400: prefer to keep its
-                blocks until then, and have those of its last prompt in DRAM by then.
-
-        Raises:
-            ValueError: An argument is out of range, or not exactly one of the two is given.
-            ServerLostError: The cache is shared and its server is away.
-        """
-        check_hint(session_id, over, returns_in_s)
-        seconds = None if returns_in_s is None else float(returns_in_s)
-        self._client.session_hint(session_id, over, seconds)
-
-    def clear(self, tier: str) -> int:
-        """Drop the unused blocks of one tier (`CPU`, `SSD`, `REMOTE`); return how many.
-
-        A remote store keeps its objects, under names that this cache no longer uses: until its
-        server restarts, this cache and others do not find each other's blocks there.
-        """
-        arguments.check_tier(tier)
-        return self._client.clear(tier)
-
-    def reset(self) -> None:
-        """Drop all blocks, and name what this engine stores from now on by a new version, as
-        `new_weights` does: the weights may have changed.
-
-        What is in use or being stored can no longer be found either, also after a restart. A remote
-        store keeps its objects, as for `clear`.
-        """
-        self._client.clear(None)
-
-    def new_weights(self, version: str | None = None) -> str:
-        """Name the weights of this engine: it stores and finds only what was stored under this
-        version from now on, by itself or by others that start from the same model.
-
-        Call it once the weights have changed. Ranks that notice it themselves
-        (`KVTPClient.weights_changed`) have called it already; the version given last counts. What
-        other versions have stored is not found, and evicted first. Open tasks are cancelled. The
-        version that they have already changes nothing.
-
-        Args:
-            version: 1 to 256 characters; None for one that no one else has.
-
-        Returns:
-            The version.
-
-        Raises:
-            ValueError: The version is no such string.
-        """
-        if version is not None:
-            check_version(version)
-        return self._client.new_weights(version or random_version())
-
-    def take_changes(self) -> list[Change]:
-        """Return what the tiers stored and lost since the last call, in order, with ``kv_events``.
-
-        Empty if the cache is shared: its server publishes the changes (``kv_events_endpoint``).
-        """
-        return self._client.take_changes()
-
-    def stats(self) -> dict[str, Any]:
-        """Return counters and occupancy, as plain dicts of numbers and strings.
-
-        ``engine`` counts this engine's share, everything else all engines that share the cache.
-
-        Raises:
-            ServerLostError: The cache is shared and its server is away.
-        """
-        return self._client.stats()
-
-    def check(self) -> None:
-        """Raise `InternalError` if an invariant does not hold. Checks only block counts in a shared
-        cache: walking the blocks would delay the other engines."""
-        self._client.check()
-
-
-class KVManager(_WholeCache):
+class KVManager:
     """The KV cache of one engine: in this process, or in a server that engines share.
 
     It is shared if an ``endpoint`` is given (here or in the config) or ``dp_size > 1``. Without a
@@ -187,21 +106,29 @@ class KVManager(_WholeCache):
         self.dp_rank = dp_rank
         if endpoint is None:
             cache_config.check_has_tier()
-        self._client, self._engine_id = open_client(
+        self._transport, self._engine_id = open_transport(
             model_config, cache_config, endpoint or cache_config.endpoint, engine_id, dp_rank
         )
+        self._promises = StepPromises(model_config.num_ranks)
+        self._tasks = ClientTasks()
+        self._closed: str | None = _NOT_STARTED
+        """Why there is no cache; None while there is one."""
+        self._pid = os.getpid()
+        self._is_parents = False
+        """Whether this process is a child of the one whose cache it is."""
         size = cache_config.tokens_per_block
         self._groups = GroupTable(model_config, size)
         self._prompts = PromptMaker(
-            model_config.fingerprint(size), size, lambda: self._client.transport.prompt_detail,
+            model_config.fingerprint(size), size, lambda: self._transport.prompt_detail,
             cache_config.model_version or "",
         )  # fmt: skip
-        self._client.on_weights(self._prompts.rename)
+        # Called on any thread, before the first match that counts for the new generation.
+        self._tasks.renamed = self._prompts.rename
 
     @property
     def endpoint(self) -> str:
         """Address for the engine's `KVTPClient`s: the server, and the engine's name there."""
-        return with_engine(self._client.endpoint, self._engine_id)
+        return with_engine(self._transport.endpoint, self._engine_id)
 
     @property
     def weights_generation(self) -> int:
@@ -212,11 +139,21 @@ class KVManager(_WholeCache):
     @property
     def wants_request_info(self) -> bool:
         """Whether KV events or traces are on: only then does a ``request_info`` have an effect."""
-        return self._client.transport.prompt_detail is not PromptDetail.NOTHING
+        return self._transport.prompt_detail is not PromptDetail.NOTHING
 
     def start(self) -> None:
-        """Start serving; returns at once. `wait_ready` waits for the ranks."""
-        self._client.start()
+        """Start serving; returns at once. `wait_ready` waits for the ranks.
+
+        Raises:
+            ClosedError: It was shut down.
+        """
+        if self._closed not in (None, _NOT_STARTED):
+            raise ClosedError(self._closed)
+        self._pid = os.getpid()
+        tell_of_forks(self)
+        self._transport.start(self._tasks)
+        if self._closed is _NOT_STARTED:  # else it was shut down meanwhile
+            self._closed = None
 
     def wait_ready(self, timeout: float | None = None) -> None:
         """Wait for all ranks and workers.
@@ -225,19 +162,18 @@ class KVManager(_WholeCache):
             TimeoutError: Not all have registered; the message names those missing.
             RegistrationError: A rank was refused; the message says why.
         """
-        self._client.wait_ready(arguments.wait_s(timeout))
+        limit_s = arguments.wait_s(timeout)
+        self._require_open()
+        self._transport.wait_ready(limit_s)
 
     def is_ready(self) -> bool:
-        return self._client.is_ready()
+        return not self._is_parents and self._transport.is_ready()
 
     # -- match and launch ------------------------------------------------------------------------
 
     def get_match(
-        self, token_ids: Tokens, token_mask: Span | None = None, *, namespace: Namespace = None,
-        block_keys: Sequence[bytes] | None = None, parent_key: bytes | None = None,
-        request_info: RequestInfo | None = None, session_id: str | None = None,
-        weights: int | None = None, adapter: str = "",
-    ) -> tuple[int, Mask]:  # fmt: skip
+        self, token_ids: Tokens, token_mask: Span | None = None, **options: Unpack[PromptOptions]
+    ) -> tuple[int, Mask]:
         """Find the longest cached prefix and reserve it for a load. With window or state groups, it
         ends where what they need is cached too.
 
@@ -245,36 +181,20 @@ class KVManager(_WholeCache):
             token_ids: The prompt, 1-D.
             token_mask: True where the caller needs KV, after a prefix that it has; or the `range`
                 of these tokens, which is cheaper. Only whole blocks count.
-            namespace: Isolates keys: tenant, LoRA, cache salt.
-            block_keys: The engine's own chained block hashes; if given, tokens are only counted,
-                and published in KV events: -1 stands for an unknown one.
-            parent_key: The key of a cached block, if ``block_keys`` continue the chain that it
-                ends. Tokens and masks are those of the continuation.
-            request_info: Metadata for KV events and traces.
-            session_id: Names the user's session that the prompt belongs to (`session_hint`).
-            weights: `weights_generation` when the request began. If the weights are others by now,
-                nothing is found, and of a put nothing is stored. None: they are the present ones.
-            adapter: Digest of the adapter (LoRA) that the KV belongs to. Ranks that do not hold it
-                (`KVTPClient`) move nothing.
+            options: What else is known of the prompt: see `PromptOptions`.
 
         Returns:
             A task id, and a mask over the tokens: True where FlexCache will supply KV. Masks share
             memory and are read-only; torch needs a copy.
         """
-        prompt = self._prompts.make(
-            token_ids, token_mask, namespace, block_keys, parent_key, request_info,
-            session_id=session_id, weights=weights, adapter=adapter,
-        )  # fmt: skip
-        task = self._client.match(TaskKind.GET, self._groups.loadable(prompt))
-        mask = _mask(self._prompts, prompt, task)
-        return task.task_id, mask
+        prompt = self._prompts.make(TaskKind.GET, token_ids, token_mask, **options)
+        offer = self._match(self._groups.loadable(prompt))
+        return offer.task_id, self._mask(offer)
 
     def get_match_by_tier(
-        self, token_ids: Tokens, token_mask: Span | None = None, *, namespace: Namespace = None,
-        block_keys: Sequence[bytes] | None = None, parent_key: bytes | None = None,
-        request_info: RequestInfo | None = None, look_up: bool | Literal["only"] = True,
-        session_id: str | None = None, awaits_loads: bool = False,
-        weights: int | None = None, adapter: str = "",
+        self, token_ids: Tokens, token_mask: Span | None = None, *,
+        look_up: bool | Literal["only"] = True, awaits_loads: bool = False,
+        **options: Unpack[PromptOptions],
     ) -> tuple[int, Mask, dict[TierName, int]] | None:  # fmt: skip
         """Run `get_match` without waiting, and also return how many tokens each tier will supply.
 
@@ -285,28 +205,22 @@ class KVManager(_WholeCache):
         longer than computing it would take.
         """
         arguments.check_look_up(look_up, awaits_loads)
-        prompt = self._prompts.make(
-            token_ids, token_mask, namespace, block_keys, parent_key, request_info,
-            session_id=session_id, weights=weights, adapter=adapter,
-        )  # fmt: skip
+        prompt = self._prompts.make(TaskKind.GET, token_ids, token_mask, **options)
+        prompt = self._groups.loadable(prompt)
         if look_up == "only":
-            self._client.look_up(self._groups.loadable(prompt))
+            self._require_open()
+            self._transport.look_up(prompt)
             return None
-        task = self._client.match_nowait(
-            TaskKind.GET, self._groups.loadable(prompt), look_up, awaits_loads
-        )
-        if task is None:
+        offer = self._match_nowait(prompt, look_up, awaits_loads)
+        if offer is None:
             return None
-        mask = _mask(self._prompts, prompt, task)
         size = self._prompts.tokens_per_block
-        return task.task_id, mask, {tier: count * size for tier, count in task.sources.items()}
+        sources = {tier: count * size for tier, count in offer.sources.items()}
+        return offer.task_id, self._mask(offer), sources
 
     def put_match(
-        self, token_ids: Tokens, token_mask: Span | None = None, *, namespace: Namespace = None,
-        block_keys: Sequence[bytes] | None = None, parent_key: bytes | None = None,
-        priority: int = 0, ttl_s: float = 0.0, tail_at: int | None = None,
-        request_info: RequestInfo | None = None, session_id: str | None = None,
-        weights: int | None = None, adapter: str = "",
+        self, token_ids: Tokens, token_mask: Span | None = None, *, priority: int = 0,
+        ttl_s: float = 0.0, tail_at: int | None = None, **options: Unpack[PromptOptions],
     ) -> tuple[int, Mask]:  # fmt: skip
         """Find the part of a prompt that is not cached yet and reserve room for it.
 
@@ -323,19 +237,13 @@ class KVManager(_WholeCache):
                 not, the launch does nothing.
         """
         retain_s = retention_s(priority, ttl_s, self.cache_config.priority_step_s)
-        prompt = self._prompts.make(
-            token_ids, token_mask, namespace, block_keys, parent_key, request_info, retain_s,
-            session_id, weights, adapter,
-        )  # fmt: skip
-        task = self._client.match(TaskKind.PUT, self._groups.with_tail(prompt, tail_at))
-        mask = _mask(self._prompts, prompt, task)
-        return task.task_id, mask
+        prompt = self._prompts.make(TaskKind.PUT, token_ids, token_mask, retain_s, **options)
+        offer = self._match(self._groups.with_tail(prompt, tail_at))
+        return offer.task_id, self._mask(offer)
 
     def get_async(
-        self, token_ids: Tokens, slot_mapping: Slots, token_mask: Span | None = None, *,
-        namespace: Namespace = None, block_keys: Sequence[bytes] | None = None,
-        parent_key: bytes | None = None, request_info: RequestInfo | None = None,
-        session_id: str | None = None, weights: int | None = None, adapter: str = "",
+        self, token_ids: Tokens, slot_mapping: Slots, token_mask: Span | None = None,
+        **options: Unpack[PromptOptions],
     ) -> tuple[int, Mask]:  # fmt: skip
         """Combine `get_match` and `launch`.
 
@@ -343,60 +251,71 @@ class KVManager(_WholeCache):
         for those that match.
         """
         self._groups.require_slots("get_match")
-        prompt = self._prompts.make(
-            token_ids, token_mask, namespace, block_keys, parent_key, request_info,
-            session_id=session_id, weights=weights, adapter=adapter,
-        )  # fmt: skip
-        return _start(self._client, self._prompts, TaskKind.GET, prompt, slot_mapping, token_mask)
+        prompt = self._prompts.make(TaskKind.GET, token_ids, token_mask, **options)
+        return self._match_and_launch(prompt, slot_mapping, token_mask)
 
     def put_async(
         self, token_ids: Tokens, slot_mapping: Slots, token_mask: Span | None = None, *,
-        namespace: Namespace = None, block_keys: Sequence[bytes] | None = None,
-        parent_key: bytes | None = None, priority: int = 0, ttl_s: float = 0.0,
-        request_info: RequestInfo | None = None, session_id: str | None = None,
-        weights: int | None = None, adapter: str = "",
+        priority: int = 0, ttl_s: float = 0.0, **options: Unpack[PromptOptions],
     ) -> tuple[int, Mask]:  # fmt: skip
         """Combine `put_match` and `launch`; ``slot_mapping`` as for `get_async`."""
         self._groups.require_slots("put_match")
         retain_s = retention_s(priority, ttl_s, self.cache_config.priority_step_s)
-        prompt = self._prompts.make(
-            token_ids, token_mask, namespace, block_keys, parent_key, request_info, retain_s,
-            session_id, weights, adapter,
-        )  # fmt: skip
-        return _start(self._client, self._prompts, TaskKind.PUT, prompt, slot_mapping, token_mask)
+        prompt = self._prompts.make(TaskKind.PUT, token_ids, token_mask, retain_s, **options)
+        return self._match_and_launch(prompt, slot_mapping, token_mask)
 
     def prefetch_async(
-        self, token_ids: Tokens, token_mask: Span | None = None, *, namespace: Namespace = None,
-        block_keys: Sequence[bytes] | None = None, parent_key: bytes | None = None,
-        request_info: RequestInfo | None = None, session_id: str | None = None,
-        weights: int | None = None, adapter: str = "",
-    ) -> int:  # fmt: skip
+        self, token_ids: Tokens, token_mask: Span | None = None, **options: Unpack[PromptOptions]
+    ) -> int:
         """Load the blocks of a prompt from lower tiers into DRAM. Needs no GPU slots."""
-        prompt = self._prompts.make(
-            token_ids, token_mask, namespace, block_keys, parent_key, request_info,
-            session_id=session_id, weights=weights, adapter=adapter,
-        )  # fmt: skip
-        prompt = self._groups.loadable(prompt)
-        task = self._client.match_and_launch(TaskKind.PREFETCH, prompt, lambda _: NO_BLOCKS)
-        return task.task_id
+        prompt = self._prompts.make(TaskKind.PREFETCH, token_ids, token_mask, **options)
+        offer = self._match(self._groups.loadable(prompt))
+        self._launch([offer.task_id], [NO_BLOCKS], gated=False)
+        return offer.task_id
 
     def prefetch_nowait(
-        self, token_ids: Tokens, token_mask: Span | None = None, *, namespace: Namespace = None,
-        block_keys: Sequence[bytes] | None = None, session_id: str | None = None,
-        weights: int | None = None, adapter: str = "",
-    ) -> int | None:  # fmt: skip
+        self, token_ids: Tokens, token_mask: Span | None = None, **options: Unpack[PromptOptions]
+    ) -> int | None:
         """Run `prefetch_async` without waiting. Returns None if the remote store has not answered
         yet: call again a little later."""
-        prompt = self._prompts.make(
-            token_ids, token_mask, namespace, block_keys, session_id=session_id, weights=weights,
-            adapter=adapter,
-        )  # fmt: skip
-        prompt = self._groups.loadable(prompt)
-        task = self._client.match_nowait(TaskKind.PREFETCH, prompt, look_up=True)
-        if task is None:
+        prompt = self._prompts.make(TaskKind.PREFETCH, token_ids, token_mask, **options)
+        offer = self._match_nowait(self._groups.loadable(prompt), True, False)
+        if offer is None:
             return None
-        self._client.launch([task.task_id], [NO_BLOCKS], gated=False)
-        return task.task_id
+        self._launch([offer.task_id], [NO_BLOCKS], gated=False)
+        return offer.task_id
+
+    def _match(self, prompt: Prompt) -> Offer:
+        """Make a task for what can be done of a prompt. Waits for the remote store's answer."""
+        self._require_open()
+        offer = self._transport.match(prompt, True, True, False)
+        assert offer is not None  # it may wait
+        self._tasks.add(offer)
+        return offer
+
+    def _match_nowait(self, prompt: Prompt, look_up: bool, awaits_loads: bool) -> Offer | None:
+        """As `_match`, but None if the remote store is asked (``look_up``) and has yet to answer,
+        or (``awaits_loads``) while what a get needs is being loaded early."""
+        self._require_open()
+        offer = self._transport.match(prompt, look_up, False, awaits_loads)
+        if offer is not None:
+            self._tasks.add(offer)
+        return offer
+
+    def _match_and_launch(
+        self, prompt: Prompt, slot_mapping: Slots, token_mask: Span | None
+    ) -> tuple[int, Mask]:
+        """Match, and launch with the slots of what matched; cancel if those are wrong."""
+        slots, size = as_slots(slot_mapping, "slot_mapping"), self._prompts.tokens_per_block
+        offer = self._match(prompt)
+        mask = self._mask(offer)
+        try:
+            blocks = gpu_blocks(matched_slots(slots, mask, token_mask), size, "slot_mapping")
+            self._launch([offer.task_id], [blocks], gated=False)
+        except ValueError:
+            self.cancel([offer.task_id])
+            raise
+        return offer.task_id, mask
 
     def launch(
         self, task_ids: Sequence[int], slot_mappings: Sequence[Slots] = (), *,
@@ -420,9 +339,16 @@ class KVManager(_WholeCache):
         """
         arguments.check_flag("gated", gated)
         task_ids = arguments.ids_of(task_ids)
-        extents = map(self._client.extent, task_ids)
-        blocks = self._groups.gpu_blocks(slot_mappings, group_blocks, extents)
-        self._client.launch(task_ids, blocks, gated)
+        offers = map(self._tasks.offer, task_ids)
+        blocks = self._groups.gpu_blocks(slot_mappings, group_blocks, offers)
+        self._launch(task_ids, blocks, gated)
+
+    def _launch(self, task_ids: Sequence[int], blocks: Sequence[BlockIds], gated: bool) -> None:
+        positions = self._tasks.launch(task_ids, blocks)
+        if positions:
+            self._transport.launch(
+                [task_ids[i] for i in positions], [blocks[i] for i in positions], gated
+            )
 
     def promise(self, task_id: int) -> PromisedLoad | None:
         """Start a matched get, instead of launching it, for a step that cannot do without it.
@@ -442,24 +368,33 @@ class KVManager(_WholeCache):
         [task_id] = arguments.ids_of([task_id])
         if self.model_config.groups:
             return None
+        self._require_open()
         try:
-            return self._client.promise(task_id)
+            if not self._promises.begin(self._transport.fence_path):
+                return None
+            promised = self._transport.promise(task_id)
         except ServerLostError:
             return None
+        if promised is not None:
+            self._tasks.promised(task_id)
+        return promised
 
     def end_promises(self) -> None:
         """Say that every step that was given a promised load has ended, and no other get is
         promised. Idempotent."""
-        self._client.end_promises()
+        self._promises.end()
 
     def report_prefill(self, tokens_per_s: float) -> None:
         """Report how fast the engine computes prompts, as ``skip_slow_loads`` requires."""
         rate = arguments.positive("tokens_per_s", tokens_per_s)
-        self._client.report_prefill(rate / self._prompts.tokens_per_block)
+        self._require_open()
+        self._transport.report_prefill(rate / self._prompts.tokens_per_block)
 
     def cancel(self, task_ids: Iterable[int]) -> None:
         """Stop what has not started. Idempotent; does not change tasks that have ended."""
-        self._client.cancel(arguments.ids_of(task_ids))
+        are_open = self._tasks.cancel(arguments.ids_of(task_ids))
+        if are_open:
+            self._transport.cancel(are_open)
 
     # -- responses -------------------------------------------------------------------------------
 
@@ -473,22 +408,142 @@ class KVManager(_WholeCache):
             completely: Wait for everything, including write-through to lower tiers.
         """
         all_ids = arguments.ids_of(task_ids)
-        results = self._client.results(all_ids, arguments.wait_s(timeout), completely)
+        results = self._tasks.results(all_ids, arguments.wait_s(timeout), completely)
         late = KVResponse(KVStatus.TIMEOUT, np.zeros(0, np.bool_), f"not done within {timeout} s")
         return {
-            task_id: _response(self._prompts, results[task_id]) if task_id in results else late
+            task_id: self._response(results[task_id]) if task_id in results else late
             for task_id in all_ids
         }
 
     def try_wait(self, task_ids: Iterable[int]) -> dict[int, KVResponse]:
         """Return the responses of those tasks whose GPU side is done."""
-        results = self._client.results(arguments.ids_of(task_ids), 0.0, completely=False)
-        return {task_id: _response(self._prompts, result) for task_id, result in results.items()}
+        results = self._tasks.results(arguments.ids_of(task_ids), 0.0, completely=False)
+        return {task_id: self._response(result) for task_id, result in results.items()}
+
+    # -- the cache as a whole, and users' sessions -------------------------------------------------
+
+    def session_hint(
+        self, session_id: str, *, over: bool = False, returns_in_s: float | None = None
+    ) -> None:
+        """Say how a user's session goes on: it is over, or it returns. Nothing is lost by a hint.
+
+        An unknown session is counted, not an error: its blocks may all be evicted.
+
+        Args:
+            session_id: As its gets and puts name it.
+            over: It is over: what no other session has used is evicted first.
+            returns_in_s: It goes on in about this many seconds, 0 to 86,400: prefer to keep its
+                blocks until then, and have those of its last prompt in DRAM by then.
+
+        Raises:
+            ValueError: An argument is out of range, or not exactly one of the two is given.
+            ServerLostError: The cache is shared and its server is away.
+        """
+        check_hint(session_id, over, returns_in_s)
+        seconds = None if returns_in_s is None else float(returns_in_s)
+        self._require_open()
+        self._transport.session_hint(session_id, over, seconds)
+
+    def clear(self, tier: str) -> int:
+        """Drop the unused blocks of one tier (`CPU`, `SSD`, `REMOTE`); return how many.
+
+        A remote store keeps its objects, under names that this cache no longer uses: until its
+        server restarts, this cache and others do not find each other's blocks there.
+        """
+        arguments.check_tier(tier)
+        self._require_open()
+        return self._transport.clear(tier)
+
+    def reset(self) -> None:
+        """Drop all blocks, and name what this engine stores from now on by a new version, as
+        `new_weights` does: the weights may have changed.
+
+        What is in use or being stored can no longer be found either, also after a restart. A remote
+        store keeps its objects, as for `clear`.
+        """
+        self._require_open()
+        self._transport.clear(None)
+
+    def new_weights(self, version: str | None = None) -> str:
+        """Name the weights of this engine: it stores and finds only what was stored under this
+        version from now on, by itself or by others that start from the same model.
+
+        Call it once the weights have changed. Ranks that notice it themselves
+        (`KVTPClient.weights_changed`) have called it already; the version given last counts. What
+        other versions have stored is not found, and evicted first. Open tasks are cancelled. The
+        version that they have already changes nothing.
+
+        Args:
+            version: 1 to 256 characters; None for one that no one else has.
+
+        Returns:
+            The version.
+
+        Raises:
+            ValueError: The version is no such string.
+        """
+        if version is not None:
+            check_version(version)
+        if self._is_parents:  # a thread that this process does not have may hold its locks
+            self._require_open()
+        version = version or random_version()
+        self._transport.new_weights(version)  # also before the start, and without its server
+        return version
+
+    def take_changes(self) -> list[Change]:
+        """Return what the tiers stored and lost since the last call, in order, with ``kv_events``.
+
+        Empty if the cache is shared: its server publishes the changes (``kv_events_endpoint``).
+        """
+        return [] if self._is_parents else self._transport.take_changes()
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters and occupancy, as plain dicts of numbers and strings.
+
+        ``engine`` counts this engine's share, everything else all engines that share the cache.
+
+        Raises:
+            ServerLostError: The cache is shared and its server is away.
+        """
+        self._require_open()
+        return self._transport.stats()
+
+    def check(self) -> None:
+        """Raise `InternalError` if an invariant does not hold. Checks only block counts in a shared
+        cache: walking the blocks would delay the other engines."""
+        self._require_open()
+        self._transport.check()
 
     def shutdown(self) -> None:
         """Cancel tasks, wait for running copies, stop the workers, free the memory. Idempotent, and
         the only call for a signal handler. `wait` raises at once; slots are free afterwards."""
-        self._client.shutdown()
+        if self._is_parents:
+            return
+        self._closed = "the cache was shut down"
+        self._promises.end()
+        self._tasks.close()
+        self._transport.close()
+
+    def forked(self) -> None:
+        """This process is a child of the one whose cache it is: only that may use it."""
+        self._is_parents = True
+        self._closed = (
+            f"the cache is that of process {self._pid}, of which this one is a fork: "
+            "make a KVManager of its own here"
+        )
+        self._tasks = ClientTasks()  # a thread that this process does not have may use the others
+        self._tasks.close()
+
+    def _require_open(self) -> None:
+        if self._closed is not None:
+            raise ClosedError(self._closed)
+
+    def _mask(self, offer: Offer) -> Mask:
+        return self._prompts.token_mask(offer.num_tokens, offer.start, offer.num_blocks)
+
+    def _response(self, result: TaskResult) -> KVResponse:
+        mask = self._prompts.token_mask(result.num_tokens, result.start, result.num_ok)
+        return KVResponse(result.status, mask, result.error)
 
     def __enter__(self) -> KVManager:
         self.start()
@@ -496,33 +551,3 @@ class KVManager(_WholeCache):
 
     def __exit__(self, *error: object) -> None:
         self.shutdown()
-
-
-def _mask(prompts: PromptMaker, prompt: Prompt, task: MatchedTask) -> Mask:
-    return prompts.token_mask(prompt.num_tokens, task.start, task.num_blocks)
-
-
-def _start(
-    client: EngineClient,
-    prompts: PromptMaker,
-    kind: TaskKind,
-    prompt: Prompt,
-    slot_mapping: Slots,
-    token_mask: Span | None,
-) -> tuple[int, Mask]:
-    slots = as_slots(slot_mapping, "slot_mapping")
-    mask: Mask
-
-    def blocks_of(task: MatchedTask) -> BlockIds:
-        nonlocal mask
-        mask = _mask(prompts, prompt, task)
-        matched = matched_slots(slots, mask, token_mask)
-        return gpu_blocks(matched, prompts.tokens_per_block, "slot_mapping")
-
-    task = client.match_and_launch(kind, prompt, blocks_of)
-    return task.task_id, mask
-
-
-def _response(prompts: PromptMaker, result: TaskResult) -> KVResponse:
-    mask = prompts.token_mask(result.num_tokens, result.start, result.num_ok)
-    return KVResponse(result.status, mask, result.error)

@@ -12,7 +12,7 @@ from pathlib import Path
 from flexcache.config.settings import Setting, describe_router_settings, describe_settings
 from flexcache.counters import Family, families
 from flexcache.metrics.metric import CatalogMetric
-from flexcache.router.metrics import catalog as router_metrics
+from flexcache.router import metrics as router_metrics
 from flexcache.router.stats import RouterStats
 from flexcache.stats import Stats
 

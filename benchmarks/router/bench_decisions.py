@@ -37,15 +37,25 @@ from rich.table import Table
 
 from flexcache.router.dispatcher import Dispatcher, Prompt
 from flexcache.router.load import Load
-from flexcache.router.peer_policies import make_policy
+from flexcache.router.policy import make_policy
 from flexcache.router.service_time import ServiceTime
-from flexcache.router.simulate.agents import Agents, AgentSpec
-from flexcache.router.simulate.comparison import busiest_of, figures_of
+from flexcache.router.simulate.comparison import (
+    Chooses,
+    Outcome,
+    Simulation,
+    busiest_of,
+    figures_of,
+)
 from flexcache.router.simulate.engine import EngineSpec
-from flexcache.router.simulate.generated import tool_agents
-from flexcache.router.simulate.requests import Recorded, SimRequest, Workload
-from flexcache.router.simulate.simulation import Chooses, Outcome, Simulation
-from flexcache.router.simulate.traces import read_trace
+from flexcache.router.simulate.workload import (
+    Agents,
+    AgentSpec,
+    Recorded,
+    SimRequest,
+    Workload,
+    read_trace,
+    tool_agents,
+)
 
 ARMS = ("ours", "dynamo", "dynamo_tuned", "sticky", "lmetric")
 TUNED_PEERS = ("dynamo_tuned", "sticky", "lmetric")

@@ -35,9 +35,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from flexcache.events.wire import BlockStored, EventBatch
 from flexcache.router.chooser import Arrival
+from flexcache.router.fleet import EventSource, WorkerSpec, WorkerState
 from flexcache.router.router import KVRouter
 from flexcache.router.tokens import Tokenizers, TokenLimits
-from flexcache.router.workers import EventSource, WorkerSpec, WorkerState
 
 CHAT_TEMPLATE = """{%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}

@@ -8,16 +8,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from flexcache.router.dispatcher import GPU, Dispatcher, Prompt
-from flexcache.router.holders import Holder
-from flexcache.router.index import KVIndexer
+from flexcache.router.fleet import Tier
+from flexcache.router.index import Holder, KVIndexer
 from flexcache.router.load import FloatArray, Load, Work
-from flexcache.router.peer_policies import make_policy
 from flexcache.router.placements import Placements, guesses_about
-from flexcache.router.policy import Pick
+from flexcache.router.policy import Pick, make_policy
 from flexcache.router.service_time import ServiceTime
 from flexcache.router.simulate.engine import Engine
-from flexcache.router.simulate.requests import SimRequest
-from flexcache.router.workers import Tier
+from flexcache.router.simulate.workload import SimRequest
 
 _MIX = 0x9E3779B97F4A7C15
 

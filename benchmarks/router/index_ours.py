@@ -24,10 +24,9 @@ from index_workload import (
 
 from flexcache.events.wire import BlockRemoved, BlockStored, EventBatch, decode_batch
 from flexcache.router.events import EventApplier
-from flexcache.router.index import KVIndexer
-from flexcache.router.keys import Space, chain_of
-from flexcache.router.lookup import WorkerTable
-from flexcache.router.workers import EventSource, WorkerSpec
+from flexcache.router.fleet import EventSource, WorkerSpec
+from flexcache.router.holdings import WorkerTable
+from flexcache.router.index import KVIndexer, Space, chain_of
 
 
 def source(worker: int) -> str:

@@ -23,7 +23,6 @@ from flexcache.bench.gpu_pool import (
     KINDS,
     NUM_LAYERS,
     Pool,
-    Runs,
     arrangements,
     behind_large_load,
     open_pool,
@@ -35,7 +34,7 @@ from flexcache.errors import NoDirectPathError
 from flexcache.ids import OpKind
 from flexcache.storage.block_io import Direction, open_block_io
 from flexcache.storage.host_pool import HostSegment
-from flexcache.transfer.copier import CopyPermit, Lane
+from flexcache.transfer.copier import CopyLane, CopyPermit, Runs
 from flexcache.transfer.copy_ways import CopyWay
 from flexcache.transfer.cuda_copier import KernelTables, split_by_table
 from flexcache.transfer.direct.cuda import CudaDirectIO
@@ -79,11 +78,11 @@ def _copy_by_kernel(tables: KernelTables, runs: Runs, programs: int) -> None:
     from flexcache.transfer import copy_kernel
 
     for part in split_by_table(runs):
-        table = tables.fill(Lane.LOADS, part)
+        table = tables.fill(CopyLane.LOADS, part)
         assert table is not None
-        copy_kernel.launch(table, tables.scratch[Lane.LOADS], programs)
+        copy_kernel.launch(table, tables.scratch[CopyLane.LOADS], programs)
     torch.cuda.current_stream().synchronize()
-    tables.clear(Lane.LOADS)
+    tables.clear(CopyLane.LOADS)
 
 
 def without_batches(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
@@ -240,7 +239,7 @@ def scattered_blocks(block_bytes: int, op_bytes: int, rounds: int, seed: int) ->
     with open_pool(block_bytes, op_bytes, seed) as pool:
         for kind in KINDS:
             runs, contiguous = pool.runs(kind), pool.contiguous(kind)
-            chosen = pool.copier.choose(*runs, kind).value
+            chosen = pool.copier.choose(runs, kind).value
             for way in (None, *pool.copier.ways):
                 seconds, bound = sample_beside(
                     partial(pool.copy, runs, kind, way), contiguous, rounds=rounds, scale=1
@@ -402,10 +401,10 @@ def _copying(pool: Pool, way: CopyWay) -> Iterator[None]:
         # Separate blocks, or each direction would change what the other reads.
         runs = pool.runs(kind, 0, half) if kind is OpKind.H2D else pool.runs(kind, half)
         try:
-            landed = pool.copier.start(*runs, kind, None, way=way)
+            landed = pool.copier.start(runs, kind, None, way=way)
             under_way.wait()
             while not ending.is_set():
-                following = pool.copier.start(*runs, kind, None, way=way)
+                following = pool.copier.start(runs, kind, None, way=way)
                 landed.synchronize()
                 landed = following
             landed.synchronize()

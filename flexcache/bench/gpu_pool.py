@@ -16,20 +16,18 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from flexcache.bench.suite import Result, Unsupported, sample, sample_beside
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import describe_kv_caches
+from flexcache.transfer.copier import Runs
 from flexcache.transfer.copy_ways import CopyWay
 from flexcache.transfer.cuda_copier import CudaCopier
 from flexcache.transfer.device_worker import DeviceWorker
 from flexcache.transfer.gates import LayerLoad
 from flexcache.transfer.messages import Execute, pack_ids
-
-Runs = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]
 
 NUM_LAYERS = 32
 KINDS = (OpKind.H2D, OpKind.D2H)
@@ -97,11 +95,12 @@ class Pool:
         starts = self.segment.address + host * self.segment.stride
         on_host = self.layout.host_addresses(starts).ravel()
         sizes = np.tile(self.layout.sizes, len(gpu))
-        return (on_gpu, on_host, sizes) if kind is OpKind.H2D else (on_host, on_gpu, sizes)
+        to, start = (on_gpu, on_host) if kind is OpKind.H2D else (on_host, on_gpu)
+        return Runs(to, start, sizes)
 
     def start(self, runs: Runs, kind: OpKind, way: CopyWay | None = None) -> torch.cuda.Event:
         """Submit copies behind the current stream, by default with the copier's choice."""
-        return self.copier.start(*runs, kind, self.copier.fence(), way=way)
+        return self.copier.start(runs, kind, self.copier.fence(), way=way)
 
     def copy(self, runs: Runs, kind: OpKind, way: CopyWay | None = None) -> None:
         """Submit copies and wait for their completion."""

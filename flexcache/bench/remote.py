@@ -27,8 +27,9 @@ from flexcache.bench.suite import Case, Result
 from flexcache.config.remote_url import check_remote_url
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
+from flexcache.storage.pieces import address_of
 from flexcache.storage.remote import check_packages, open_remote_store
-from flexcache.storage.remote.base import RemoteStore, Status, address_of
+from flexcache.storage.remote.base import RemoteStore, Status
 from flexcache.storage.remote.objects import object_name
 from flexcache.transfer.messages import BlockNames, Done, Execute, pack_ids
 from flexcache.transfer.remote_worker import RemoteService, RemoteWorkerConfig
@@ -63,9 +64,9 @@ class OwnCalls(ABC):
 
 
 class MemoryCalls(OwnCalls):
-    """Calls of the store in this process, which only copies."""
+    """Calls of FlexCache's own store in memory, which only copies, or of a store of the user's."""
 
-    name = "a copy of the bytes"
+    name = "the store's calls"
 
     def __init__(self, store: RemoteStore, segment: HostSegment) -> None:
         self._store = store
@@ -178,9 +179,9 @@ def _each(action: Callable[..., Any], names: list[str], blocks: list[memoryview]
 
 def own_calls(url: str) -> Callable[[Any, HostSegment], OwnCalls]:
     """Return the class that calls the store at a URL without FlexCache."""
-    return {"memory": MemoryCalls, "mooncake": MooncakeCalls, "file": FileCalls}.get(
-        check_remote_url(url).scheme, ObstoreCalls
-    )
+    calls = {"mooncake": MooncakeCalls, "file": FileCalls}
+    calls |= dict.fromkeys(("s3", "gs", "az"), ObstoreCalls)
+    return calls.get(check_remote_url(url).scheme, MemoryCalls)
 
 
 class StoreBench:

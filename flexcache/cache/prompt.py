@@ -11,7 +11,7 @@ import sys
 import uuid
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,7 @@ from flexcache.ids import (
     PromptDetail,
     RequestInfo,
     RootId,
+    TaskKind,
     check_request_info,
 )
 
@@ -94,7 +95,10 @@ _MAX_ROOTS = 65_536
 
 
 class Prompt(NamedTuple):
-    """Blocks ``[start, stop)`` of a prompt of ``num_tokens``.
+    """A get, put or prefetch of blocks ``[start, stop)`` of a prompt of ``num_tokens``.
+
+    It is made once and handed on as it is. What continues a chain resolves to another one, of the
+    whole chain (`Matcher.resolve`).
 
     ``retain_s``: stored blocks of a put count as used this much later when room is needed.
     ``tail_at``: a put also stores the tail behind this many blocks, unless it is 0.
@@ -102,8 +106,10 @@ class Prompt(NamedTuple):
     ``weights``: the generation of the engine's weights that named its keys; tasks are made for the
     present one only.
     ``adapter``: digest of the adapter that its KV needs; ranks without it move nothing.
+    ``num_before``: blocks before the caller's prompt, which continues their chain.
     """
 
+    kind: TaskKind
     keys: PromptKeys
     start: int
     stop: int
@@ -113,6 +119,33 @@ class Prompt(NamedTuple):
     session_id: str | None = None
     weights: int = 0
     adapter: str = ""
+    num_before: int = 0
+
+
+class PromptOptions(TypedDict, total=False):
+    """What a caller may say of a prompt beside its tokens.
+
+    Attributes:
+        namespace: Isolates keys: tenant, LoRA, cache salt.
+        block_keys: The engine's own chained block hashes; if given, tokens are only counted, and
+            published in KV events: -1 stands for an unknown one.
+        parent_key: The key of a cached block, if ``block_keys`` continue the chain that it ends.
+            Tokens and masks are those of the continuation.
+        request_info: Metadata for KV events and traces.
+        session_id: Names the user's session that the prompt belongs to (`KVManager.session_hint`).
+        weights: `KVManager.weights_generation` when the request began. If the weights are others by
+            now, nothing is found, and of a put nothing is stored. None: they are the present ones.
+        adapter: Digest of the adapter (LoRA) that the KV belongs to. Ranks that do not hold it
+            (`KVTPClient`) move nothing.
+    """
+
+    namespace: Namespace
+    block_keys: Sequence[bytes] | None
+    parent_key: bytes | None
+    request_info: RequestInfo | None
+    session_id: str | None
+    weights: int | None
+    adapter: str
 
 
 class _Names(NamedTuple):
@@ -154,35 +187,27 @@ class PromptMaker:
             self._names = _Names(generation, version, {})
 
     def make(
-        self,
-        token_ids: Tokens,
-        token_mask: Span | None = None,
-        namespace: Namespace = None,
-        block_keys: Sequence[bytes] | None = None,
-        parent_key: bytes | None = None,
-        info: RequestInfo | None = None,
-        retain_s: float = 0.0,
-        session_id: str | None = None,
-        weights: int | None = None,
-        adapter: str = "",
-    ) -> Prompt:
+        self, kind: TaskKind, token_ids: Tokens, token_mask: Span | None = None,
+        retain_s: float = 0.0, *, namespace: Namespace = None,
+        block_keys: Sequence[bytes] | None = None, parent_key: bytes | None = None,
+        request_info: RequestInfo | None = None, session_id: str | None = None,
+        weights: int | None = None, adapter: str = "",
+    ) -> Prompt:  # fmt: skip
         """Make a prompt of the whole blocks within the first run of True in ``token_mask``, or
         within a range of positions.
 
         With ``block_keys`` only the number of tokens matters. With a ``parent_key`` they continue
         the chain that ends with it.
 
-        Args:
-            weights: The generation that its KV was computed with; None for the present one.
-            adapter: Digest of the adapter that its KV was computed with.
+        The named arguments are `PromptOptions`.
 
         Raises:
             ValueError: An argument has the wrong shape, type or size.
         """
         if session_id is not None:
             check_session_id(session_id)
-        if info is not None:
-            check_request_info(info)
+        if request_info is not None:
+            check_request_info(request_info)
         if weights is not None or adapter:
             _check_weights(weights, adapter)
         names = self._names
@@ -196,13 +221,14 @@ class PromptMaker:
         content = None
         if detail := self._prompt_detail():
             tokens = _own_copy(token_ids) if detail is PromptDetail.TOKENS else ()
-            content = PromptContent(tokens, info or NO_INFO)
+            content = PromptContent(tokens, request_info or NO_INFO)
         keys = self._keys(token_ids, (namespace, adapter), names, block_keys, parent_key, content)
         stop = min(stop, keys.num_blocks)
         generation = names.generation if weights is None else weights
         return Prompt(
-            keys, min(start, stop), stop, num_tokens, retain_s, 0, session_id, generation, adapter
-        )
+            kind, keys, min(start, stop), stop, num_tokens, retain_s, 0, session_id, generation,
+            adapter,
+        )  # fmt: skip
 
     def token_mask(self, num_tokens: int, start: int, num_blocks: int) -> Mask:
         """Make a mask over ``num_tokens`` that is True for ``num_blocks`` from block ``start``."""

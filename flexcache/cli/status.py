@@ -206,8 +206,7 @@ def _over_http(url: str) -> tuple[Callable[[], Any], View[Any, Any]]:
 def _router(url: str, page: Callable[[], bytes | None]) -> tuple[Callable[[], Any], View[Any, Any]]:
     import msgspec
 
-    from flexcache.router.report import from_json
-    from flexcache.router.stats import RouterStats
+    from flexcache.router.stats import RouterStats, from_json
     from flexcache.status.router import rates_between, render
 
     def read() -> RouterStats:

@@ -17,7 +17,7 @@ import zmq
 
 from flexcache.cache.prompt import Prompt
 from flexcache.errors import InternalError, ServerLostError
-from flexcache.ids import PromptDetail, SessionId, TaskId, TaskIds, TaskKind, TierName
+from flexcache.ids import PromptDetail, SessionId, TaskIds, TierName
 from flexcache.protocol.fence import Scratch
 from flexcache.protocol.messages import (
     MAX_FRAME_BYTES,
@@ -37,7 +37,7 @@ from flexcache.protocol.messages import (
     Request,
     SessionHint,
 )
-from flexcache.tasks.instructions import MatchedTask
+from flexcache.tasks.instructions import Offer
 
 _COPY_BELOW_BYTES = 64 << 10
 _MAX_PROMPT_BYTES = MAX_FRAME_BYTES - 4096  # the request itself has a place in the frame
@@ -120,10 +120,10 @@ class Calls:
     # -- calls -----------------------------------------------------------------------------------
 
     def match(
-        self, kind: TaskKind, prompt: Prompt, look_up: bool, may_wait: bool, awaits_loads: bool
-    ) -> MatchedTask | None:
+        self, prompt: Prompt, look_up: bool, may_wait: bool, awaits_loads: bool
+    ) -> Offer | None:
         """Have a task made; a miss if there is no server. See `Transport.match`."""
-        keys, start, stop, num_tokens, retain_s, tail_at, session_id, weights, adapter = prompt
+        keys, start, stop, tail_at = prompt.keys, prompt.start, prompt.stop, prompt.tail_at
         key_bytes, data = keys.packed(stop)
         if len(data) > _MAX_PROMPT_BYTES:  # what is beyond is not looked for, nor stored
             stop = stop * _MAX_PROMPT_BYTES // len(data)
@@ -136,17 +136,24 @@ class Calls:
             self._request_id += 1
             payload = self._show(data, tokens)
             request = Match(
-                self._request_id, task_id, kind, keys.root, start, stop, num_tokens, key_bytes,
-                0 if payload is not None else len(data), retain_s, self.prefill_blocks_per_s,
-                look_up, may_wait, len(tokens), info, tail_at if tail_at <= stop else 0,
-                keys.parent_key, session_id, awaits_loads, weights, adapter,
+                self._request_id, task_id, prompt.kind, keys.root, start, stop, prompt.num_tokens,
+                key_bytes, 0 if payload is not None else len(data), prompt.retain_s,
+                self.prefill_blocks_per_s, look_up, may_wait, len(tokens), info,
+                tail_at if tail_at <= stop else 0, keys.parent_key, prompt.session_id,
+                awaits_loads, prompt.weights, prompt.adapter,
             )  # fmt: skip
             try:
                 reply = self._ask(request, payload)
             except ServerLostError:
-                return MatchedTask(task_id, start, 0, {}, 0)
+                return Offer(task_id, prompt.kind, prompt.num_tokens, start)
         assert isinstance(reply, Matched)
-        return None if reply.is_pending else _matched(task_id, reply)
+        if reply.is_pending:
+            return None
+        return Offer(
+            task_id, prompt.kind, prompt.num_tokens, reply.start, reply.num_blocks,
+            {TierName(name): count for name, count in reply.sources.items()},
+            reply.num_gpu_blocks, reply.tail_at,
+        )  # fmt: skip
 
     def request(
         self, request: Promise | Clear | SessionHint | NewWeights | GetStats | CheckInvariants
@@ -231,13 +238,6 @@ class Calls:
     def _fail(self, why: str) -> NoReturn:
         self._give_up(why)
         raise ServerLostError(self._reason)
-
-
-def _matched(task_id: TaskId, reply: Matched) -> MatchedTask:
-    sources = {TierName(name): count for name, count in reply.sources.items()}
-    return MatchedTask(
-        task_id, reply.start, reply.num_blocks, sources, reply.num_gpu_blocks, reply.tail_at
-    )
 
 
 def _raise(failed: Failed) -> NoReturn:

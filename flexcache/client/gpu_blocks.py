@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from flexcache.cache.prompt import Mask, Prompt, Span
 from flexcache.client.arguments import refusal
-from flexcache.client.tasks import Extent
 from flexcache.config import ModelConfig
 from flexcache.config.model import UnitShape
 from flexcache.ids import TaskKind
+from flexcache.tasks.instructions import Offer
 from flexcache.transfer.messages import name_blocks
 
 Slots = Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -124,19 +124,19 @@ class GroupTable:
         self,
         slot_mappings: Sequence[Slots],
         group_blocks: Sequence[GroupBlocks] | None,
-        extents: Iterable[Extent],
+        offers: Iterable[Offer],
     ) -> list[BlockIds]:
         """Return the GPU blocks of each task, from slots or from ids; for a model with groups, from
         ids only.
 
         Args:
-            extents: What each task moves.
+            offers: What each task moves.
 
         Raises:
             ValueError: They are of the wrong kind or not as many as the task needs.
         """
         try:
-            return self._read(slot_mappings, group_blocks, extents)
+            return self._read(slot_mappings, group_blocks, offers)
         except TypeError:  # something has neither length nor items
             pass
         if group_blocks is None:
@@ -148,7 +148,7 @@ class GroupTable:
         self,
         slot_mappings: Sequence[Slots],
         group_blocks: Sequence[GroupBlocks] | None,
-        extents: Iterable[Extent],
+        offers: Iterable[Offer],
     ) -> list[BlockIds]:
         if group_blocks is not None and len(slot_mappings):
             raise ValueError("give slot_mappings or group_blocks, not both")
@@ -161,16 +161,16 @@ class GroupTable:
             ]
         if not self._groups:
             return [_only_group(given) for given in group_blocks]
-        tasks = list(extents)
+        tasks = list(offers)
         if len(tasks) != len(group_blocks):
             raise ValueError(
                 f"group_blocks has lists for {len(group_blocks)} of {len(tasks)} tasks"
             )
         return [
-            self._arranged(given, extent) for given, extent in zip(group_blocks, tasks, strict=True)
+            self._arranged(given, offer) for given, offer in zip(group_blocks, tasks, strict=True)
         ]
 
-    def _arranged(self, group_blocks: GroupBlocks, extent: Extent) -> BlockIds:
+    def _arranged(self, group_blocks: GroupBlocks, offer: Offer) -> BlockIds:
         """Return the GPU blocks of a task.
 
         First those of the dense groups, position by position; then, if the task has a tail, those
@@ -180,8 +180,8 @@ class GroupTable:
             ValueError: A group has another number of blocks than the task needs of it, or -1 among
                 those of a put, which would store what is no KV.
         """
-        _, num_blocks, tail_at = extent
-        lowest = 0 if extent.kind is TaskKind.PUT else -1
+        num_blocks, tail_at = offer.num_blocks, offer.tail_at
+        lowest = 0 if offer.kind is TaskKind.PUT else -1
         if len(group_blocks) != len(self._groups):
             counts = f"{len(group_blocks)} of {len(self._groups)}"
             raise ValueError(f"group_blocks has blocks for {counts} groups")

@@ -39,7 +39,7 @@ from flexcache.errors import (
     ServerLostError,
     UntrustedError,
 )
-from flexcache.ids import PromptDetail, SessionId, TaskKind, is_of_same_server, last_id
+from flexcache.ids import PromptDetail, SessionId, is_of_same_server, last_id
 from flexcache.logs import log_event
 from flexcache.processes import tell_of_forks
 from flexcache.protocol.endpoints import is_served
@@ -65,7 +65,7 @@ from flexcache.protocol.messages import (
     WelcomeEngine,
     pid_namespace,
 )
-from flexcache.tasks.instructions import MatchedTask, PromisedLoad, TaskResult
+from flexcache.tasks.instructions import Offer, PromisedLoad, TaskResult
 from flexcache.transfer.messages import Stop, pack_ids
 
 logger = logging.getLogger(__name__)
@@ -429,13 +429,13 @@ class RemoteTransport:
     # -- calls -----------------------------------------------------------------------------------
 
     def match(
-        self, kind: TaskKind, prompt: Prompt, look_up: bool, may_wait: bool, awaits_loads: bool
-    ) -> MatchedTask | None:
-        return self._calls.match(kind, prompt, look_up, may_wait, awaits_loads)
+        self, prompt: Prompt, look_up: bool, may_wait: bool, awaits_loads: bool
+    ) -> Offer | None:
+        return self._calls.match(prompt, look_up, may_wait, awaits_loads)
 
     def look_up(self, prompt: Prompt) -> None:
         # The server asks the store before it matches; a match of no blocks has ended at once.
-        self._calls.match(TaskKind.GET, prompt._replace(start=prompt.stop), True, False, False)
+        self._calls.match(prompt._replace(start=prompt.stop), True, False, False)
 
     def launch(self, task_ids: Sequence[int], gpu_blocks: Sequence[BlockIds], gated: bool) -> None:
         self._calls.tell(

@@ -12,39 +12,22 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
 
-from flexcache.cache.journal import Change
-from flexcache.cache.prompt import Prompt
 from flexcache.errors import ClosedError, RegistrationError
-from flexcache.ids import KVStatus, PromptDetail, SessionId, TaskKind, session_of
+from flexcache.ids import KVStatus, SessionId, TaskKind, session_of
 from flexcache.protocol.fence import Fence
-from flexcache.tasks.instructions import MatchedTask, PromisedLoad, TaskResult
+from flexcache.tasks.instructions import Offer, TaskResult
 from flexcache.tasks.model import check_launchable, check_slot_mappings
 from flexcache.transfer.scheduler import BlockIds
 
 _NUM_REMEMBERED = 16_384
 
 
-class Extent(NamedTuple):
-    """What a task moves: ``num_blocks`` of the prompt, and the tail behind its first ``tail_at``
-    blocks, unless that is 0."""
-
-    kind: TaskKind
-    num_blocks: int
-    tail_at: int
-
-
 @dataclass(slots=True, eq=False)
 class ClientTask:
     """One task, as its owner sees it."""
 
-    kind: TaskKind
-    start: int
-    num_blocks: int
-    num_tokens: int
-    num_gpu_blocks: int
-    tail_at: int
+    offer: Offer
     launched: bool = False
     result: TaskResult | None = None
 
@@ -54,7 +37,7 @@ class ClientTask:
 
     def end(self, status: KVStatus, error: str | None = None) -> None:
         """End it with nothing moved."""
-        self.result = TaskResult(status, self.start, 0, self.num_tokens, error)
+        self.result = TaskResult(status, self.offer.start, 0, self.offer.num_tokens, error)
 
 
 class ClientTasks:
@@ -76,26 +59,22 @@ class ClientTasks:
 
     # -- calls of the engine ---------------------------------------------------------------------
 
-    def add(self, kind: TaskKind, matched: MatchedTask, num_tokens: int) -> None:
+    def add(self, offer: Offer) -> None:
         """Keep a new task. The oldest that is over is forgotten when there are too many.
 
         Raises:
             ClosedError: The cache was shut down.
         """
-        task_id, start, num_blocks, _, num_gpu_blocks, tail_at = matched
-        nothing = None
-        if not num_blocks and not tail_at:
-            nothing = TaskResult(KVStatus.NOT_FOUND, start, 0, num_tokens)
-        task = ClientTask(
-            kind, start, num_blocks, num_tokens, num_gpu_blocks, tail_at, False, nothing
-        )
+        task_id, task = offer.task_id, ClientTask(offer)
+        if not offer.num_blocks and not offer.tail_at:
+            task.end(KVStatus.NOT_FOUND)
         with self._lock:
             if self._is_closed:
                 raise ClosedError("the cache was shut down")
             self._tasks[task_id] = task
             if task_id in self._early:
                 task.result = self._early.pop(task_id)
-            elif nothing is None and self._was_lost and session_of(task_id) != self._session:
+            elif task.result is None and self._was_lost and session_of(task_id) != self._session:
                 task.end(KVStatus.FAILED, "the server was lost")
             if len(self._tasks) > _NUM_REMEMBERED:
                 oldest = next(iter(self._tasks))
@@ -118,7 +97,8 @@ class ClientTasks:
                 task = self._known(task_id)
                 if task.result is not None and not task.launched:
                     continue  # it was cancelled, or had nothing to move
-                check_launchable(task_id, task.kind, task.launched, task.num_gpu_blocks, blocks)
+                offer = task.offer
+                check_launchable(task_id, offer.kind, task.launched, offer.num_gpu_blocks, blocks)
                 to_start.append(position)
             for position in to_start:
                 self._tasks[task_ids[position]].launched = True
@@ -129,11 +109,10 @@ class ClientTasks:
         with self._lock:
             self._known(task_id).launched = True
 
-    def extent(self, task_id: int) -> Extent:
+    def offer(self, task_id: int) -> Offer:
         """What a task moves. A `KeyError` if the id was never given out."""
         with self._lock:
-            task = self._known(task_id)
-            return Extent(task.kind, task.num_blocks, task.tail_at)
+            return self._known(task_id).offer
 
     def cancel(self, task_ids: Iterable[int]) -> list[int]:
         """End what was not launched; the tasks that the cache must cancel. It keeps what a prefetch
@@ -141,7 +120,7 @@ class ClientTasks:
         are_open = []
         with self._lock:
             for task_id, task in [(task_id, self._known(task_id)) for task_id in task_ids]:
-                has_brought = task.kind is TaskKind.PREFETCH and task.launched
+                has_brought = task.offer.kind is TaskKind.PREFETCH and task.launched
                 if task.is_over and (self._is_closed or not has_brought):
                     continue
                 are_open.append(task_id)
@@ -232,85 +211,6 @@ class ClientTasks:
         if task is None:
             raise KeyError(f"task {task_id} was never given out, or was answered long ago")
         return task
-
-
-class Transport(Protocol):
-    """Thread-safe. Tasks that it is given are known to be in order: `ClientTasks` has checked.
-
-    What becomes of tasks is pushed into the client's `ClientTasks` by the transport, on any thread,
-    in the order in which it happens.
-    """
-
-    @property
-    def endpoint(self) -> str:
-        """Address for a `KVTPClient`."""
-
-    @property
-    def prompt_detail(self) -> PromptDetail:
-        """How much of a prompt the cache's observers need."""
-
-    def start(self, tasks: ClientTasks) -> None:
-        """Connect, and push answers into ``tasks`` from now on. Returns at once."""
-
-    def is_ready(self) -> bool:
-        """Whether all ranks and workers serve."""
-
-    def wait_ready(self, timeout: float | None) -> None:
-        """Wait until they do. Raises `TimeoutError`, `RegistrationError` or `ClosedError`."""
-
-    def match(
-        self, kind: TaskKind, prompt: Prompt, look_up: bool, may_wait: bool, awaits_loads: bool
-    ) -> MatchedTask | None:
-        """Make a task for what can be done of a prompt.
-
-        With ``look_up`` the remote store is asked first. None if it has yet to answer, and the
-        caller may not wait. With ``awaits_loads`` also None while what a get needs is being loaded
-        early.
-        """
-
-    def look_up(self, prompt: Prompt) -> None:
-        """Begin to ask the remote store about a prompt; no task is made."""
-
-    def launch(self, task_ids: Sequence[int], gpu_blocks: Sequence[BlockIds], gated: bool) -> None:
-        """Start open tasks."""
-
-    @property
-    def fence_path(self) -> str | None:
-        """Where the engine's fence is; None if it has no rank, or there is no server."""
-
-    def promise(self, task_id: int) -> PromisedLoad | None:
-        """Start a get from DRAM that the engine has its ranks carry out, if that can be promised.
-
-        Raises:
-            FlexCacheError: It cannot, since there is no server.
-        """
-
-    def cancel(self, task_ids: Sequence[int]) -> None:
-        """Stop what has not started of tasks. Idempotent."""
-
-    def report_prefill(self, blocks_per_s: float) -> None:
-        """Report how fast the engine computes."""
-
-    def session_hint(self, session_id: str, over: bool, returns_in_s: float | None) -> bool:
-        """Pass on what a user says of its session; whether the session is known."""
-
-    def new_weights(self, version: str) -> None:
-        """Name the engine's weights. At any time; what was named before `start` counts from it."""
-
-    def take_changes(self) -> list[Change]:
-        """What the tiers have stored and lost since the last call."""
-
-    def clear(self, tier: str | None) -> int:
-        """Drop the blocks of one tier, or of all, that are not in use; how many."""
-
-    def stats(self) -> dict[str, Any]:
-        """Plain numbers and strings."""
-
-    def check(self) -> None:
-        """Raise `InternalError` if an invariant does not hold."""
-
-    def close(self) -> None:
-        """Cancel open tasks, disconnect and release everything. Idempotent."""
 
 
 class StepPromises:

@@ -113,7 +113,7 @@ class CacheConfig:
     remote_url: str | None = setting(
         None,
         "Remote store: `mooncake://HOST:PORT`, `s3://BUCKET/PREFIX` (`gs://`, `az://`), "
-        "`file:///DIR`.",
+        "`file:///DIR`, or a store of your own: `ITS.MODULE://...`.",
     )
     remote_write_policy: WritePolicy = setting("write_through", "As ssd_write_policy.")
     remote_write_mb_s: Megabytes | None = setting(

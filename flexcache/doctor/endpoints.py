@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from flexcache.config.remote_url import RemoteUrl, check_remote_url
+from flexcache.config.remote_url import check_remote_url, store_kind
 from flexcache.config.values import check_http_endpoint
 from flexcache.doctor.subject import Finding, Subject, error, ok, warning
 from flexcache.errors import ConfigError, MissingDependencyError
@@ -132,10 +132,6 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 _STORE_TIMEOUT_S = 3.0
 _PROCESS_TIMEOUT_S = 20.0
-_MOONCAKE_IS_OPEN = (
-    "; anyone who reaches Mooncake's ports can read and replace what is in the store "
-    "(docs/remote.md says how to fence them)"
-)
 _LOOK_UP = """
 import sys, time
 from flexcache.storage.remote import open_remote_store
@@ -170,15 +166,10 @@ def check_remote_store(subject: Subject) -> Iterator[Finding]:
         what, _, remedy = str(missing).partition(": ")
         yield error(f"remote_url {url.name}: {what}", remedy)
         return
-    if url.scheme == "mooncake":
-        problem = _master_problem(url)
-    elif url.scheme == "file":
-        problem = _share_problem(Path(url.location))
-    else:
-        problem = _object_store_problem(config.remote_url)
+    kind = store_kind(url.scheme)
+    problem = _look_up_problem(config.remote_url) if kind.problem is None else kind.problem(url)
     if problem is None:
-        exposed = "" if url.scheme != "mooncake" else _MOONCAKE_IS_OPEN
-        yield ok(f"{url.name}: answers{exposed}")
+        yield ok(f"{url.name}: answers{kind.caution}")
     else:
         yield warning(
             f"{url.name}: {problem}",
@@ -187,24 +178,7 @@ def check_remote_store(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def _master_problem(url: RemoteUrl) -> str | None:
-    """Check only that the master accepts connections: a whole client would join the cluster."""
-    host, _, port = url.location.rstrip("/").rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _STORE_TIMEOUT_S).close()
-    except OSError as failure:
-        return f"the master does not accept connections ({failure.strerror or failure})"
-    return None
-
-
-def _share_problem(directory: Path) -> str | None:
-    """Check a shared directory without creating it: the share may not be mounted."""
-    if not directory.is_dir():
-        return "no such directory"
-    return None if os.access(directory, os.W_OK | os.X_OK) else "must be writable"
-
-
-def _object_store_problem(url: str) -> str | None:
+def _look_up_problem(url: str) -> str | None:
     """Look up an object in a separate process, since a store's client may hang."""
     command = [sys.executable, "-c", _LOOK_UP, url, str(_STORE_TIMEOUT_S)]
     try:

@@ -31,8 +31,15 @@ from flexcache.errors import FlexCacheError, NoDirectPathError
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.pieces import PAGE_BYTES
-from flexcache.transfer.copier import CopyPermit
-from flexcache.transfer.copy_ways import PROBE_BYTES, CopyWay, Scratch, Verdict, check_way, describe
+from flexcache.transfer.copier import CopyPermit, Runs
+from flexcache.transfer.copy_ways import (
+    PROBE_BYTES,
+    CopyWay,
+    ScratchMemory,
+    Verdict,
+    check_way,
+    describe,
+)
 from flexcache.transfer.cuda_copier import CudaCopier
 from flexcache.transfer.direct.ops import open_direct_io
 
@@ -66,7 +73,7 @@ class Trial:
             size = self._segment.size
             memory = (c_uint8 * size).from_address(self._segment.address)
             on_device = torch.empty(size, dtype=torch.uint8, device=self._device)
-            scratch = Scratch(np.ctypeslib.as_array(memory), on_device, is_reachable=True)
+            scratch = ScratchMemory(np.ctypeslib.as_array(memory), on_device, is_reachable=True)
             ways = [self._try(verdict, scratch) for verdict in self._copier.verdicts]
             used = [gpu.used_bytes for gpu in ask_driver().gpus]
             past_dram = {each: self._try_past_dram(each) for each in directories}
@@ -74,7 +81,7 @@ class Trial:
         finally:
             self._copier.close()
 
-    def _try(self, verdict: Verdict, scratch: Scratch) -> WayTried:
+    def _try(self, verdict: Verdict, scratch: ScratchMemory) -> WayTried:
         """Copy in a way that passed the self-test."""
         if not verdict.passed:
             return _tried(verdict)
@@ -82,7 +89,7 @@ class Trial:
         self._report.begin(f"{way.value}: compare bytes")
         for start in np.linspace(0, self._segment.size - PROBE_BYTES, _NUM_PLACES, dtype=np.int64):
             place = slice(start // PROBE_BYTES * PROBE_BYTES, None)
-            here = Scratch(scratch.host[place], scratch.device[place], scratch.is_reachable)
+            here = ScratchMemory(scratch.host[place], scratch.device[place], scratch.is_reachable)
             verdict = check_way(way, lambda runs, kind: self._copy(runs, kind, way), here)
             if not verdict.passed:
                 return _tried(verdict)
@@ -111,7 +118,7 @@ class Trial:
             return str(refusal)
         return io.through_host
 
-    def _rate(self, way: CopyWay, kind: OpKind, size: int, scratch: Scratch) -> float:
+    def _rate(self, way: CopyWay, kind: OpKind, size: int, scratch: ScratchMemory) -> float:
         """Copy all of the memory in blocks of ``size`` bytes, in random order; return GB/s."""
         random = np.random.default_rng(0)
         count = self._segment.size // size
@@ -124,9 +131,8 @@ class Trial:
             seconds.append(time.perf_counter() - began)
         return count * size / min(seconds[1:]) / 1e9
 
-    def _copy(self, runs: tuple[np.ndarray, ...], kind: OpKind, way: CopyWay) -> None:
-        destinations, sources, sizes = runs
-        self._copier.start(destinations, sources, sizes, kind, None, way=way).synchronize()
+    def _copy(self, runs: Runs, kind: OpKind, way: CopyWay) -> None:
+        self._copier.start(runs, kind, None, way=way).synchronize()
 
 
 def _tried(verdict: Verdict) -> WayTried:

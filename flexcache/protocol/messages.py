@@ -436,7 +436,9 @@ class Greeting(msgspec.Struct, frozen=True):
     version: int
 
 
-Request = Match | Promise | Clear | SessionHint | NewWeights | GetStats | CheckInvariants
+SessionRequest = Match | Promise | Clear | SessionHint | NewWeights | CheckInvariants
+"""Requests that need a session."""
+Request = SessionRequest | GetStats
 Reply = Matched | Answer | Failed
 ToServer = (
     HelloRank

@@ -3,10 +3,10 @@
 `KVRouter` is the whole as a library, without I/O; `KVIndexer` is its index of blocks.
 """
 
+from flexcache.router.chooser import Decision, RouteRequest
+from flexcache.router.fleet import EventSource, Tier, WorkerSpec, WorkerState
 from flexcache.router.index import KVIndexer
-from flexcache.router.request import Decision, RouteRequest
 from flexcache.router.router import KVRouter, WorkerScore
-from flexcache.router.workers import EventSource, Tier, WorkerSpec, WorkerState
 
 __all__ = [
     "Decision",

@@ -1,12 +1,132 @@
-"""The contract between those that receive requests (proxies, endpoint picker, HTTP API) and the
-decider."""
+"""Requests, choices and outcomes: the contract between those that receive requests (proxies,
+endpoint picker, HTTP API) and the decider.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+
+from flexcache.router.fleet import Tier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteRequest:
+    """What decides where a request goes.
+
+    Attributes:
+        request_id: Unique among the requests in flight.
+        num_tokens: Length of the prompt, an estimate if ``token_ids`` does not cover it all.
+        token_ids: The prompt, up to the first token whose KV depends on more than the tokens, an
+            image, say; None if unknown: the request goes by load.
+        model: Name in the request, of a model or an adapter; None: it names none.
+        adapter: Name of the LoRA adapter.
+        cache_salt: vLLM's ``cache_salt``; prompts of different salts share nothing.
+        session_id: Conversation that it belongs to, a hint for ties.
+    """
+
+    request_id: str
+    num_tokens: int
+    token_ids: Sequence[int] | np.ndarray | None = None
+    model: str | None = None
+    adapter: str | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Where a request goes, and what is expected there.
+
+    Attributes:
+        worker: Name of the worker.
+        others: The other eligible workers, best first.
+        num_tokens: Length of the prompt.
+        matched: Tokens that each tier supplies; a token counts for the fastest tier that has it.
+        ttft_s: Predicted time to the first token; None before the service time is known.
+        reason: Why: ``cost``, ``tie``, ``only_one``, ``load`` (tokens unknown), or a policy's own.
+        disk_block: What the worker's cache calls the last block that it has on SSD or remote store
+            only; None if that is unknown, or too little is there.
+    """
+
+    worker: str
+    others: tuple[str, ...]
+    num_tokens: int
+    matched: Mapping[Tier, int]
+    ttft_s: float | None
+    reason: str
+    disk_block: int | None = None
+
+    @property
+    def matched_tokens(self) -> int:
+        """Tokens that the worker need not compute, over all tiers."""
+        return sum(self.matched.values())
+
+
+class Decided(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="decided"):
+    """A request was sent to a worker. Nothing in it comes from the prompt.
+
+    Attributes:
+        time: UNIX time in seconds, as in the others.
+        matched: Predicted cached tokens by tier; None if the tokens are unknown.
+        ttft_s: Predicted; None before the service time is known.
+        queued_s: How long it waited for a worker.
+        attempt: 0, or how often it was sent to others before.
+    """
+
+    time: float
+    request_id: str
+    worker: str
+    reason: str
+    num_tokens: int
+    matched: dict[str, int] | None
+    ttft_s: float | None
+    queued_s: float
+    attempt: int
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="ended"):
+    """A request ended at its worker.
+
+    Attributes:
+        outcome: An `Outcome`.
+        predicted_tokens: Predicted cached tokens; None if they were unknown.
+        cached_tokens: Reported by the engine; None if it did not.
+        ttft_s: Measured; None if no token came. ``predicted_ttft_s`` likewise predicted.
+        total_s: From the choice to the end.
+    """
+
+    time: float
+    request_id: str
+    worker: str
+    outcome: str
+    predicted_tokens: int | None
+    cached_tokens: int | None
+    prompt_tokens: int | None
+    output_tokens: int | None
+    predicted_ttft_s: float | None
+    ttft_s: float | None
+    total_s: float
+
+
+class Skipped(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="skipped"):
+    """Events that a watcher did not read in time, and that it does not get."""
+
+    time: float
+    count: int
+
+
+RouterEvent = Decided | Ended | Skipped
+
+
+def to_server_sent(event: RouterEvent) -> bytes:
+    """Encode for ``GET /decisions``, ``text/event-stream``: an unnamed event with JSON as data."""
+    return b"data: " + msgspec.json.encode(event) + b"\n\n"
 
 
 class Outcome(str, Enum):

@@ -19,12 +19,17 @@ from flexcache.events.wire import (
     low_64_bits,
 )
 from flexcache.logs import log_event
-from flexcache.router.disk_names import DiskNames
-from flexcache.router.holders import Holder
-from flexcache.router.index import IndexPart, KVIndexer
-from flexcache.router.keys import Space, chain_of, pack, pack_extra_keys
-from flexcache.router.names import BlockNames, NamesPart, Run
-from flexcache.router.workers import Tier
+from flexcache.router.fleet import Tier
+from flexcache.router.index import (
+    Holder,
+    IndexPart,
+    KVIndexer,
+    Space,
+    chain_of,
+    pack,
+    pack_extra_keys,
+)
+from flexcache.router.names import BlockNames, DiskNames, NamesPart, Run
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Feeds an index with the KV events of all sources, on the event loop that routes.
+"""Feed of KV events: follows all sources, and applies what they say on the loop that routes.
 
     SourceThread --+
     SourceThread --+--> bounded queue --> event loop: slices of at most 1 ms --> sink
@@ -11,20 +11,324 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import queue
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from itertools import islice
 from typing import Protocol
 
+import msgspec
+import zmq
+
 from flexcache.errors import InternalError
-from flexcache.events.wire import EventBatch
+from flexcache.events.subscriber import (
+    KVEventSubscriber,
+    Lost,
+    News,
+    PublisherRestarted,
+    Received,
+    SnapshotPart,
+)
+from flexcache.events.wire import BlockRemoved, BlockStored, Event, EventBatch
 from flexcache.logs import log_event
-from flexcache.router.source_thread import Item, SourceThread, Unknown
-from flexcache.router.source_watch import Alarm, SourceWatch
+from flexcache.router.fleet import EventSource
 from flexcache.router.stats import SourceStats
-from flexcache.router.workers import EventSource
+
+MAX_BLOCKS = 256
+
+
+def slices(batch: EventBatch) -> Iterator[EventBatch]:
+    """Yield the batch in parts of at most `MAX_BLOCKS` blocks, in order.
+
+    The last part has the number of unknown events.
+    """
+    events: list[Event] = []
+    room = MAX_BLOCKS
+    for event in batch.events:
+        for piece in _pieces(event):
+            size = _num_blocks(piece)
+            if events and size > room:
+                yield msgspec.structs.replace(batch, events=events, num_unknown=0)
+                events, room = [], MAX_BLOCKS
+            events.append(piece)
+            room -= size
+    if events or batch.num_unknown:
+        yield msgspec.structs.replace(batch, events=events)
+
+
+def _num_blocks(event: Event) -> int:
+    return len(event.block_hashes) if isinstance(event, BlockStored | BlockRemoved) else 1
+
+
+def _pieces(event: Event) -> Iterator[Event]:
+    """Yield an event in parts; whole if its tokens cannot be assigned to its blocks."""
+    if _num_blocks(event) <= MAX_BLOCKS:
+        yield event
+    elif isinstance(event, BlockRemoved):
+        hashes = iter(event.block_hashes)
+        while part := list(islice(hashes, MAX_BLOCKS)):
+            yield msgspec.structs.replace(event, block_hashes=part)
+    elif isinstance(event, BlockStored):
+        count, size = len(event.block_hashes), event.block_size
+        if len(event.token_ids) not in (0, count * size):
+            yield event
+            return
+        for start in range(0, count, MAX_BLOCKS):
+            stop = start + MAX_BLOCKS
+            yield msgspec.structs.replace(
+                event,
+                block_hashes=event.block_hashes[start:stop],
+                parent_block_hash=event.block_hashes[start - 1]
+                if start
+                else event.parent_block_hash,
+                token_ids=event.token_ids[start * size : stop * size],
+                extra_keys=None if event.extra_keys is None else event.extra_keys[start:stop],
+            )
+
+
+SILENT_REQUESTS = 50
+SILENT_TOKENS = 20_000
+"""Computed by that many requests at least: prompts shorter than a block store nothing."""
+UNMATCHED_REQUESTS = 20
+UNMATCHED_TOKENS = 64
+"""Cached tokens from which a report counts."""
+
+
+class Alarm(str, Enum):
+    """What is wrong with a source."""
+
+    SILENT = "silent"
+    UNMATCHED = "unmatched"
+
+
+class SourceWatch:
+    """Watches one source.
+
+    A router that hears nothing, or hears of blocks under other tokens than it sees in requests,
+    still routes, by load: nothing fails, only the gain is gone. Hence two rules:
+
+    * *silent*: workers computed many prompts since the publisher's last event, although each new
+      block is an event.
+    * *unmatched*: the engine reports cached tokens time after time, and the index predicted none.
+
+    Attributes:
+        alarms: What is wrong now.
+    """
+
+    def __init__(self) -> None:
+        self.alarms: set[Alarm] = set()
+        self._num_requests = 0
+        self._num_tokens = 0
+        self._num_unmatched = 0
+
+    def event(self) -> None:
+        """Note that the publisher said something."""
+        self._num_requests = self._num_tokens = 0
+        self.alarms.discard(Alarm.SILENT)
+
+    def answered(
+        self, num_tokens: int, predicted_tokens: int, cached_tokens: int | None
+    ) -> Alarm | None:
+        """Note that a worker of this source answered a prompt; return an alarm that is new.
+
+        Args:
+            num_tokens: Length of the prompt.
+            predicted_tokens: What the index said was cached.
+            cached_tokens: What the engine said was cached; None if it did not say.
+        """
+        self._note_computed(num_tokens - max(predicted_tokens, cached_tokens or 0))
+        if predicted_tokens > 0:
+            self._num_unmatched = 0
+            self.alarms.discard(Alarm.UNMATCHED)
+        elif cached_tokens is not None and cached_tokens >= UNMATCHED_TOKENS:
+            self._num_unmatched += 1
+        if self._num_requests >= SILENT_REQUESTS and self._num_tokens >= SILENT_TOKENS:
+            return self._raise(Alarm.SILENT)
+        if self._num_unmatched >= UNMATCHED_REQUESTS:
+            return self._raise(Alarm.UNMATCHED)
+        return None
+
+    def _note_computed(self, num_tokens: int) -> None:
+        if num_tokens > 0:
+            self._num_requests += 1
+            self._num_tokens += num_tokens
+
+    def _raise(self, alarm: Alarm) -> Alarm | None:
+        is_new = alarm not in self.alarms
+        self.alarms.add(alarm)
+        return alarm if is_new else None
+
 
 logger = logging.getLogger(__name__)
+
+_REPLAY_TIMEOUT_S = 1.0
+_RETRY_S = 1.0
+_STOP_PATIENCE_S = 0.1  # until a thread that waits for room looks whether it is to stop
+
+
+class Unknown(Enum):
+    """Takes the place of a batch: what the source said before no longer holds."""
+
+    LOST = "lost"
+    """Batches are missing for good."""
+    RESTARTED = "restarted"
+    """It restarted, or tells all that it holds in the batches that follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What a source says, for the event loop. Batches are cut into slices."""
+
+    source: SourceThread
+    content: EventBatch | Unknown
+
+
+class SourceThread:
+    """Follows a source until `stop`.
+
+    Receiving blocks while missed batches are requested, and decoding takes milliseconds for a long
+    prompt: neither may hold up the event loop that routes.
+
+    Args:
+        source: The publisher.
+        items: Takes what it says; its bound holds up this thread, and no other source.
+        wake: Called, on this thread, after something was put there.
+
+    Attributes:
+        num_put: Items that it put into the queue so far.
+        num_taken: Items that the event loop took from there, which counts them.
+        num_losses: How often the source's blocks became unknown.
+        last_batch_s: Monotonic time of the last batch; None: there was none.
+
+    Raises:
+        ConfigError: An address cannot be used.
+    """
+
+    def __init__(
+        self, source: EventSource, items: queue.Queue[Item], wake: Callable[[], None]
+    ) -> None:
+        self.source = source
+        self.num_put = self.num_taken = 0
+        self.num_losses = 0
+        self.last_batch_s: float | None = None
+        self.subscriber = self._subscribe()
+        self._items = items
+        self._wake = wake
+        self._stopping = threading.Event()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._num_connects = 0
+        self._thread = threading.Thread(
+            target=self._run, name=f"flexcache-feed {source.endpoint}", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Have the thread end; it may take `_REPLAY_TIMEOUT_S`. Idempotent."""
+        if not self._stopping.is_set():
+            os.eventfd_write(self._wake_fd, 1)  # first: a thread that ends closes it
+            self._stopping.set()
+
+    def join(self) -> None:
+        """Wait until the thread has ended, after `stop`."""
+        self._thread.join()
+
+    # -- the thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._follow()
+            except Exception as error:  # no descriptors left, say
+                log_event(
+                    logger, logging.ERROR, "kv_events_source_failed",
+                    endpoint=self.source.endpoint, error=error, retry_s=_RETRY_S, exc_info=True,
+                )  # fmt: skip
+                self._lose()
+                self._renew()
+        self.subscriber.close()
+        os.close(self._wake_fd)
+
+    def _subscribe(self) -> KVEventSubscriber:
+        source = self.source
+        return KVEventSubscriber(
+            source.endpoint, source.replay, source.topic, _REPLAY_TIMEOUT_S, snapshots=True
+        )
+
+    def _renew(self) -> None:
+        """Subscribe again, with the counts of before."""
+        counters = self.subscriber.counters
+        self.subscriber.close()
+        while not self._stopping.wait(_RETRY_S):
+            try:
+                self.subscriber = self._subscribe()
+            except Exception:
+                continue
+            self.subscriber.counters = counters
+            self._num_connects = 0
+            return
+
+    def _follow(self) -> None:
+        poller = zmq.Poller()
+        self.subscriber.register(poller)
+        poller.register(self._wake_fd, zmq.POLLIN)
+        while not self._stopping.is_set():
+            news = self.subscriber.receive(0)
+            self._note_connects()
+            if news is None:
+                poller.poll()
+            else:
+                self._hand_over(news)
+
+    def _note_connects(self) -> None:
+        """Without replay a publisher that was away may have restarted, or not: its blocks are
+        unknown."""
+        is_new = self.subscriber.num_connects != self._num_connects
+        if is_new and self._num_connects and self.source.replay is None:
+            self._lose()
+        self._num_connects = self.subscriber.num_connects
+
+    def _hand_over(self, news: News) -> None:
+        match news:
+            case PublisherRestarted():
+                log_event(
+                    logger, logging.INFO, "kv_events_source_restarted",
+                    endpoint=self.source.endpoint,
+                )  # fmt: skip
+                self._put(Unknown.RESTARTED)
+            case Lost(first, stop):
+                # What was published before the first connection was never known here.
+                if self.last_batch_s is not None:
+                    log_event(
+                        logger, logging.WARNING, "kv_events_lost",
+                        endpoint=self.source.endpoint, batches=stop - first,
+                    )  # fmt: skip
+                    self._lose()
+            case Received() | SnapshotPart():
+                if isinstance(news, SnapshotPart) and news.is_first:
+                    self._put(Unknown.RESTARTED)
+                self.last_batch_s = time.monotonic()
+                for part in slices(news.batch):
+                    self._put(part)
+
+    def _lose(self) -> None:
+        self.num_losses += 1
+        self._put(Unknown.LOST)
+
+    def _put(self, content: EventBatch | Unknown) -> None:
+        item = Item(self, content)
+        while not self._stopping.is_set():
+            try:
+                self._items.put(item, timeout=_STOP_PATIENCE_S)
+            except queue.Full:
+                continue
+            self.num_put += 1
+            self._wake()
+            return
+
 
 _SLICE_S = 0.001
 _QUEUE = 512

@@ -1,28 +1,257 @@
-"""Index of blocks: which holders have which block, for all engines and tiers together.
-
-A dictionary from block key to the mask of its holders, in shards, so that no operation takes long:
-neither growing a dictionary, nor a step of a sweep, nor a part of a snapshot.
-
-A match relies on prefixes: a holder of a block has all before it. Depths are found by bisection, in
-O(log blocks) probes for each that differs. Publishers may break that rule:
-vLLM reports a block as removed when one of its copies goes. Such a hole is stepped over unless a
-probe hits it. A depth is therefore at least the number of blocks before the holder's first hole,
-and the last block within it is always held.
-
-Pure.
-"""
+"""Index of blocks: which holders have which block, for all engines and tiers together. Pure."""
 
 from __future__ import annotations
 
 import sys
+from array import array
 from collections.abc import Container, Iterator, Sequence
+from functools import lru_cache
+from struct import Struct
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from flexcache.errors import InternalError
-from flexcache.router.holders import Holder, Holders, Mask
+from flexcache.router.fleet import Tier
+
+Tokens = Sequence[int] | npt.NDArray[Any]
+"""Token ids, each at least 0 and below 2**32."""
+
+_TOKEN_BYTES = 4
+_hash = xxhash.xxh3_64_intdigest
+_encode = msgspec.msgpack.encode
+
+
+class Space(NamedTuple):
+    """What prompts must have in common to share blocks.
+
+    Attributes:
+        block_size: Tokens per block.
+        adapter: Name of the LoRA adapter, or its number where the publisher gives no name; None:
+            the base model.
+    """
+
+    block_size: int
+    adapter: str | int | None = None
+
+
+def pack(tokens: Tokens) -> bytes:
+    """Return token ids as integers of four bytes.
+
+    Raises:
+        ValueError: A token id is out of range.
+    """
+    try:
+        if not isinstance(tokens, np.ndarray):
+            return array("I", tokens).tobytes()
+        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < 1 << 32:
+            raise ValueError("token ids must be at least 0 and below 2**32")
+        return tokens.astype(np.uint32).tobytes()
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"not token ids: {error}") from None
+
+
+def pack_extra_keys(extra_keys: Sequence[Any]) -> list[bytes]:
+    """Return what the KV of each block depends on besides its tokens and its space (images, salt,
+    embeddings) as bytes; none for a block without such.
+
+    Raises:
+        ValueError: An entry cannot be encoded.
+    """
+    try:
+        return [_encode(entry) if entry else b"" for entry in extra_keys]
+    except (TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"not extra keys: {error}") from None
+
+
+class KeyChain:
+    """Computes the keys of one space. Immutable.
+
+    A key, the identity of a prompt's prefix that ends with a block, is the xxh3-64 hash of the
+    block's tokens and extra keys, seeded with the key of the block before it. The first block's
+    seed is a digest of the `Space`. Keys are hints, not identities of bytes: two prefixes with
+    equal keys would send a request to the wrong engine, no more.
+    """
+
+    __slots__ = ("_block", "_root", "space")
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self._root = _hash(_encode(space))
+        self._block = Struct(f"{_TOKEN_BYTES * space.block_size}s")
+
+    def block_keys(self, tokens: Tokens, *, salt: str | None = None) -> list[int]:
+        """Return the keys of a prompt's whole blocks.
+
+        Args:
+            tokens: The prompt, or the part of it before the first image.
+            salt: vLLM's ``cache_salt``.
+
+        Raises:
+            ValueError: A token id is out of range.
+        """
+        stop = len(tokens) // self.space.block_size * self.space.block_size
+        packed = pack(tokens if stop == len(tokens) else tokens[:stop])
+        return self.extend(None, packed, pack_extra_keys([[salt]]) if salt else ())
+
+    def extend(
+        self, parent: int | None, packed: bytes, extra_keys: Sequence[bytes] = ()
+    ) -> list[int]:
+        """Return the keys of the blocks after the block ``parent`` (None: a prompt's start).
+
+        Args:
+            packed: Tokens of whole blocks, from `pack`.
+            extra_keys: From `pack_extra_keys`, one entry per block; may end early.
+        """
+        key = self._root if parent is None else parent
+        blocks = self._block.iter_unpack(packed)
+        if not extra_keys:
+            return [key := _hash(block, key) for (block,) in blocks]
+        keys = []
+        for extra, (block,) in zip(extra_keys, blocks, strict=False):
+            key = _hash(block + extra, key)
+            keys.append(key)
+        return keys + [key := _hash(block, key) for (block,) in blocks]
+
+
+@lru_cache(maxsize=10_000)
+def chain_of(space: Space) -> KeyChain:
+    """Return the one chain of a space."""
+    return KeyChain(space)
+
+
+Mask = int
+"""A set of holders: one bit each."""
+
+_MAX_CACHED = 1 << 16
+
+
+class Holder(NamedTuple):
+    """Where blocks are.
+
+    Attributes:
+        source: Endpoint of the publisher, or another unique name.
+        rank: Data-parallel rank that the publisher gives; None: it has none.
+    """
+
+    source: str
+    tier: Tier
+    rank: int | None = None
+
+
+class Holders:
+    """Gives bits to holders and computes masks.
+
+    A holder is one tier of one source of events. Forgetting a holder takes its bit out of
+    ``alive``, at once, however many blocks carry it; the bit can be given to another holder after a
+    sweep has cleared it from all blocks.
+    """
+
+    def __init__(self) -> None:
+        self.alive: Mask = 0
+        """Bits of all holders that are not forgotten."""
+        self.version = 0
+        """Changes when a holder gets a bit or loses it."""
+        self._bits: dict[Holder, int] = {}
+        self._free: list[int] = []
+        self._retired: list[int] = []
+        self._sweeping: list[int] = []
+        """Retired bits that the sweep in progress clears."""
+        self._num_bits = 0
+        self._masks: dict[Mask, Mask] = {}
+        """One object for equal masks, to save memory."""
+        self._positions: dict[Mask, npt.NDArray[np.intp]] = {}
+
+    def __contains__(self, holder: Holder) -> bool:
+        return holder in self._bits
+
+    def __iter__(self) -> Iterator[Holder]:
+        return iter(self._bits)
+
+    @property
+    def num_bits(self) -> int:
+        """Positions of bits are below this."""
+        return self._num_bits
+
+    @property
+    def free_bits(self) -> Mask:
+        """Bits that no holder has and no block may carry."""
+        return sum(1 << bit for bit in self._free)
+
+    @property
+    def has_retired(self) -> bool:
+        """Whether blocks may carry bits that are no longer alive."""
+        return bool(self._retired or self._sweeping)
+
+    def bit(self, holder: Holder) -> int | None:
+        """Return the position of a holder's bit; None if it has none."""
+        return self._bits.get(holder)
+
+    def make_bit(self, holder: Holder) -> int:
+        """Return the position of a holder's bit, which it gets if it has none."""
+        bit = self._bits.get(holder)
+        if bit is None:
+            if not self._free:
+                self._free.append(self._num_bits)
+                self._num_bits += 1
+            bit = self._bits[holder] = self._free.pop()
+            self.alive |= 1 << bit
+            self.version += 1
+        return bit
+
+    def retire(self, holder: Holder) -> int | None:
+        """Take a holder's bit away; returns its position."""
+        bit = self._bits.pop(holder, None)
+        if bit is not None:
+            self.alive &= ~(1 << bit)
+            self._retired.append(bit)
+            self.version += 1
+        return bit
+
+    def begin_sweep(self) -> bool:
+        """Return whether there are retired bits to clear; `end_sweep` follows if so."""
+        self._sweeping, self._retired = self._retired, []
+        return bool(self._sweeping)
+
+    def end_sweep(self) -> None:
+        """Make the bits that were retired before the sweep available: no block carries them."""
+        self._free += self._sweeping
+        self._sweeping = []
+        self._masks.clear()
+        self._positions.clear()
+
+    def one(self, mask: Mask) -> Mask:
+        """Return the one object that stands for equal masks."""
+        if len(self._masks) >= _MAX_CACHED:
+            self._masks.clear()
+        return self._masks.setdefault(mask, mask)
+
+    def positions(self, mask: Mask) -> npt.NDArray[np.intp]:
+        """Return the positions of a mask's bits, ascending."""
+        found = self._positions.get(mask)
+        if found is None:
+            if len(self._positions) >= _MAX_CACHED:
+                self._positions.clear()
+            data = np.frombuffer(mask.to_bytes((mask.bit_length() + 7) // 8, "little"), np.uint8)
+            found = np.flatnonzero(np.unpackbits(data, bitorder="little"))
+            self._positions[mask] = found
+        return found
+
+    def of(self, mask: Mask) -> list[Holder]:
+        """Return the holders whose bits are in a mask."""
+        return [holder for holder, bit in self._bits.items() if mask >> bit & 1] if mask else []
+
+    def check(self) -> None:
+        """Raise `InternalError` if a bit has no or several uses."""
+        used = [*self._bits.values(), *self._free, *self._retired, *self._sweeping]
+        if sorted(used) != list(range(self._num_bits)):
+            raise InternalError(f"of {self._num_bits} bits, these are in use: {sorted(used)}")
+        if self.alive != sum(1 << bit for bit in self._bits.values()):
+            raise InternalError("the mask of living holders is wrong")
+
 
 _NUM_SHARDS = 1024
 _SHIFT = 64 - 10
@@ -54,6 +283,15 @@ class IndexPart(msgspec.Struct, frozen=True, tag=True):
 
 class KVIndexer:
     """Which holders have which blocks.
+
+    A dictionary from block key to the mask of its holders, in shards, so that no operation takes
+    long: neither growing a dictionary, nor a step of a sweep, nor a part of a snapshot.
+
+    A match relies on prefixes: a holder of a block has all before it. Depths are found by
+    bisection, in O(log blocks) probes for each that differs. Publishers may break that rule: vLLM
+    reports a block as removed when one of its copies goes. Such a hole is stepped over unless a
+    probe hits it. A depth is therefore at least the number of blocks before the holder's first
+    hole, and the last block within it is always held.
 
     When the index is full, new blocks are refused, and with them those that follow in the same
     call: what it knows of a prompt stays a prefix. Removals make room.

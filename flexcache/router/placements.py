@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from flexcache.errors import InternalError
-from flexcache.router.holders import Holder
-from flexcache.router.index import KVIndexer
-from flexcache.router.workers import Tier
+from flexcache.router.fleet import Tier
+from flexcache.router.index import Holder, KVIndexer
 
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_NUM_BLOCKS = 8_192

@@ -7,33 +7,191 @@ seconds of one monotonic clock, and calls from one thread.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
 
+from flexcache.counters import Histogram
 from flexcache.events.wire import EventBatch
-from flexcache.router.accuracy import CachedTokensAccuracy, TTFTAccuracy
-from flexcache.router.decision_counts import DecisionCounts
+from flexcache.router.chooser import Decision, RouteRequest
 from flexcache.router.dispatcher import Dispatcher, Prompt
-from flexcache.router.fleet import Fleet
-from flexcache.router.holdings import Holdings
+from flexcache.router.fleet import Fleet, Member, Tier, WorkerSpec, WorkerState
+from flexcache.router.holdings import Found, Holdings
 from flexcache.router.load import Load, Work
-from flexcache.router.lookup import Found
-from flexcache.router.peer_policies import make_policy
-from flexcache.router.policy import Pick
-from flexcache.router.request import Decision, RouteRequest
-from flexcache.router.routing_stats import (
-    by_tier_name,
-    index_stats,
-    service_time_stats,
-    worker_stats,
-)
+from flexcache.router.policy import Pick, make_policy
 from flexcache.router.service_time import ServiceTime
-from flexcache.router.stats import RouterStats, RoutingStats
-from flexcache.router.workers import Tier, WorkerSpec, WorkerState
+from flexcache.router.stats import (
+    CachedTokensStats,
+    IndexStats,
+    RouterStats,
+    RoutingStats,
+    ServiceTimeStats,
+    TTFTStats,
+    WorkerStats,
+)
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class CachedTokensAccuracy:
+    """Counts requests by whether as many of their tokens were cached as predicted."""
+
+    def __init__(self) -> None:
+        self._exact = self._over = self._under = 0
+        self._unreported = self._unpredicted = 0
+        self._predicted_tokens = self._actual_tokens = self._prompt_tokens = 0
+
+    def add(self, predicted: int | None, actual: int | None, num_tokens: int) -> None:
+        """Count an answered request.
+
+        Args:
+            predicted: Cached tokens; None if the prompt's tokens were unknown.
+            actual: Cached tokens that the engine reported; None if it did not.
+            num_tokens: Length of the prompt.
+        """
+        if actual is None:
+            self._unreported += predicted is not None
+            return
+        if predicted is None:
+            self._unpredicted += 1
+            return
+        self._exact += predicted == actual
+        self._over += predicted > actual
+        self._under += predicted < actual
+        self._predicted_tokens += predicted
+        self._actual_tokens += actual
+        self._prompt_tokens += num_tokens
+
+    def stats(self) -> CachedTokensStats:
+        return CachedTokensStats(
+            exact=self._exact,
+            over=self._over,
+            under=self._under,
+            unreported=self._unreported,
+            unpredicted=self._unpredicted,
+            predicted_tokens=self._predicted_tokens,
+            actual_tokens=self._actual_tokens,
+            prompt_tokens=self._prompt_tokens,
+        )
+
+
+class TTFTAccuracy:
+    """Distributions of predicted and actual times to the first token, and of their difference."""
+
+    def __init__(self) -> None:
+        self._predicted, self._actual, self._error = (Histogram(_SECONDS) for _ in range(3))
+
+    def add(self, predicted_s: float, actual_s: float) -> None:
+        self._predicted.observe(predicted_s)
+        self._actual.observe(actual_s)
+        self._error.observe(abs(predicted_s - actual_s))
+
+    def stats(self) -> TTFTStats:
+        return TTFTStats(
+            predicted_s=self._predicted.snapshot(),
+            actual_s=self._actual.snapshot(),
+            error_s=self._error.snapshot(),
+        )
+
+
+@dataclass(slots=True)
+class TokenCounts:
+    """Decisions for one worker, or for all."""
+
+    decisions: int = 0
+    prompt_tokens: int = 0
+    matched_tokens: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
+
+    def add(self, decision: Decision) -> None:
+        self.decisions += 1
+        self.prompt_tokens += decision.num_tokens
+        for tier, tokens in decision.matched.items():
+            self.matched_tokens[tier] += tokens
+
+
+class DecisionCounts:
+    """What was decided since startup."""
+
+    def __init__(self) -> None:
+        self.reasons: Counter[str] = Counter()
+        self.total = TokenCounts()
+        self._by_worker: dict[str, TokenCounts] = {}
+
+    def add(self, decision: Decision) -> None:
+        self.reasons[decision.reason] += 1
+        self.total.add(decision)
+        self._by_worker.setdefault(decision.worker, TokenCounts()).add(decision)
+
+    def of_worker(self, worker: str) -> TokenCounts:
+        return self._by_worker.get(worker) or TokenCounts()
+
+    def keep(self, workers: Collection[str]) -> None:
+        """Forget the counts of all other workers."""
+        self._by_worker = {k: v for k, v in self._by_worker.items() if k in workers}
+
+
+def by_tier_name(tokens: Mapping[Tier, int]) -> dict[str, int]:
+    return {tier.value: count for tier, count in tokens.items()}
+
+
+def service_time_stats(times: ServiceTime) -> ServiceTimeStats:
+    base_s, token_s, attention_s, dram_s, disk_s = times.coefficients
+    return ServiceTimeStats(
+        samples=times.num_samples,
+        is_learned=times.is_known,
+        base_s=base_s,
+        token_s=token_s,
+        attention_s=attention_s,
+        load_s={Tier.DRAM.value: dram_s, Tier.DISK.value: disk_s},
+    )
+
+
+def index_stats(holdings: Holdings) -> IndexStats:
+    index, applier = holdings.index, holdings.applier
+    held: dict[str, dict[str, int]] = {}
+    for holder in index.holders:
+        tiers = held.setdefault(holder.source, {})
+        name = holder.tier.value
+        tiers[name] = tiers.get(name, 0) + index.num_held(holder)
+    return IndexStats(
+        blocks=index.num_blocks,
+        held_blocks=held,
+        bytes=applier.num_bytes,
+        max_blocks=index.max_blocks,
+        refused_blocks=index.num_refused,
+        orphans=applier.num_waiting,
+        events=dict(applier.applied),
+        event_blocks=dict(applier.blocks),
+        ignored_events=dict(applier.ignored),
+    )
+
+
+def worker_stats(
+    member: Member,
+    dispatcher: Dispatcher,
+    counts: TokenCounts,
+    wait_s: float,
+    *,
+    is_approximate: bool,
+) -> WorkerStats:
+    number, load = member.number, dispatcher.load
+    return WorkerStats(
+        url=member.spec.url,
+        state=member.state.value,
+        sources=[source.endpoint for source in member.spec.sources],
+        requests=int(load.num_requests[number]),
+        waiting_requests=int(load.num_waiting[number]),
+        wait_s=wait_s,
+        speed_factor=float(dispatcher.service_time.factors[number]),
+        decisions=counts.decisions,
+        prompt_tokens=counts.prompt_tokens,
+        matched_tokens=by_tier_name(counts.matched_tokens),
+        is_approximate=is_approximate,
+    )
+
 
 _MAX_SESSIONS = 100_000
 _MAX_OTHERS = 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,11 +14,10 @@ from flexcache.config import CacheConfig, ModelConfig
 from flexcache.config.model import UnitShape
 from flexcache.errors import ConfigError, FlexCacheError, StorageError
 from flexcache.events.held_blocks import PublishedNames
-from flexcache.ids import SessionId, TierName
+from flexcache.ids import TierName
 from flexcache.logs import log_event
 from flexcache.protocol.messages import HelloRank
 from flexcache.server.outbox import BackgroundJob, Outbox
-from flexcache.server.places import Rank
 from flexcache.server.store import CacheStore, other_layout
 from flexcache.storage.compression import Codec, open_compressor
 from flexcache.storage.direct_files import DirectFilesRef
@@ -270,14 +269,9 @@ class ServedCache:
 
 OpenCache = Callable[[ModelConfig, int, Shards], ServedCache]
 
-
-@dataclass(frozen=True, slots=True)
-class _Expected:
-    """A cache to be opened with the sizes of an engine's ranks; None: of any engine."""
-
-    model: ModelConfig
-    tokens_per_block: int
-    engine: str | None
+TOLD_TTL_S = 3.0
+"""What a rank has told counts for this long. Waiting ranks repeat Hello every 0.2 s."""
+_MAX_TOLD = 4096  # ranks
 
 
 class CacheSlot:
@@ -299,12 +293,10 @@ class CacheSlot:
     def __init__(self, open_cache: OpenCache, outbox: Outbox) -> None:
         self._open_cache = open_cache
         self._outbox = outbox
-        self._sizes = RankSizes()
-        self._expected: _Expected | None = None
-        self._sessions: list[tuple[SessionId, str]] = []
-        """Opened before the cache."""
-        self._weights: dict[str, int] = {}
-        """Generations of engines whose weights had another name before the cache opened."""
+        self._told: dict[tuple[str, int], tuple[int, float]] = {}
+        """Bytes of a block of ranks that wait, by engine and rank, and when they said so."""
+        self._expected: tuple[ModelConfig, int, str | None] | None = None
+        """A model, tokens per block, and the engine whose ranks have the sizes; None: any."""
         self.cache: ServedCache | None = None
         self.awaited = ["a model"]
         self.failure: Exception | None = None
@@ -318,7 +310,7 @@ class CacheSlot:
         """Open the cache of a model that is known before any engine greets, or once the ranks of
         the engine (None: of any) have told their sizes."""
         if model.sized_by_ranks:
-            self._expected = _Expected(model, tokens_per_block, engine)
+            self._expected = model, tokens_per_block, engine
             self.awaited = [f"rank {rank}" for rank in range(model.num_ranks)]
         else:
             self.open(model, tokens_per_block, "", 0.0)
@@ -327,12 +319,17 @@ class CacheSlot:
         """A rank greets: its size may be what the cache waits for."""
         if self.cache is not None:
             return
-        self._sizes.tell(hello.engine, hello.rank, hello.block_bytes, now)
-        expected = self._expected
-        if expected is None or expected.engine not in (None, hello.engine):
+        self._told.pop((hello.engine, hello.rank), None)
+        self._told[hello.engine, hello.rank] = hello.block_bytes, now
+        while len(self._told) > _MAX_TOLD:  # the oldest of too many are forgotten
+            del self._told[next(iter(self._told))]
+        if self._expected is None:
+            return
+        model, tokens_per_block, engine = self._expected
+        if engine not in (None, hello.engine):
             return
         try:
-            self.open(expected.model, expected.tokens_per_block, hello.engine, now)
+            self.open(model, tokens_per_block, hello.engine, now)
         except (FlexCacheError, OSError) as error:
             self.failure, self._expected = error, None
 
@@ -350,10 +347,6 @@ class CacheSlot:
             if shards is None:
                 return None
             self.cache = self._open_cache(model, tokens_per_block, shards)
-            for session, name in self._sessions:
-                self.tasks.add_session(session, name)
-            for name, generation in self._weights.items():
-                self.tasks.set_weights(name, generation, False, now)
         return self.cache
 
     def _shards(
@@ -361,35 +354,25 @@ class CacheSlot:
     ) -> Shards | None:
         if not model.sized_by_ranks:
             return Shards.of_model(model, tokens_per_block)
-        sizes = self._sizes.of(engine, range(model.num_ranks), now)
+        sizes: dict[int, int] = {}
+        for rank in range(model.num_ranks):
+            size, heard_s = self._told.get((engine, rank), (0, 0.0))
+            if size and now < heard_s + TOLD_TTL_S:  # one that is silent has given up
+                sizes[rank] = size
         self.awaited = [f"rank {rank}" for rank in range(model.num_ranks) if rank not in sizes]
         if self.awaited:
             return None
         per_unit = UnitShape(model.groups, tokens_per_block).blocks_per_unit
         return Shards.of_ranks(model, [per_unit * size for size in sizes.values()])
 
-    def add_session(self, session: SessionId, engine: str) -> None:
-        """Let an engine make tasks, as soon as there is a cache."""
-        if self.cache is None:
-            self._sessions.append((session, engine))
-        else:
-            self.tasks.add_session(session, engine)
-
-    def set_weights(self, engine: str, generation: int, is_other: bool, now: float) -> None:
-        """See `KVTaskEngine.set_weights`."""
-        if self.cache is None:
-            self._weights[engine] = generation
-        else:
-            self.tasks.set_weights(engine, generation, is_other, now)
-
-    def adopt_layout(self, rank: Rank, layout: str, is_first: bool, now: float) -> str | None:
+    def adopt_layout(self, rank: int, layout: str, is_first: bool, now: float) -> str | None:
         """Have the cache keep blocks of a rank's layout; returns why it cannot.
 
         Args:
             is_first: No other rank serves.
         """
         assert self.cache is not None
-        layouts, shard = self.cache.layouts, self.cache.shards.of_rank(rank.rank)
+        layouts, shard = self.cache.layouts, self.cache.shards.of_rank(rank)
         layouts.set(shard, layout, is_first)
         if (whole := layouts.whole) is None:
             return None  # the engine does not move anything before all its ranks serve
@@ -417,29 +400,3 @@ def _cleared(clearing: Clearing, error: Exception | None) -> None:
         clearing.end(error)
     except StorageError as failure:
         log_event(logger, logging.WARNING, "ssd_not_cleared_for_good", error=failure)
-
-
-TOLD_TTL_S = 3.0
-"""What a rank has told counts for this long. Waiting ranks repeat Hello every 0.2 s."""
-_MAX_RANKS = 4096
-
-
-class RankSizes:
-    """Bytes of a block by engine and rank."""
-
-    def __init__(self) -> None:
-        self._told: dict[tuple[str, int], tuple[int, float]] = {}
-
-    def tell(self, engine: str, rank: int, block_bytes: int, now: float) -> None:
-        """A rank says Hello. The oldest of too many are forgotten."""
-        self._told.pop((engine, rank), None)
-        self._told[engine, rank] = block_bytes, now
-        while len(self._told) > _MAX_RANKS:
-            del self._told[next(iter(self._told))]
-
-    def of(self, engine: str, ranks: Sequence[int], now: float) -> dict[int, int]:
-        """Return the sizes that those of these ranks have told that still wait."""
-        told = {rank: self._told.get((engine, rank), (0, 0.0)) for rank in ranks}
-        return {
-            r: size for r, (size, heard_s) in told.items() if size and now < heard_s + TOLD_TTL_S
-        }

@@ -15,23 +15,28 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcache.cache.block_keys import PromptContent, PromptKeys, unpack_keys
-from flexcache.cache.prompt import check_hint, check_session_id, check_version, random_version
+from flexcache.cache.prompt import (
+    Prompt,
+    check_hint,
+    check_session_id,
+    check_version,
+    random_version,
+)
 from flexcache.errors import FlexCacheError, InternalError
 from flexcache.ids import (
     MAX_KEY_BYTES,
     NO_INFO,
     ROOT_BYTES,
     KVStatus,
-    PromptDetail,
     TaskId,
     session_of,
 )
-from flexcache.logs import log_event
 from flexcache.protocol.messages import (
     Answer,
     Cancel,
     CheckInvariants,
     Clear,
+    Ended,
     Failed,
     Launch,
     Match,
@@ -40,15 +45,12 @@ from flexcache.protocol.messages import (
     Promise,
     Reply,
     SessionHint,
+    SessionRequest,
     TaskAnswer,
 )
-from flexcache.server.cache import CacheSlot
-from flexcache.server.outbox import BackgroundJob, Outbox
-from flexcache.server.places import Registry, Scheduler
-from flexcache.server.reactor import Buffer
-from flexcache.server.sessions import Notices
-from flexcache.server.weights import EngineWeights
-from flexcache.stats import ServerCounters
+from flexcache.server.outbox import BackgroundJob
+from flexcache.server.reactor import Buffer, log_failed
+from flexcache.server.state import Scheduler, ServerState
 from flexcache.tasks.instructions import TaskResult
 from flexcache.transfer.messages import unpack_ids
 
@@ -56,38 +58,23 @@ logger = logging.getLogger(__name__)
 
 _MAX_PARKED_BYTES = 256 << 20
 
-SessionRequest = Match | Promise | Clear | SessionHint | NewWeights | CheckInvariants
-
 
 class _Parked(NamedTuple):
     """A match that waits for a look-up."""
 
     caller: Scheduler
     request: Match
-    keys: PromptKeys
+    prompt: Prompt
     num_bytes: int
 
 
-class Requests:
-    """Carries out the requests of sessions. One client's request must not harm the others."""
+class SessionCalls:
+    """Carries out the calls of sessions. One client's call must not harm the others."""
 
-    def __init__(
-        self,
-        prompt_detail: PromptDetail,
-        registry: Registry,
-        slot: CacheSlot,
-        notices: Notices,
-        outbox: Outbox,
-        counters: ServerCounters,
-        weights: EngineWeights,
-    ) -> None:
-        self._weights = weights
-        self._prompt_detail = prompt_detail
-        self._registry = registry
-        self._slot = slot
-        self._notices = notices
-        self._outbox = outbox
-        self._counters = counters
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._slot = state.slot
+        self._outbox = state.outbox
         self._unasked: set[TaskId] = set()
         """Tasks that were cancelled before their launch: their clients need no answer."""
         self._parked: dict[int, list[_Parked]] = {}
@@ -111,13 +98,9 @@ class Requests:
         except FlexCacheError as error:
             reply = Failed(request.request_id, "internal", str(error))
         except Exception as error:
-            log_event(
-                logger, logging.ERROR, "message_failed", message=type(request).__name__,
-                exc_info=True,
-            )  # fmt: skip
-            self._counters.failed_messages += 1
+            log_failed(request, self._state.counters, caller.calls)
             reply = Failed(request.request_id, "internal", repr(error))
-        if reply is not None and self._registry.is_connected(caller):
+        if reply is not None and self._state.is_connected(caller):
             self._outbox.send(caller.calls, reply)
 
     def _carry_out(
@@ -138,7 +121,7 @@ class Requests:
                 return Answer(request_id, is_known)
             case NewWeights(request_id, version):
                 check_version(version)
-                return Answer(request_id, self._weights.rename(caller.engine, version, now))
+                return Answer(request_id, self._state.weights.rename(caller.engine, version, now))
             case CheckInvariants(request_id):
                 self._slot.tasks.check_counts()  # no more than that: the other engines wait
                 return Answer(request_id, None)
@@ -147,7 +130,7 @@ class Requests:
         assert self._slot.cache is not None
         clearing = self._slot.cache.clear(request.tier)
         if request.tier is None:
-            self._weights.rename(caller.engine, random_version(), now)
+            self._state.weights.rename(caller.engine, random_version(), now)
         if not clearing.needs_work:
             return Answer(request.request_id, clearing.end(None))
 
@@ -163,6 +146,27 @@ class Requests:
         self, caller: Scheduler, request: Match, data: memoryview, now: float
     ) -> Matched | None:
         _check_owner(caller, request.task_id)
+        prompt = self._read_prompt(caller, request, data)
+        lookup, tasks = None, self._slot.tasks
+        if request.look_up:
+            lookup = tasks.look_up(prompt, now, caller.session)
+        is_pending = lookup is not None
+        if request.awaits_loads and not is_pending:
+            is_pending = tasks.awaits_load(caller.session, prompt, now)
+        if is_pending and not request.may_wait:
+            return Matched(request.request_id, request.start, 0, {}, is_pending=True)
+        num_bytes = request.scratch_bytes + request.token_bytes + len(data)
+        has_room = self._parked_bytes + num_bytes <= _MAX_PARKED_BYTES
+        if lookup is not None and has_room and not caller.is_parked:
+            keys = self._read_keys(caller, request, data, copies=True)  # it may be overwritten
+            own = prompt._replace(keys=keys)
+            self._parked.setdefault(lookup, []).append(_Parked(caller, request, own, num_bytes))
+            self._parked_bytes += num_bytes
+            caller.is_parked = True
+            return None
+        return self._make_task(caller, request, prompt, now)
+
+    def _read_prompt(self, caller: Scheduler, request: Match, data: memoryview) -> Prompt:
         keys = self._read_keys(caller, request, data)
         if not 0 <= request.start <= request.stop <= keys.num_blocks:
             raise ValueError(f"blocks {request.start} to {request.stop} of {keys.num_blocks}")
@@ -172,25 +176,10 @@ class Requests:
             raise ValueError(f"a tail behind {request.tail_at} of {request.stop} blocks")
         if request.weights < 0:
             raise ValueError(f"weights of generation {request.weights}")
-        lookup, tasks = None, self._slot.tasks
-        if request.look_up:
-            lookup = tasks.look_up(
-                request.kind, keys, request.stop, now, caller.session, request.weights
-            )
-        is_pending = lookup is not None
-        if request.awaits_loads and not is_pending:
-            is_pending = tasks.awaits_load(caller.session, keys, request.stop, now)
-        if is_pending and not request.may_wait:
-            return Matched(request.request_id, request.start, 0, {}, is_pending=True)
-        num_bytes = request.scratch_bytes + request.token_bytes + len(data)
-        has_room = self._parked_bytes + num_bytes <= _MAX_PARKED_BYTES
-        if lookup is not None and has_room and not caller.is_parked:
-            own = self._read_keys(caller, request, data, copies=True)  # the client may overwrite it
-            self._parked.setdefault(lookup, []).append(_Parked(caller, request, own, num_bytes))
-            self._parked_bytes += num_bytes
-            caller.is_parked = True
-            return None
-        return self._make_task(caller, request, keys, now)
+        return Prompt(
+            request.kind, keys, request.start, request.stop, request.num_tokens, request.retain_s,
+            request.tail_at, request.session_id, request.weights, request.adapter,
+        )  # fmt: skip
 
     def _read_keys(
         self, caller: Scheduler, request: Match, data: memoryview, copies: bool = False
@@ -212,7 +201,7 @@ class Requests:
         split = len(data) - request.token_bytes
         key_data, token_data = data[:split], data[split:]
         content = None
-        if self._prompt_detail:
+        if self._state.config.prompt_detail:
             content = _read_content(request, key_data if request.key_bytes == 0 else token_data)
         if copies:
             key_data = memoryview(bytes(key_data))
@@ -223,27 +212,21 @@ class Requests:
 
     def look_up_ended(self, lookup_id: int, now: float) -> None:
         """The remote store has answered, or is late: go on with the matches that waited."""
-        for caller, request, keys, num_bytes in self._parked.pop(lookup_id, ()):
+        for caller, request, prompt, num_bytes in self._parked.pop(lookup_id, ()):
             self._parked_bytes -= num_bytes
             caller.is_parked = False
-            if self._registry.is_connected(caller):
-                self._reply(caller, request, partial(self._make_task, caller, request, keys, now))
+            if self._state.is_connected(caller):
+                self._reply(caller, request, partial(self._make_task, caller, request, prompt, now))
 
-    def _make_task(
-        self, caller: Scheduler, request: Match, keys: PromptKeys, now: float
-    ) -> Matched:
+    def _make_task(self, caller: Scheduler, request: Match, prompt: Prompt, now: float) -> Matched:
         tasks = self._slot.tasks
         if request.prefill_blocks_per_s > 0:
             tasks.report_prefill(caller.session, request.prefill_blocks_per_s)
-        plan = tasks.match(
-            TaskId(request.task_id), request.kind, keys, request.start, request.stop,
-            request.num_tokens, now, request.retain_s, request.tail_at, request.session_id,
-            request.weights, request.adapter,
-        )  # fmt: skip
-        sources = {tier.value: count for tier, count in plan.sources.items()}
+        offer = tasks.match(TaskId(request.task_id), prompt, now)
+        sources = {tier.value: count for tier, count in offer.sources.items()}
         return Matched(
-            request.request_id, plan.offset, plan.num_blocks, sources,
-            num_gpu_blocks=plan.num_gpu_blocks, tail_at=plan.tail_at,
+            request.request_id, offer.start, offer.num_blocks, sources,
+            num_gpu_blocks=offer.num_gpu_blocks, tail_at=offer.tail_at,
         )  # fmt: skip
 
     # -- tasks -----------------------------------------------------------------------------------
@@ -269,7 +252,7 @@ class Requests:
             answer = TaskAnswer(message.task_id, KVStatus.CANCELLED, 0, 0, 0, None, True)
             self._outbox.send(caller.identity, answer)
             if message.gated:
-                self._notices.task_ended(caller.engine, message.task_id, 0)
+                self._state.tell(caller.engine, Ended(message.task_id, 0))
 
     def cancel(self, caller: Scheduler, message: Cancel, now: float) -> bool:
         """Cancel tasks; False if the message is malformed."""
@@ -286,9 +269,10 @@ class Requests:
                 continue  # it is of a former session
         return True
 
-    def task_answered(self, task_id: TaskId, result: TaskResult) -> None:
+    def task_answered(
+        self, scheduler: Scheduler | None, task_id: TaskId, result: TaskResult
+    ) -> None:
         """Pass a task's result on to its scheduler, if that is still there and needs it."""
-        scheduler = self._registry.scheduler(session_of(task_id))
         if task_id in self._unasked:
             self._unasked.discard(task_id)
         elif scheduler is not None:

@@ -28,7 +28,7 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -64,6 +64,9 @@ except ImportError as error:
         f"HTTP needs the package {error.name}: pip install '.[http]'"
     ) from None
 
+if TYPE_CHECKING:
+    from flexcache.server.operator import Operator
+
 logger = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 4 << 20  # a prompt of half a million tokens
@@ -75,48 +78,6 @@ _ACCEPT_PAUSE_S = 1.0  # after an error, such as no free file descriptor
 _CLOSE_PATIENCE_S = 1  # limit for open requests when the service closes
 
 T = TypeVar("T", bound=msgspec.Struct)
-
-
-class Served(Protocol):
-    """Part of a `KVServer` that HTTP needs. Calls may block, and may come from several threads."""
-
-    def stats(self) -> Stats: ...
-
-    def health(self) -> dict[str, Any]:
-        """Return ``serving``, and the names of the parts that are ``missing``."""
-
-    def clear(self, tier: str | None) -> int:
-        """Clear one tier, or all; return the number of blocks dropped.
-
-        Raises `ValueError` if there is no such tier.
-        """
-
-    def prefetch(
-        self,
-        token_ids: Sequence[int] | None,
-        block_keys: Sequence[bytes] | None,
-        namespace: Sequence[str] = (),
-        block_hash: int | None = None,
-    ) -> int:
-        """Start a prefetch; return how many blocks are being loaded to DRAM.
-
-        Raises `ValueError` unless exactly one of tokens, keys and hash is given, and is valid.
-        """
-
-    def session_hint(
-        self, session_id: str, over: bool = False, returns_in_s: float | None = None
-    ) -> bool:
-        """Act on what a user says of its session; return whether the session is known.
-
-        Raises `ValueError` if it makes no sense.
-        """
-
-    def new_weights(self, version: str | None, client: str | None) -> str:
-        """Name the weights of one engine; return the version.
-
-        Raises `ValueError` if there is no such engine, or for a version that cannot be one;
-        `AmbiguousEngineError` if none is named and several are attached.
-        """
 
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -173,7 +134,7 @@ class HttpService:
 
     def __init__(
         self,
-        server: Served,
+        server: Operator,
         endpoint: str,
         token: str | None = None,
         patience_s: int = _PATIENCE_S,
@@ -297,7 +258,7 @@ def _names_loopback(host_header: str) -> bool:
 # -- the answers ---------------------------------------------------------------------------------
 
 
-def _make_app(server: Served, gate: _Gate, patience_s: float) -> Starlette:
+def _make_app(server: Operator, gate: _Gate, patience_s: float) -> Starlette:
     exposition = Exposition(Stats, server.stats)
 
     def metrics(request: Request) -> Response:

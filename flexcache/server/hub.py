@@ -1,8 +1,8 @@
-"""Routes messages and instructions between clients, workers and the task engine.
+"""Hub of a server: frames and deaths in, instructions out.
 
-    peers --take()--> Hub --+--> Peers, Requests --> KVTaskEngine --instructions--+
-                            |                                                     |
-                            +<-----------------------route()----------------------+
+    peers --take()--> Hub --+--> Greeter, SessionCalls --> KVTaskEngine --instructions--+
+                            |                                                           |
+                            +<--------------------------route()-------------------------+
                             |
                             +--> Outbox: messages to peers and workers, slow jobs
 
@@ -15,46 +15,40 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
-from flexcache.cache.density import Forecaster, Study
-from flexcache.config import ModelConfig
-from flexcache.errors import InternalError
+import msgspec
+
 from flexcache.ids import SessionId, session_of
 from flexcache.logs import log_event
 from flexcache.protocol.messages import (
     Answer,
     Cancel,
-    CheckInvariants,
-    Clear,
+    Ended,
     Failed,
     GetStats,
     Goodbye,
+    Greeting,
     HelloEngine,
     HelloRank,
     Launch,
     Match,
-    NewWeights,
     Ping,
     Pong,
-    Promise,
     Register,
     Rejected,
     Request,
-    SessionHint,
+    SessionOver,
+    SessionRequest,
     ToServer,
     WeightsChanged,
 )
-from flexcache.server.cache import CacheSlot, OpenCache, ServedCache
-from flexcache.server.calls import Requests
-from flexcache.server.greeter import EngineReadiness, Peers, malformed_greeting, refuse_undecodable
-from flexcache.server.outbox import BackgroundJob, Outbox, pass_on, problem_of
-from flexcache.server.places import Claims, Host, Rank, Registry, Scheduler
-from flexcache.server.reactor import Buffer, SocketGuard
-from flexcache.server.sessions import HubConfig, Notices, ServerSessions
-from flexcache.server.weights import EngineWeights
+from flexcache.server.cache import ServedCache
+from flexcache.server.calls import SessionCalls
+from flexcache.server.greeter import Greeter, malformed_greeting, refuse_version
+from flexcache.server.outbox import BackgroundJob, pass_on, problem_of
+from flexcache.server.reactor import Buffer, UnreadableError, log_failed, read_message
+from flexcache.server.state import LocalCaller, Rank, Scheduler, ServerState
 from flexcache.stats import CacheIdentity, EngineStats, ServerCounters, ServerStats, Stats, to_plain
-from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.instructions import (
     DISK,
     REMOTE,
@@ -73,59 +67,139 @@ from flexcache.transfer.messages import Done, Drop, LookedUp
 logger = logging.getLogger(__name__)
 
 _WORKERS = frozenset((DISK, REMOTE))
+_DECODER = msgspec.msgpack.Decoder(ToServer)
+_GREETING_DECODER = msgspec.msgpack.Decoder(Greeting)
 
 
 class Hub:
-    """All clients of one server.
+    """Carries messages to their handlers, and what the task engine decides to executors.
+
+    Implements `WorkerOwner`: it passes what happens to workers on to the task engine.
 
     Args:
-        open_cache: See `CacheSlot`.
-        host: Watches processes and makes shared memory.
         server_stats: Returns the server's part of `stats`.
     """
 
-    def __init__(
-        self,
-        config: HubConfig,
-        host: Host,
-        open_cache: OpenCache,
-        server_stats: Callable[[], ServerStats],
-    ) -> None:
-        self.counters = ServerCounters()
-        self.outbox = Outbox()
+    def __init__(self, state: ServerState, server_stats: Callable[[], ServerStats]) -> None:
+        self.state = state
+        self.outbox = state.outbox
+        self.greeter = Greeter(state)
+        self._slot = state.slot
+        self._calls = SessionCalls(state)
         self._server_stats = server_stats
-        self._slot = CacheSlot(open_cache, self.outbox)
-        self._registry = Registry(host)
-        self._notices = Notices(self._registry, self.outbox)
-        self.sessions = ServerSessions(config, self._registry, self._slot)
-        self.weights = EngineWeights(self._weights_changed)
-        claims = Claims()
-        self.readiness = EngineReadiness(self._registry, self._slot, claims, self.outbox)
-        self._peers = Peers(
-            config, host, self._registry, self._slot, self.sessions, claims, self.readiness,
-            self._notices, self.outbox, self.counters, self.weights,
-        )  # fmt: skip
-        self._requests = Requests(
-            config.prompt_detail, self._registry, self._slot, self._notices, self.outbox,
-            self.counters, self.weights,
-        )  # fmt: skip
-        self._guard = SocketGuard[ToServer](
-            ToServer, self.counters, handle=self._dispatch, refuse=self._reject,
-            undecodable=self._refuse_undecodable, failed=self._failed, has_data=_has_data,
-        )  # fmt: skip
         self._seen_readiness = 0
-        self._has_news = False
-        """What `route` will return, since it was called in between."""
 
-    # -- events ----------------------------------------------------------------------------------
+    @property
+    def cache(self) -> ServedCache | None:
+        """None until an engine or the config has said what is cached."""
+        return self._slot.cache
+
+    @property
+    def counters(self) -> ServerCounters:
+        """Counts clients and messages that were refused, failures and deaths of workers."""
+        return self.state.counters
+
+    # -- peers -----------------------------------------------------------------------------------
 
     def take(self, identity: bytes, frames: Sequence[Buffer], now: float) -> None:
         """Take in what a peer sent. Never raises for the contents."""
-        self._guard.take(identity, frames, now)
+        try:
+            message = read_message(_DECODER, frames, has_data=_has_data)
+        except UnreadableError as error:
+            if not frames or not self._refuse_other_version(identity, frames[0]):
+                self._reject(identity, error.why, str(error))
+            return
+        self.take_message(identity, message, now, frames[-1])
 
-    def take_message(self, identity: bytes, message: ToServer, now: float) -> None:
-        """Take in a message of a peer in this process. Never raises for the contents."""
-        self._guard.pass_on(identity, message, b"", now)
+    def take_message(
+        self, identity: bytes, message: ToServer, now: float, data: Buffer = b""
+    ) -> None:
+        """Take in a decoded message. Never raises for its contents: one peer's message must not
+        cost the others their server."""
+        try:
+            self._dispatch(identity, message, data, now)
+        except Exception as error:
+            log_failed(message, self.counters, identity)
+            if isinstance(message, Request):
+                self.outbox.send(identity, Failed(message.request_id, "internal", repr(error)))
+
+    def _dispatch(self, identity: bytes, message: ToServer, data: Buffer, now: float) -> None:
+        peer = self.state.peers.get(identity)
+        caller = self.state.callers.get(identity)
+        if peer is not None:
+            peer.heard_s = now
+        match message:
+            case GetStats():
+                session = caller.session if caller is not None else None
+                plain = to_plain(self.stats(now, session))
+                self.outbox.send(identity, Answer(message.request_id, plain))
+            case _ if isinstance(message, SessionRequest):
+                if caller is not None:
+                    self._calls.answer(caller, message, data, now)
+                else:
+                    self.counters.rejected_messages["without_session"] += 1
+                    failed = Failed(message.request_id, "session", "no such session")
+                    self.outbox.send(identity, failed)
+            case Launch() if caller is not None:
+                self._calls.launch(caller, message, now)
+            case Cancel() if caller is not None:
+                if not self._calls.cancel(caller, message, now):
+                    text = f"{len(message.task_ids)} bytes of task ids"
+                    self._reject(identity, "malformed", text)
+            case Done() if isinstance(peer, Rank) and peer.serving:
+                if (problem := problem_of(message)) is not None:
+                    self._reject(identity, "malformed", problem)
+                else:
+                    self.op_done(peer.executor, message, now)
+            case WeightsChanged() if isinstance(peer, Rank) and peer.serving:
+                # What is planned already is for the weights that it had.
+                self.route(now)
+                self.greeter.weights_changed(peer, message, now)
+                self.outbox.send(identity, self.state.weights.of(peer.engine))
+            case Ping() if isinstance(peer, Rank) and peer.has_missed:
+                self._reject(identity, "unread", "messages were dropped, as they were not read")
+            case Ping() if peer is not None:
+                self.outbox.send(identity, Pong())
+            case HelloRank() | HelloEngine():
+                self._greet(identity, message, now)
+            case Register() if isinstance(peer, Rank) and not peer.serving:
+                self.greeter.register(peer, message, now)
+            case Goodbye() if peer is not None:
+                self.greeter.lose(peer, "closed", now)
+            case Goodbye() if self.greeter.withdraw(identity, now):
+                pass
+            case _:
+                self._reject(identity, "misplaced", f"{type(message).__name__} is out of place")
+
+    def _is_known(self, identity: bytes) -> bool:
+        """Whether a peer has this identity, for events or for calls."""
+        return identity in self.state.peers or identity in self.state.callers
+
+    def _greet(self, identity: bytes, hello: HelloRank | HelloEngine, now: float) -> None:
+        if self._is_known(identity):
+            return  # an impatient repetition
+        if (problem := malformed_greeting(hello)) is not None:
+            self._reject(identity, "malformed", problem)
+        elif isinstance(hello, HelloEngine) and self._is_known(hello.calls):
+            self._reject(identity, "misplaced", "the identity for calls is in use already")
+        else:
+            self.greeter.greet(identity, hello, now)
+
+    def _refuse_other_version(self, identity: bytes, frame: Buffer) -> bool:
+        """Whether what cannot be decoded is a greeting of another version, which is refused."""
+        try:
+            greeting = _GREETING_DECODER.decode(frame)
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            return False
+        refused = refuse_version(greeting.version) if greeting.type.startswith("Hello") else None
+        if refused is not None:
+            self.counters.rejected_messages["version"] += 1
+            self.outbox.send(identity, refused)
+        return refused is not None
+
+    def _reject(self, identity: bytes, why: str, text: str) -> None:
+        self.counters.rejected_messages[why] += 1
+        self.outbox.send(identity, Rejected(f"{why} message: {text}"))
 
     def does_not_read(self, identity: bytes, now: float) -> None:
         """Messages for a peer were dropped, as it does not read them.
@@ -134,50 +208,69 @@ class Hub:
         again once it reads again, as it may have missed ops and their ends.
         """
         self.counters.unread_messages += 1
-        peer = self._registry.peer(identity) or self._registry.caller(identity)
+        peer = self.state.peers.get(identity) or self.state.callers.get(identity)
         if isinstance(peer, Scheduler):
-            self._peers.lose(peer, "does not read its messages", now)
+            self.greeter.lose(peer, "does not read its messages", now)
         elif peer is not None:
             peer.has_missed = True
 
     def peer_died(self, identity: bytes, now: float) -> None:
         """A peer's process has ended."""
-        peer = self._registry.peer(identity)
+        peer = self.state.peers.get(identity)
         if peer is not None:
-            self._peers.lose(peer, "its process died", now)
+            self.greeter.lose(peer, "its process died", now)
 
-    def expire(self, now: float) -> None:
-        """Lose silent peers. Must be called after the messages that wait were taken in."""
-        self._peers.expire(now)
+    # -- workers ---------------------------------------------------------------------------------
+
+    def worker_up(self, worker: str) -> None:
+        self._slot.tasks.executor_up(worker)
+        self.greeter.readiness_changed()
+
+    def worker_down(self, worker: str, reason: str, now: float) -> None:
+        self._slot.tasks.executor_down(worker, reason, now)
+        self.greeter.readiness_changed()
+
+    def op_done(self, executor: str, done: Done, now: float) -> None:
+        pass_on(self._slot.tasks, executor, done, now)
+
+    def looked_up(self, answer: LookedUp, now: float) -> None:
+        self._slot.tasks.looked_up(
+            answer.lookup_id, answer.num_present, answer.error, now, answer.tail
+        )
 
     # -- instructions ----------------------------------------------------------------------------
 
-    def route(self, now: float) -> bool:
-        """Carry out or queue what the task engine decided.
-
-        Returns:
-            Whether a look-up has ended, what an engine waits for has changed, or will never come.
-        """
+    def route(self, now: float) -> None:
+        """Carry out or queue what the task engine decided. Notifies those who wait for that."""
         cache = self._slot.cache
         if cache is None:
-            return self._slot.failure is not None
-        tasks, has_news, self._has_news = cache.tasks, self._has_news, False
-        for session, engine in self._notices.ending_sessions.items():
-            if not self._registry.is_counted_on(engine):
+            if self._slot.failure is not None:
+                self.state.changed.notify_all()
+            return
+        tasks, ending, has_news = cache.tasks, self.state.ending, False
+        for session, engine in ending.items():
+            found = self.state.engines.get(engine)
+            if found is None or not found.fence.is_counted_on:
                 tasks.end_session(session, now, is_counted_on=False)
         while instructions := tasks.take_instructions():
             for instruction in instructions:
                 has_news |= isinstance(instruction, LookUpEnded)
                 self._deliver(instruction, now)
-        if self._notices.ending_sessions:
-            self._notices.end_sessions(tasks)
+        for session, engine in list(ending.items()):  # its other notices were sent before
+            if not tasks.queries.uses_gpu_of(engine):
+                del ending[session]
+                self.state.tell(engine, SessionOver(session))
         if (begun := tasks.begin_study()) is not None:
-            work = begun[1].run
-            self.outbox.begin(BackgroundJob(work, partial(_end_study, tasks, *begun)))
-        if self._seen_readiness != self.readiness.num_changes:
-            self._seen_readiness = self.readiness.num_changes
-            has_news = True
-        return has_news
+            forecaster, study = begun
+            # One that could not be run has learned nothing.
+            job = BackgroundJob(study.run, lambda _: tasks.adopt_study(forecaster, study))
+            self.outbox.begin(job)
+        if has_news or self._seen_readiness != self.greeter.num_changes:
+            self._seen_readiness = self.greeter.num_changes
+            self.state.changed.notify_all()
+        feed, journal = self.state.feed, tasks.cache.tiers.journal
+        if feed is not None and journal:  # also of matches that had waited for a look-up
+            feed.pass_on(journal.take())
 
     def _deliver(self, instruction: Instruction, now: float) -> None:
         match instruction:
@@ -192,11 +285,11 @@ class Hub:
             case RunLookUp():
                 self.outbox.instruct(instruction)
             case LookUpEnded(lookup_id):
-                self._requests.look_up_ended(lookup_id, now)
+                self._calls.look_up_ended(lookup_id, now)
             case DropOp(executor, op_id):
                 self._send_to_rank(executor, Drop(op_id))
             case RevokeTask(task_id, engine):
-                self._registry.revoke(engine, task_id)
+                self.state.revoke(engine, task_id)
             case ReplaceExecutor(executor, reason):
                 log_event(logger, logging.ERROR, "rank_is_late", executor=executor, reason=reason)
             case Forgotten(error):
@@ -212,148 +305,30 @@ class Hub:
 
     def _task_answered(self, answered: TaskAnswered) -> None:
         task_id, result = answered.task_id, answered.result
-        session = session_of(task_id)
+        caller = self.state.sessions.get(session_of(task_id))
         if answered.notify_ranks:
-            self._notices.task_ended(answered.engine, task_id, result.num_ok)
-        if self.sessions.is_local(session):  # at once: waking the event loop costs a match
-            self.sessions.answer_local(session, task_id, result)
-        else:
-            self._requests.task_answered(task_id, result)
+            self.state.tell(answered.engine, Ended(task_id, result.num_ok))
+        if not isinstance(caller, LocalCaller):
+            self._calls.task_answered(caller, task_id, result)
+        elif caller.answers is not None:  # at once: waking the event loop costs a match
+            caller.answers.answer(task_id, result)
 
     def _send_to_rank(self, executor: str, message: RunOp | Drop) -> None:
-        rank = self._registry.rank(executor)
+        rank = self.state.ranks.get(executor)
         if rank is not None:
             if rank.weights and isinstance(message, RunOp):
                 message = replace(message, weights=rank.weights)
             self.outbox.give(rank.identity, message)
 
-    def _weights_changed(self, engine: str, generation: int, is_other: bool, now: float) -> None:
-        """Go on with an engine's new names; its scheduler hears of it first."""
-        weights = self.weights.of(engine)
-        self.sessions.rename_local(engine, weights.generation, weights.version)
-        scheduler = self._registry.scheduler_of(engine)
-        if scheduler is not None:
-            self.outbox.send(scheduler.identity, weights)
-        self._slot.set_weights(engine, generation, is_other, now)
-
-    # -- messages --------------------------------------------------------------------------------
-
-    def _dispatch(self, identity: bytes, message: ToServer, data: Buffer, now: float) -> None:
-        peer = self._registry.peer(identity)
-        caller = self._registry.caller(identity)
-        if peer is not None:
-            peer.heard_s = now
-        match message:
-            case (
-                Match() | Promise() | Clear() | SessionHint() | NewWeights() | CheckInvariants()
-            ) if caller is not None:
-                self._requests.answer(caller, message, data, now)
-            case Match() | Promise() | Clear() | SessionHint() | NewWeights() | CheckInvariants():
-                self.counters.rejected_messages["without_session"] += 1
-                self.outbox.send(identity, Failed(message.request_id, "session", "no such session"))
-            case Launch() if caller is not None:
-                self._requests.launch(caller, message, now)
-            case Cancel() if caller is not None:
-                if not self._requests.cancel(caller, message, now):
-                    text = f"{len(message.task_ids)} bytes of task ids"
-                    self._reject(identity, "malformed", text)
-            case GetStats():
-                session = caller.session if caller is not None else None
-                plain = to_plain(self.stats(now, session))
-                self.outbox.send(identity, Answer(message.request_id, plain))
-            case Done() if isinstance(peer, Rank) and peer.serving:
-                if (problem := problem_of(message)) is not None:
-                    self._reject(identity, "malformed", problem)
-                else:
-                    pass_on(self._slot.tasks, peer.executor, message, now)
-            case WeightsChanged() if isinstance(peer, Rank) and peer.serving:
-                # What is planned already is for the weights that it had.
-                self._has_news = self.route(now)
-                self._peers.weights_changed(peer, message, now)
-                self.outbox.send(identity, self.weights.of(peer.engine))
-            case Ping() if isinstance(peer, Rank) and peer.has_missed:
-                self._reject(identity, "unread", "messages were dropped, as they were not read")
-            case Ping() if peer is not None:
-                self.outbox.send(identity, Pong())
-            case HelloRank() | HelloEngine():
-                self._greet(identity, message, now)
-            case Register() if isinstance(peer, Rank) and not peer.serving:
-                self._peers.register(peer, message, now)
-            case Goodbye() if peer is not None:
-                self._peers.lose(peer, "closed", now)
-            case Goodbye() if self._peers.withdraw(identity, now):
-                pass
-            case _:
-                self._reject(identity, "misplaced", f"{type(message).__name__} is out of place")
-
-    def _greet(self, identity: bytes, hello: HelloRank | HelloEngine, now: float) -> None:
-        if self._registry.is_known(identity):
-            return  # an impatient repetition
-        if (problem := malformed_greeting(hello)) is not None:
-            self._reject(identity, "malformed", problem)
-        elif isinstance(hello, HelloRank):
-            self._peers.greet_rank(identity, hello, now)
-        elif self._registry.is_known(hello.calls):
-            self._reject(identity, "misplaced", "the identity for calls is in use already")
-        else:
-            self._peers.greet_engine(identity, hello, now)
-
-    def _refuse_undecodable(self, identity: bytes, frame: Buffer) -> bool:
-        refused = refuse_undecodable(frame, self.counters)
-        if refused is not None:
-            self.outbox.send(identity, refused)
-        return refused is not None
-
-    def _failed(self, identity: bytes, message: ToServer, error: Exception) -> None:
-        if isinstance(message, Request):
-            self.outbox.send(identity, Failed(message.request_id, "internal", repr(error)))
-
-    def _reject(self, identity: bytes, why: str, text: str) -> None:
-        self.counters.rejected_messages[why] += 1
-        self.outbox.send(identity, Rejected(f"{why} message: {text}"))
-
     # -- the server's own process ----------------------------------------------------------------
-
-    @property
-    def cache(self) -> ServedCache | None:
-        """None until an engine or the config has said what is cached."""
-        return self._slot.cache
-
-    @property
-    def peers(self) -> list[bytes]:
-        """Identities of all peers."""
-        return [peer.identity for peer in self._registry.peers]
-
-    @property
-    def last_left_orderly(self) -> bool:
-        """Whether the peer that left last said Goodbye."""
-        return self._peers.last_left_orderly
-
-    def expect_cache(self, model: ModelConfig, tokens_per_block: int, engine: str | None) -> None:
-        """Open the cache for a model that is known before any engine greets: now, or with the
-        sizes that the ranks of the engine (None: of any) tell."""
-        self._slot.expect(model, tokens_per_block, engine)
-
-    def fence_path(self, engine: str) -> str | None:
-        """Where others find the fence of an engine, if it has a peer."""
-        return self._registry.fence_path(engine)
 
     def workers(self, engine: str | None = None) -> dict[str, int]:
         """Process id of every rank, of one engine or of all."""
         return {
             rank.executor: rank.pid
-            for rank in self._registry.ranks
+            for rank in self.state.ranks.values()
             if engine is None or rank.engine == engine
         }
-
-    def absentees(self) -> list[str]:
-        """Ranks that engines in session still wait for."""
-        return [
-            f"{name} of engine {engine!r}"
-            for engine in sorted({engine for engine, _, _ in self.sessions.engines()})
-            for name in self.readiness.missing(engine)
-            if name.startswith("rank")
-        ]
 
     def stats(self, now: float, session: SessionId | None = None) -> Stats:
         """Statistics of everything here and, if one is named, of a session."""
@@ -374,7 +349,7 @@ class Hub:
                 open_tasks=tasks.queries.num_open_tasks_of(session_id),
                 ranks=len(self.workers(engine)),
             )
-            for engine, pid, session_id in self.sessions.engines()
+            for engine, pid, session_id in self.state.engines_in_session()
         }
         return Stats(
             server=server,
@@ -386,58 +361,21 @@ class Hub:
 
     def fail(self) -> None:
         """The server has failed: no rank may begin another copy, no caller may wait for it."""
-        self._registry.revoke_all()
-        self.sessions.close_local()
+        self.state.revoke_all()
+        for caller in self.state.sessions.values():
+            if isinstance(caller, LocalCaller) and caller.answers is not None:
+                caller.answers.close()
 
     def close(self) -> None:
         """Forget every peer. Idempotent."""
-        self._registry.revoke_all()
-        self._peers.close()
+        self.state.revoke_all()
+        self.greeter.close()
 
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold. Does not check the task engine."""
-        self._registry.check()
-        self._notices.check()
-        self._requests.check()
-        if not self.outbox.lines.keys() <= set(self.peers):
-            raise InternalError("a rank that is gone has a line")
+        self.state.check()
+        self._calls.check()
 
 
 def _has_data(message: ToServer) -> bool:
     return isinstance(message, Match) and not message.scratch_bytes
-
-
-def _end_study(
-    tasks: KVTaskEngine, forecaster: Forecaster, study: Study, error: Exception | None
-) -> None:
-    tasks.adopt_study(forecaster, study)  # one that could not be run has learned nothing
-
-
-class HubWorkers:
-    """Passes what happens to workers on to the hub's task engine. Implements `WorkerOwner`."""
-
-    def __init__(self, hub: Hub) -> None:
-        self._hub = hub
-
-    @property
-    def counters(self) -> ServerCounters:
-        return self._hub.counters
-
-    @property
-    def _tasks(self) -> KVTaskEngine:
-        assert self._hub.cache is not None  # there are no workers before
-        return self._hub.cache.tasks
-
-    def worker_up(self, worker: str) -> None:
-        self._tasks.executor_up(worker)
-        self._hub.readiness.changed()
-
-    def worker_down(self, worker: str, reason: str, now: float) -> None:
-        self._tasks.executor_down(worker, reason, now)
-        self._hub.readiness.changed()
-
-    def op_done(self, worker: str, done: Done, now: float) -> None:
-        pass_on(self._tasks, worker, done, now)
-
-    def looked_up(self, answer: LookedUp, now: float) -> None:
-        self._tasks.looked_up(answer.lookup_id, answer.num_present, answer.error, now, answer.tail)

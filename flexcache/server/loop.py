@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable
 
@@ -41,8 +40,6 @@ class EventLoop:
     """Runs on one thread until the reactor is stopped.
 
     Args:
-        changed: The server's lock; its waiters are notified when the loop fails.
-        route: Routes the task engine's decisions; called under the lock.
         socket: Where clients connect.
         idle_exit: Ends the loop when the server is not needed any more.
     """
@@ -50,25 +47,21 @@ class EventLoop:
     def __init__(
         self,
         hub: Hub,
-        changed: threading.Condition,
-        route: Callable[[], None],
         reactor: Reactor,
         socket: RouterSocket,
         pool: WorkerPool,
         background: BackgroundThread,
         idle_exit: IdleExit | None,
-        client_timeout_s: float,
     ) -> None:
         self._hub = hub
-        self._changed = changed
-        self._route = route
+        self._lock = hub.state.lock
         self._reactor = reactor
         self._socket = socket
         self._pool = pool
         self._background = background
         self._idle_exit = idle_exit
         self._availability_log = AvailabilityLog()
-        self._census_interval_s = client_timeout_s / _CENSUSES_A_TIMEOUT
+        self._census_interval_s = hub.state.config.client_timeout_s / _CENSUSES_A_TIMEOUT
         self._census_due_s = 0.0
 
     def run(self) -> Exception | None:
@@ -82,10 +75,10 @@ class EventLoop:
                 logger, logging.ERROR, "server_failed", effect="every request is a miss",
                 exc_info=True,
             )  # fmt: skip
-            with self._changed:
+            with self._lock:
                 self._hub.fail()
                 self._reactor.stopping = True
-                self._changed.notify_all()
+                self._hub.state.changed.notify_all()
             self._stop_peers()
             return error
         return None
@@ -98,8 +91,9 @@ class EventLoop:
         self._take_events(self._reactor.wait(self._next_due))
         if self._idle_exit is None:
             return
-        with self._changed:
-            has_clients, left_orderly = bool(self._hub.peers), self._hub.last_left_orderly
+        with self._lock:
+            has_clients = bool(self._hub.state.peers)
+            left_orderly = self._hub.greeter.last_left_orderly
         if self._idle_exit.is_due(has_clients, left_orderly, time.monotonic()):
             log_event(logger, logging.INFO, "last_client_left")
             self._reactor.stopping = True
@@ -109,8 +103,8 @@ class EventLoop:
         times = [self._pool.next_start()]
         if self._socket.has_unsent or self._pool.has_unsent:
             times.append(now + FLUSH_INTERVAL_S)
-        with self._changed:
-            if self._hub.peers:
+        with self._lock:
+            if self._hub.state.peers:
                 times.append(self._census_due_s)
             elif self._idle_exit is not None:
                 times.append(now + _IDLE_POLL_S)
@@ -122,18 +116,18 @@ class EventLoop:
 
     def _take_events(self, ended: list[EndReport]) -> None:
         now = time.monotonic()
-        with self._changed:
+        with self._lock:
             for process_ended in ended:
                 process_ended(now)
             self._pool.receive(now)
             took_any = self._take_messages(now)
             if now >= self._census_due_s:
                 self._census_due_s = now + self._census_interval_s
-                self._hub.expire(now)
+                self._hub.greeter.expire(now)
             cache = self._hub.cache
             if cache is not None:
                 cache.tasks.tick(now)
-                self._route()
+                self._hub.route(now)
                 self._availability_log.update(cache.tasks)
             to_peers, to_workers, jobs = self._hub.outbox.take()
         self._socket.flush()
@@ -146,7 +140,7 @@ class EventLoop:
         if took_any:
             self._reactor.took_message()
         if cache is not None:
-            with self._changed:
+            with self._lock:
                 cache.tasks.catch_up(now)  # the answers did not wait for it
 
     def _take_messages(self, now: float) -> bool:
@@ -160,7 +154,7 @@ class EventLoop:
                 break
             if frames:
                 self._hub.take(frames[0], frames[1:], now)
-                self._route()
+                self._hub.route(now)
             took_any = True
         return took_any
 
@@ -170,7 +164,7 @@ class EventLoop:
             message = make_execute(message)
         sent = self._socket.send(identity, msgspec.msgpack.encode(message))
         if sent is Sent.UNREAD:
-            with self._changed:
+            with self._lock:
                 self._hub.does_not_read(identity, time.monotonic())
             self._reactor.wake()  # what follows from it is sent in the next turn
         return sent is Sent.QUEUED
@@ -180,11 +174,12 @@ class EventLoop:
     def _drain(self) -> None:
         """Cancel every task, wait for the bytes that are still moving, write what is dirty."""
         deadline = time.monotonic() + _DRAIN_TIMEOUT_S
-        with self._changed:
+        with self._lock:
             cache = self._hub.cache
             if cache is not None:
-                cache.tasks.close_down(time.monotonic())
-                self._route()
+                now = time.monotonic()
+                cache.tasks.close_down(now)
+                self._hub.route(now)
         if cache is not None:
             self._pool.hurry()  # there is little time for what is dirty
             self._take_events([])
@@ -197,7 +192,7 @@ class EventLoop:
 
     def _report_dirty(self, tasks: KVTaskEngine) -> None:
         """Log what could not be written back in time, or without exceeding the limit of writes."""
-        with self._changed:
+        with self._lock:
             dirty_blocks = tasks.queries.dirty_blocks()
             throttled = {tier: tasks.cache.stores.throttled_until(tier) for tier in dirty_blocks}
         for tier, count in dirty_blocks.items():
@@ -211,7 +206,7 @@ class EventLoop:
 
     def _is_unfinished(self) -> bool:
         """Whether bytes move, or dirty blocks wait for a worker or the end of a clearing."""
-        with self._changed:
+        with self._lock:
             assert self._hub.cache is not None
             queries = self._hub.cache.tasks.queries
             return queries.num_open_tasks > 0 or queries.num_held_up > 0
@@ -219,8 +214,8 @@ class EventLoop:
     def _stop_peers(self) -> None:
         """Send Stop until each peer has hung up: a peer that disconnects first loses what it has
         not read."""
-        with self._changed:
-            peers = self._hub.peers
+        with self._lock:
+            peers = list(self._hub.state.peers)
         deadline = time.monotonic() + _HANG_UP_PATIENCE_S
         while peers := [identity for identity in peers if self._send(identity, Stop())]:
             if time.monotonic() > deadline:

@@ -49,8 +49,9 @@ class Observers:
         if self._config.http_endpoint is not None:
             self._http = self._start("HTTP", start)
 
-    def follow(self, cache: ServedCache) -> None:
-        """Start publishing and tracing what happens in a cache that has just been opened."""
+    def follow(self, cache: ServedCache) -> ChangeFeed | None:
+        """Start publishing and tracing what happens in a cache that has just been opened. Returns
+        what takes the changes of its tiers, if anything records them."""
         config = self._config
         if config.records_changes:
             publisher = None
@@ -62,6 +63,7 @@ class Observers:
         if config.trace_dir is not None:
             self._tracer = self._start("trace", lambda: self._open_tracer(cache))
             cache.tasks.recorder = self._tracer
+        return self.feed
 
     def _open_publisher(self, cache: ServedCache) -> KVEventPublisher:
         publisher = KVEventPublisher(self._config, cache.model.model_id)

@@ -24,7 +24,7 @@ from flexcache.ids import MAX_KEY_BYTES, PromptDetail, TaskId, TaskIds, TaskKind
 from flexcache.server.cache import ServedCache
 from flexcache.server.server import KVServer
 from flexcache.stats import Stats
-from flexcache.tasks.instructions import MatchedTask, PromisedLoad
+from flexcache.tasks.instructions import Offer, PromisedLoad
 
 if TYPE_CHECKING:
     from flexcache.server.http import HttpService
@@ -44,40 +44,31 @@ class LocalSession:
         self._has_store = server.config.remote_url is not None
 
     def match(
-        self, kind: TaskKind, prompt: Prompt, look_up: bool = True, may_wait: bool = True,
+        self, prompt: Prompt, look_up: bool = True, may_wait: bool = True,
         awaits_loads: bool = False,
-    ) -> MatchedTask | None:  # fmt: skip
+    ) -> Offer | None:  # fmt: skip
         """None if the caller may not wait, and the remote store has yet to answer, or what a get
         needs is being loaded early."""
-        keys, start, stop, num_tokens, retain_s, tail_at, session_id, weights, adapter = prompt
         if not self.server.is_open:
-            return MatchedTask(self.server.next_id(self.ids), start, 0, {}, 0)
-        if look_up and self._has_store and not self._look_up(kind, prompt, may_wait):
+            task_id = self.server.next_id(self.ids)
+            return Offer(task_id, prompt.kind, prompt.num_tokens, prompt.start)
+        if look_up and self._has_store and not self._look_up(prompt, may_wait):
             return None
         with self.server.lock, self.server.session() as tasks:
             now = time.monotonic()
-            if awaits_loads and tasks.awaits_load(self.ids.session, keys, stop, now):
+            if awaits_loads and tasks.awaits_load(self.ids.session, prompt, now):
                 return None
-            task_id = self.ids.next()
-            plan = tasks.match(
-                task_id, kind, keys, start, stop, num_tokens, now, retain_s, tail_at,
-                session_id, weights, adapter,
-            )  # fmt: skip
-        return MatchedTask(
-            task_id, plan.offset, plan.num_blocks, plan.sources, plan.num_gpu_blocks, plan.tail_at
-        )
+            return tasks.match(self.ids.next(), prompt, now)
 
     def look_up(self, prompt: Prompt) -> None:
         """Begin to ask the remote store about a prompt; no task is made."""
         if self._has_store and self.server.is_open:
-            self._look_up(TaskKind.GET, prompt, may_wait=False)
+            self._look_up(prompt, may_wait=False)
 
-    def _look_up(self, kind: TaskKind, prompt: Prompt, may_wait: bool) -> bool:
+    def _look_up(self, prompt: Prompt, may_wait: bool) -> bool:
         """Ask the remote store; whether the match can be made now."""
         with self.server.lock, self.server.session() as tasks:
-            lookup = tasks.look_up(
-                kind, prompt.keys, prompt.stop, time.monotonic(), self.ids.session, prompt.weights
-            )
+            lookup = tasks.look_up(prompt, time.monotonic(), self.ids.session)
         if lookup is None or not may_wait:
             return lookup is None
         with self.server.lock, self.server.session() as tasks:
@@ -178,10 +169,10 @@ class Operator:
             if keys is None:
                 return 0
             num_tokens = keys.num_blocks * cache.config.tokens_per_block
-            prompts = [Prompt(keys, 0, keys.num_blocks, num_tokens)]
+            prompts = [Prompt(TaskKind.PREFETCH, keys, 0, keys.num_blocks, num_tokens)]
         session, num_loading = self._open_session(), 0
         for prompt in prompts:
-            task = session.match(TaskKind.PREFETCH, prompt)
+            task = session.match(prompt)
             assert task is not None  # it may wait
             if task.num_blocks:
                 session.launch([task.task_id], [np.empty(0, np.int64)], gated=False)
@@ -253,14 +244,15 @@ def _prompt(
     """A prompt as it comes by HTTP: lists of anything."""
     size = cache.config.tokens_per_block
     detail = PromptDetail.NOTHING if token_ids is None else PromptDetail.TOKENS
+    kind = TaskKind.PREFETCH
     maker = PromptMaker(cache.fingerprint, size, lambda: detail, version)
     if block_keys is not None:
         if any(not 0 < len(key) <= MAX_KEY_BYTES for key in block_keys):
             raise ValueError(f"block_keys must have 1 to {MAX_KEY_BYTES} bytes each")
         tokens = range(len(block_keys) * size)  # only their number matters
-        return maker.make(tokens, None, namespace, block_keys)
+        return maker.make(kind, tokens, namespace=namespace, block_keys=block_keys)
     try:
-        return maker.make(np.array(token_ids, dtype=np.int64), None, namespace)
+        return maker.make(kind, np.array(token_ids, dtype=np.int64), namespace=namespace)
     except (OverflowError, TypeError) as error:
         raise ValueError(f"token_ids: {error}") from None
 

@@ -39,18 +39,6 @@ RankMessage = RunOp | Drop | Ended | SessionOver
 WorkerInstruction = RunOp | DropOp | RunLookUp | ReplaceExecutor
 
 
-class RankLine(Protocol):
-    """Passes messages to a rank in this process."""
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the rank takes nothing more."""
-
-    def put(self, message: RankMessage) -> None:
-        """Start an op or leave a message for the rank. Called under the server's lock: must not
-        wait for copies."""
-
-
 class Output(NamedTuple):
     """Messages and jobs, each list in the order in which it was filled."""
 
@@ -69,7 +57,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self.is_empty = True
-        self.lines: dict[bytes, RankLine] = {}
+        self.lines: dict[bytes, LocalLine] = {}
         self._to_peers: list[tuple[bytes, PeerMessage]] = []
         self._to_workers: list[WorkerInstruction] = []
         self._jobs: list[BackgroundJob] = []
@@ -87,7 +75,7 @@ class Outbox:
         else:
             self.send(identity, message)
 
-    def connect(self, identity: bytes, line: RankLine) -> None:
+    def connect(self, identity: bytes, line: LocalLine) -> None:
         """Pass messages to a rank by this line from now on."""
         self.lines[identity] = line
 
@@ -314,29 +302,22 @@ class LocalLines:
     heartbeats and the end of the server stay on the socket, so that a rank whose server hangs or
     ends learns of it as any other does.
 
-    Args:
-        changed: The server's lock.
-        route: Routes the task engine's decisions; called under the lock.
     """
 
-    def __init__(
-        self, hub: Hub, changed: threading.Condition, route: Callable[[], None], reactor: Reactor
-    ) -> None:
+    def __init__(self, hub: Hub, reactor: Reactor) -> None:
         self._hub = hub
-        self._changed = changed
-        self._route = route
         self._reactor = reactor
 
     def connect(self, line: LocalLine) -> None:
         """Pass messages to a greeted rank by this line, until the hub forgets the rank."""
-        with self._changed:
-            if line.identity in self._hub.peers:
+        with self._hub.state.lock:
+            if line.identity in self._hub.state.peers:
                 self._hub.outbox.connect(line.identity, line)
 
     def take_reports(self, identity: bytes, reports: Sequence[Done | WeightsChanged]) -> None:
         """Take in that ops of a rank have ended, or that its weights are others. Ignored from a
         rank that the hub has lost."""
-        with self._changed:
+        with self._hub.state.lock:
             if identity not in self._hub.outbox.lines:
                 return
             now = time.monotonic()
@@ -345,7 +326,7 @@ class LocalLines:
                     self._hub.take_message(identity, report, now)
             finally:  # also when the engine's thread was interrupted
                 self.pass_on()
-        with self._changed:
+        with self._hub.state.lock:
             if (cache := self._hub.cache) is not None:
                 cache.tasks.record_lookups()  # the answers did not wait for it
 
@@ -354,7 +335,7 @@ class LocalLines:
 
         Called under the lock, by other threads than the loop's.
         """
-        self._route()
+        self._hub.route(time.monotonic())
         if self._reactor.stopping or not self._hub.outbox.is_empty:
             self._reactor.wake()
         elif (cache := self._hub.cache) is not None:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Generic, TypeVar
+from typing import TypeVar
 
 import msgspec
 import zmq
@@ -368,75 +368,52 @@ class Endpoint:
 
 _MAX_TEXT = 500
 
+
+# -- what arrives ---------------------------------------------------------------------------------
+
 Buffer = bytes | memoryview
 Message = TypeVar("Message")
+_MAX_TEXT = 500
 
 
-class SocketGuard(Generic[Message]):
-    """Decodes what peers send and hands it on.
+class UnreadableError(ValueError):
+    """Frames that are no message. ``why``: ``oversized`` or ``malformed``."""
 
-    A message is handled only if it is small enough, complete, and of a type that the socket takes.
-    A handler that fails costs this message and nothing else.
+    def __init__(self, why: str, text: str) -> None:
+        super().__init__(text)
+        self.why = why
+
+
+def read_message(
+    decoder: msgspec.msgpack.Decoder[Message],
+    frames: Sequence[Buffer],
+    has_data: Callable[[Message], bool] = lambda _: False,
+) -> Message:
+    """Decode what a peer has sent.
 
     Args:
-        types: The union of messages that the socket takes.
-        counters: Counts the handler's failures, as ``failed_messages``.
-        handle: Handles a message of a sender, with its data frame (or its only one) and the time.
-        refuse: Answers or counts what is not a message; gets the sender, a reason in a word
-            (``oversized``, ``malformed``) and a text.
-        undecodable: Gets a sender and a frame that is none of ``types``; returns whether it has
-            answered. If not, ``refuse`` is called.
-        failed: Called with the sender, the message and the error if ``handle`` has raised.
+        decoder: Of the union of messages that the socket takes.
         has_data: Whether a frame of raw data follows a message.
+
+    Raises:
+        UnreadableError: It is too large, incomplete, or no such message. Nothing else is raised.
     """
+    if sum(len(frame) for frame in frames) > MAX_FRAME_BYTES:
+        raise UnreadableError("oversized", f"more than {MAX_FRAME_BYTES} bytes")
+    try:
+        message = decoder.decode(frames[0]) if frames else None
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # also of bad UTF-8
+        # Cut, as it may quote the frame.
+        raise UnreadableError("malformed", str(error)[:_MAX_TEXT]) from None
+    if message is None or len(frames) != 1 + has_data(message):
+        raise UnreadableError("malformed", f"{len(frames)} frames")
+    return message
 
-    def __init__(
-        self,
-        types: Any,
-        counters: ServerCounters,
-        *,
-        handle: Callable[[bytes, Message, Buffer, float], None],
-        refuse: Callable[[bytes, str, str], None],
-        undecodable: Callable[[bytes, Buffer], bool] | None = None,
-        failed: Callable[[bytes, Message, Exception], None] | None = None,
-        has_data: Callable[[Message], bool] | None = None,
-    ) -> None:
-        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(types)
-        self._counters = counters
-        self._handle = handle
-        self._refuse = refuse
-        self._undecodable = undecodable
-        self._failed = failed
-        self._has_data = has_data
 
-    def take(self, sender: bytes, frames: Sequence[Buffer], now: float) -> None:
-        """Take in one message. Never raises for its contents."""
-        if sum(len(frame) for frame in frames) > MAX_FRAME_BYTES:
-            self._refuse(sender, "oversized", f"more than {MAX_FRAME_BYTES} bytes")
-            return
-        try:
-            message = self._decoder.decode(frames[0]) if frames else None
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # also of bad UTF-8
-            if self._undecodable is None or not self._undecodable(sender, frames[0]):
-                self._refuse(sender, "malformed", str(error)[:_MAX_TEXT])  # it may quote the frame
-            return
-        if message is None or len(frames) != 1 + self._is_followed(message):
-            self._refuse(sender, "malformed", f"{len(frames)} frames")
-            return
-        self.pass_on(sender, message, frames[-1], now)
-
-    def pass_on(self, sender: bytes, message: Message, data: Buffer, now: float) -> None:
-        """Have a decoded message handled. Never raises."""
-        try:
-            self._handle(sender, message, data, now)
-        except Exception as error:  # one peer's message must not cost the others their server
-            log_event(
-                logger, logging.ERROR, "message_failed", message=type(message).__name__,
-                identity=sender.hex(), exc_info=True,
-            )  # fmt: skip
-            self._counters.failed_messages += 1
-            if self._failed is not None:
-                self._failed(sender, message, error)
-
-    def _is_followed(self, message: Message) -> bool:
-        return self._has_data is not None and self._has_data(message)
+def log_failed(message: object, counters: ServerCounters, identity: bytes = b"") -> None:
+    """Log and count that a message could not be handled; called where the error was caught."""
+    log_event(
+        logger, logging.ERROR, "message_failed", message=type(message).__name__,
+        identity=identity.hex(), exc_info=True,
+    )  # fmt: skip
+    counters.failed_messages += 1

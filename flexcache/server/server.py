@@ -36,7 +36,7 @@ from flexcache.protocol.endpoints import check_endpoint, private_endpoint
 from flexcache.protocol.fence import Fence, Scratch
 from flexcache.protocol.messages import MAX_FRAME_BYTES, Weights, pid_namespace
 from flexcache.server.cache import ServedCache
-from flexcache.server.hub import Hub, HubWorkers
+from flexcache.server.hub import Hub
 from flexcache.server.loop import EventLoop, IdleExit
 from flexcache.server.observers import Closing, Observers
 from flexcache.server.outbox import (
@@ -48,7 +48,7 @@ from flexcache.server.outbox import (
     withdraw_lines,
 )
 from flexcache.server.reactor import Endpoint, Reactor
-from flexcache.server.sessions import Answers, HubConfig
+from flexcache.server.state import Answers, HubConfig, ServerState
 from flexcache.server.workers import WorkerPool
 from flexcache.stats import ServerStats, Stats
 from flexcache.storage.shards import Shards
@@ -95,11 +95,9 @@ class KVServer:
             shards = Shards.of_model(model, config.tokens_per_block)
             self._cache = ServedCache(model, config, shards)
         self._engine_name = engine
-        self.lock = threading.RLock()  # held wherever hub, task engine or outbox are used
         self._idle_exit_s = idle_exit_s
         self._is_needed = is_needed
         self._open_http = open_http
-        self._changed = threading.Condition(self.lock)
         self._clearing = threading.Lock()  # held while a caller of `clear` erases files
         self._reactor = Reactor()
         hub_config = HubConfig(
@@ -111,12 +109,14 @@ class KVServer:
             prompt_detail=config.prompt_detail,
         )
         host = LocalHost(self._reactor, lambda identity, now: self.hub.peer_died(identity, now))
-        self.hub = Hub(hub_config, host, self._open_cache, self._own_stats)
+        self._state = ServerState(hub_config, host, self._open_cache)
+        self.lock, self._changed = self._state.lock, self._state.changed
+        self.hub = Hub(self._state, self._own_stats)
         if engine is not None:
-            self.hub.weights.begin(engine, config.model_version or "")
-        self._lines = LocalLines(self.hub, self._changed, self._route, self._reactor)
+            self._state.weights.begin(engine, config.model_version or "")
+        self._lines = LocalLines(self.hub, self._reactor)
         self._observers = Observers(config)
-        self._pool = WorkerPool(self._reactor, HubWorkers(self.hub))
+        self._pool = WorkerPool(self._reactor, self.hub)
         self._background = BackgroundThread(self._end_job)
         self._endpoint: Endpoint | None = None
         self._thread: ServiceThread | None = None
@@ -201,11 +201,11 @@ class KVServer:
                 self._pool.bind(self._endpoint.context, self._endpoint.worker_address)
             if self._model is not None:
                 with self.lock:
-                    self.hub.expect_cache(
+                    self._state.slot.expect(
                         self._model, self.config.tokens_per_block, self._engine_name
                     )
                     if self._engine_name is not None:
-                        ids = self.hub.sessions.open_local(self._engine_name, answers)
+                        ids = self._state.open_local(self._engine_name, answers)
             if self._open_http is not None:
                 self._observers.open_http(partial(self._open_http, self))
         except BaseException:
@@ -217,9 +217,8 @@ class KVServer:
         if self._idle_exit_s is not None:
             idle_exit = IdleExit(self._idle_exit_s, self._is_needed, now)
         loop = EventLoop(
-            self.hub, self._changed, self._route, self._reactor, self._endpoint.socket, self._pool,
-            self._background, idle_exit, self.config.client_timeout_s,
-        )  # fmt: skip
+            self.hub, self._reactor, self._endpoint.socket, self._pool, self._background, idle_exit
+        )
         log_event(logger, logging.INFO, "server_began", endpoint=self.endpoint)
         return loop, ids
 
@@ -242,7 +241,7 @@ class KVServer:
             self._pool.discard()  # they hold the directories' locks, and the next try makes others
             raise
         self._cache = cache
-        self._observers.follow(cache)
+        self._state.feed = self._observers.follow(cache)
         return cache
 
     # -- calls from this process -----------------------------------------------------------------
@@ -250,16 +249,6 @@ class KVServer:
     def session(self) -> contextlib.AbstractContextManager[KVTaskEngine]:
         """Use of the task engine, with `lock` held; what it decides is carried out afterwards."""
         return _EngineUse(self)
-
-    def _route(self) -> None:
-        """Pass on what the task engine did; must be called with the lock held."""
-        if self.hub.route(time.monotonic()):
-            self._changed.notify_all()
-        feed = self._observers.feed
-        if feed is not None and self._cache is not None:
-            journal = self._cache.tasks.cache.tiers.journal
-            if journal:  # also of matches that had waited for a look-up
-                feed.pass_on(journal.take())
 
     def wait_for_change(self, timeout: float | None) -> None:
         """Inside `session`: release the lock until a look-up has ended, or for ``timeout`` s."""
@@ -279,7 +268,8 @@ class KVServer:
     def fence_path(self, engine: str) -> str | None:
         """Where others find the fence of an engine, if it has a peer."""
         with self.lock:
-            return self.hub.fence_path(engine)
+            found = self._state.engines.get(engine)
+            return None if found is None else found.fence.path
 
     def next_id(self, ids: TaskIds) -> TaskId:
         """Number a task of an engine in this process, before there are tiers."""
@@ -293,22 +283,22 @@ class KVServer:
     def missing(self, engine: str) -> list[str]:
         """Ranks and workers that an engine still waits for."""
         with self.lock:
-            return self.hub.readiness.missing(engine)
+            return self.hub.greeter.missing(engine)
 
     def wait_ready(self, engine: str, timeout: float | None) -> None:
         """Wait until every rank of an engine and the disk worker serve. Raises what
-        `EngineReadiness.require` does."""
+        `Greeter.require` does."""
         with self.lock:
-            readiness = self.hub.readiness
-            self._changed.wait_for(lambda: self.stopping or readiness.is_settled(engine), timeout)
+            greeter = self.hub.greeter
+            self._changed.wait_for(lambda: self.stopping or greeter.is_settled(engine), timeout)
             if self.stopping:
                 raise ClosedError("the cache was shut down")
-            readiness.require(engine, timeout)
+            greeter.require(engine, timeout)
 
     def new_weights(self, engine: str, version: str) -> Weights:
         """Rename an engine's weights; return the name with its generation. At any time."""
         with self.lock:
-            weights = self.hub.weights.rename(engine, version, time.monotonic())
+            weights = self._state.weights.rename(engine, version, time.monotonic())
             if self._thread is not None:
                 self._lines.pass_on()
         return weights
@@ -316,13 +306,13 @@ class KVServer:
     def engines(self) -> list[str]:
         """Names of the engines in session."""
         with self.lock:
-            return [name for name, _, _ in self.hub.sessions.engines()]
+            return [name for name, _, _ in self._state.engines_in_session()]
 
     def versions(self) -> list[str]:
         """What the weights of engines in session are called; the configured name without any."""
         with self.lock:
-            engines = [name for name, _, _ in self.hub.sessions.engines()]
-            versions = dict.fromkeys(self.hub.weights.of(name).version for name in engines)
+            engines = [name for name, _, _ in self._state.engines_in_session()]
+            versions = dict.fromkeys(self._state.weights.of(name).version for name in engines)
         return list(versions) or [self.config.model_version or ""]
 
     def clear(self, tier: str | None, engine: str | None = None) -> int:
@@ -337,7 +327,7 @@ class KVServer:
                 assert self._cache is not None
                 clearing = self._cache.clear(tier)
                 if tier is None and engine is not None:
-                    self.hub.weights.rename(engine, random_version(), time.monotonic())
+                    self._state.weights.rename(engine, random_version(), time.monotonic())
             error = error_of(clearing.work)
             with self.lock:  # also while the cache is shut down: dirty blocks wait for it
                 return clearing.end(error)
@@ -352,13 +342,13 @@ class KVServer:
     def health(self) -> dict[str, Any]:
         """Whether the server is at work, and which of its parts are missing."""
         with self.lock:
-            missing = self._pool.missing() + self.hub.absentees() + self._observers.absent
+            missing = self._pool.missing() + self.hub.greeter.absentees() + self._observers.absent
             return {"serving": not self.stopping, "missing": missing}
 
     def open_session(self, name: str) -> TaskIds:
         """Open a session for calls from this process; there must be a model."""
         with self.lock:
-            return self.hub.sessions.open_local(name)
+            return self._state.open_local(name)
 
     def take_changes(self) -> list[Change]:
         """What the tiers have stored and lost since the last call, with ``kv_events``."""

@@ -73,6 +73,14 @@ class EngineWeights:
         state = self._engines.get(engine, _Engine())
         return Weights(state.generation, state.version, state.updated())
 
+    def generations(self) -> list[tuple[str, int]]:
+        """Return the engines whose weights have had another name, with their generations."""
+        return [
+            (engine, NO_GENERATION if state.is_unknown else state.generation)
+            for engine, state in self._engines.items()
+            if state.generation or state.is_unknown
+        ]
+
     def begin(self, engine: str, version: str) -> None:
         """Name the weights that the engine in this process starts with."""
         self._engines[engine] = _Engine(version=version)

@@ -13,7 +13,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import IO, TYPE_CHECKING, Protocol
 
@@ -23,7 +23,13 @@ import zmq
 from flexcache.logs import log_event
 from flexcache.processes import tell_of_forks
 from flexcache.server.outbox import WorkerInstruction, make_execute, problem_of
-from flexcache.server.reactor import Buffer, Reactor, RouterSocket, SocketGuard
+from flexcache.server.reactor import (
+    Reactor,
+    RouterSocket,
+    UnreadableError,
+    log_failed,
+    read_message,
+)
 from flexcache.stats import ServerCounters
 from flexcache.tasks.instructions import DISK, REMOTE, DropOp, ReplaceExecutor, RunLookUp, RunOp
 from flexcache.transfer.messages import Done, Drop, LookedUp, LookUp, Ready, Stop
@@ -35,15 +41,25 @@ logger = logging.getLogger(__name__)
 
 _MAX_MESSAGES_A_TURN = 256
 
+WorkerMessage = Ready | Done | LookedUp
+_DECODER = msgspec.msgpack.Decoder(WorkerMessage)
+
 
 class WorkerPool:
-    """Starts workers, restarts them after a death, and carries messages both ways."""
+    """Starts workers, restarts them after a death, and carries messages both ways.
+
+    Any process of this user can connect to the workers' socket, so a message counts only if it
+    comes from the identity that a worker was given when it was started, and that no other process
+    knows. One that makes no sense is counted and logged; the op that it was about ends by its
+    deadline.
+    """
 
     def __init__(self, reactor: Reactor, owner: WorkerOwner) -> None:
         self._reactor = reactor
         self._owner = owner
         self._workers: dict[str, WorkerSupervisor] = {}  # by executor
-        self._messages = WorkerMessages(self._workers, owner)
+        self._logged: set[str] = set()
+        """Kinds of refused messages that were logged."""
         self._socket: RouterSocket | None = None
 
     def bind(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
@@ -52,29 +68,20 @@ class WorkerPool:
         self._socket.bind(endpoint)
         self._reactor.add_socket(self._socket)
 
-    def add(
-        self,
-        name: str,
-        module: str,
-        make_config: Callable[[str], msgspec.Struct],
-        keep_fds: Sequence[int],
-    ) -> None:
-        """Supervise one more worker; see `WorkerSupervisor`. The next `start_due` starts it."""
-        self._workers[name] = WorkerSupervisor(name, module, make_config, keep_fds)
-
     def add_store_workers(self, store: CacheStore, endpoint: str) -> None:
-        """Supervise the workers that an open store needs: for its disk, for its remote store.
+        """Supervise the workers that an open store needs: for its disk, for its remote store. The
+        next `start_due` starts them.
 
         Args:
             endpoint: Where they connect to.
         """
         if store.disk_pool is not None:
-            self.add(
+            self._workers[DISK] = WorkerSupervisor(
                 DISK, "flexcache.transfer.disk_worker",
                 partial(store.disk_worker_config, endpoint), store.inherited_fds,
             )  # fmt: skip
         if store.has_remote:
-            self.add(
+            self._workers[REMOTE] = WorkerSupervisor(
                 REMOTE, "flexcache.transfer.remote_worker",
                 partial(store.remote_worker_config, endpoint), store.segment_fds,
             )  # fmt: skip
@@ -119,7 +126,54 @@ class WorkerPool:
             frames = self._socket.receive()
             if frames is None:
                 return
-            self._messages.take(frames, now)
+            self.take(frames, now)
+
+    def take(self, frames: Sequence[bytes], now: float) -> None:
+        """Take in what the socket received: the sender's identity and its message."""
+        sender, *rest = frames
+        known = {w.identity.encode(): w for w in self._workers.values() if w.pid is not None}
+        worker = known.get(sender)
+        if worker is None:
+            self._refuse(sender, "unknown_worker", "not from a worker of this server")
+            return
+        try:
+            message = read_message(_DECODER, rest)
+        except UnreadableError as error:
+            self._refuse(sender, error.why, str(error))
+            return
+        try:
+            self._handle(worker, message, now)
+        except Exception:  # it must not cost the others their server
+            log_failed(message, self._owner.counters, sender)
+
+    def _handle(self, worker: WorkerSupervisor, message: WorkerMessage, now: float) -> None:
+        sender = worker.identity.encode()
+        match message:
+            case Ready(detail) if not worker.is_ready:
+                worker.is_ready = True
+                log_event(
+                    logger, logging.INFO, "worker_began", worker=worker.name, pid=worker.pid,
+                    detail=detail,
+                )  # fmt: skip
+                self._owner.worker_up(worker.name)
+            case LookedUp() as answer if worker.name == REMOTE:
+                self._owner.looked_up(answer, now)
+            case Done() as done if (problem := problem_of(done)) is not None:
+                self._refuse(sender, "malformed", problem)
+            case Done() as done:
+                self._owner.op_done(worker.name, done, now)
+            case _:
+                self._refuse(sender, "misplaced", f"{type(message).__name__} is out of place")
+
+    def _refuse(self, sender: bytes, why: str, text: str) -> None:
+        """Count it; log the first of its kind."""
+        self._owner.counters.rejected_messages[why] += 1
+        if why not in self._logged:
+            self._logged.add(why)
+            log_event(
+                logger, logging.WARNING, "worker_message_refused", reason=f"{why}: {text}",
+                identity=sender.hex(),
+            )  # fmt: skip
 
     def _died(self, worker: WorkerSupervisor, now: float) -> None:
         self._reactor.unwatch_pidfd(worker.pidfd)
@@ -258,7 +312,7 @@ class WorkerSupervisor:
         # Known to the worker alone, so that no other process can send in its name.
         self.identity = f"{self.name}-{secrets.token_hex(16)}"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", self._module],
+            [sys.executable, "-m", self._module, self.name],  # the name is for `ps`
             stdin=subprocess.PIPE,
             pass_fds=self._keep_fds,
         )
@@ -325,75 +379,6 @@ class WorkerSupervisor:
 def _close(pipe: IO[bytes]) -> None:
     with contextlib.suppress(BrokenPipeError):  # it had not read all of it when it died
         pipe.close()
-
-
-WorkerMessage = Ready | Done | LookedUp
-
-
-class WorkerMessages:
-    """Passes on to the owner what its workers report.
-
-    Any process of this user can connect to that socket, so a message counts only if it comes from
-    the identity that a worker was given when it was started, and that no other process knows.
-
-    A message that makes no sense is counted and logged; the op that it was about ends by its
-    deadline.
-
-    Args:
-        workers: By name; workers may be added later.
-    """
-
-    def __init__(self, workers: Mapping[str, WorkerSupervisor], owner: WorkerOwner) -> None:
-        self._workers = workers
-        self._owner = owner
-        self._logged: set[str] = set()
-        self._guard = SocketGuard[WorkerMessage](
-            WorkerMessage, owner.counters, handle=self._handle, refuse=self._refuse
-        )
-
-    def take(self, frames: Sequence[bytes], now: float) -> None:
-        """Take in what the socket received: the sender's identity and its message."""
-        sender, *message = frames
-        if self._worker_of(sender) is None:
-            self._refuse(sender, "unknown_worker", "not from a worker of this server")
-        else:
-            self._guard.take(sender, message, now)
-
-    def _worker_of(self, identity: bytes) -> WorkerSupervisor | None:
-        for worker in self._workers.values():
-            if worker.pid is not None and worker.identity.encode() == identity:
-                return worker
-        return None
-
-    def _handle(self, sender: bytes, message: WorkerMessage, _: Buffer, now: float) -> None:
-        worker = self._worker_of(sender)
-        assert worker is not None
-        match message:
-            case Ready(detail) if not worker.is_ready:
-                worker.is_ready = True
-                log_event(
-                    logger, logging.INFO, "worker_began", worker=worker.name, pid=worker.pid,
-                    detail=detail,
-                )  # fmt: skip
-                self._owner.worker_up(worker.name)
-            case LookedUp() as answer if worker.name == REMOTE:
-                self._owner.looked_up(answer, now)
-            case Done() as done if (problem := problem_of(done)) is not None:
-                self._refuse(sender, "malformed", problem)
-            case Done() as done:
-                self._owner.op_done(worker.name, done, now)
-            case _:
-                self._refuse(sender, "misplaced", f"{type(message).__name__} is out of place")
-
-    def _refuse(self, sender: bytes, why: str, text: str) -> None:
-        """Count it; log the first of its kind."""
-        self._owner.counters.rejected_messages[why] += 1
-        if why not in self._logged:
-            self._logged.add(why)
-            log_event(
-                logger, logging.WARNING, "worker_message_refused", reason=f"{why}: {text}",
-                identity=sender.hex(),
-            )  # fmt: skip
 
 
 class WorkerOwner(Protocol):

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from flexcache.counters import Histogram
 from flexcache.ids import BreakerState
+from flexcache.router.fleet import Tier, WorkerState
 from flexcache.router.stats import CacheStats, RouterStats, SourceStats, WorkerStats
-from flexcache.router.workers import Tier, WorkerState
 from flexcache.status.view import Column, duration, entry_name, listed, number, table_of, titled
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
+from itertools import count
 from typing import Any
 
 from flexcache.errors import ConfigError, MissingDependencyError
@@ -35,10 +36,11 @@ class Direction(Enum):
 class Request:
     """One vectored I/O: consecutive ``pieces``, from or to ``offset`` of the file.
 
-    The pieces must stay alive and, for a write, unchanged until the completion.
+    The pieces must stay alive and, for a write, unchanged until the completion, which has the same
+    ``token``: whatever the caller knows the request by.
     """
 
-    token: int
+    token: Any
     direction: Direction
     fd: int
     offset: int
@@ -49,7 +51,7 @@ class Request:
 class Completion:
     """Result of an I/O: bytes moved, or a negated errno. Short counts are passed on unchanged."""
 
-    token: int
+    token: Any
     result: int
 
     def problem(self, num_bytes: int) -> str | None:
@@ -212,17 +214,20 @@ class UringBlockIO(BlockIO):
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lib.io_uring_register_eventfd(self._ring, self._event)
         self._cqe = self._binding.new_cqe()
-        self._in_flight: dict[int, Any] = {}  # token -> iovec: alive until the kernel is done
+        self._numbers = count()
+        self._in_flight: dict[int, tuple[Request, Any]] = {}
+        """Requests and their iovecs, which stay alive until the kernel is done with them."""
 
     def submit(self, requests: Sequence[Request]) -> None:
         if not requests:
             return
         for request in requests:
             iovec = self._binding.new_iovec(list(request.pieces))
-            self._in_flight[request.token] = (iovec, request)
+            number = next(self._numbers)
+            self._in_flight[number] = (request, iovec)
             sqe = self._lib.io_uring_get_sqe(self._ring)
             self._binding.prepare(sqe, request, iovec)
-            self._lib.io_uring_sqe_set_data64(sqe, request.token)
+            self._lib.io_uring_sqe_set_data64(sqe, number)
         while self._lib.io_uring_sq_ready(self._ring):
             self._lib.io_uring_submit(self._ring)  # stops after a request that the kernel refuses
 
@@ -233,10 +238,10 @@ class UringBlockIO(BlockIO):
         # One entry at a time: indexing beyond the first is unreliable in the 2026 binding.
         while self._peek():
             entry = self._cqe[0]
-            completion = Completion(entry.user_data, self._binding.result(entry))
+            number, result = entry.user_data, self._binding.result(entry)
             self._lib.io_uring_cq_advance(self._ring, 1)
-            del self._in_flight[completion.token]
-            reaped.append(completion)
+            request, _ = self._in_flight.pop(number)
+            reaped.append(Completion(request.token, result))
         return reaped
 
     def _peek(self) -> bool:

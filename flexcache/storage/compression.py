@@ -7,8 +7,10 @@ from abc import ABC, abstractmethod
 from enum import IntEnum
 
 from flexcache.errors import ConfigError, MissingDependencyError
-from flexcache.storage.remote.base import Parts, num_bytes_of, scatter
+from flexcache.storage.pieces import Parts, num_bytes_of, scatter
 
+PACKAGES = {"zstd": "zstandard", "lz4": "lz4"}
+"""The package that a compression needs; the extra ``compression`` installs them."""
 _ZSTD_LEVEL = 1  # KV hardly compresses: the lowest level gains all there is to gain
 
 

@@ -23,7 +23,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -89,16 +89,6 @@ SlotForms = npt.NDArray[Any]
 _CHUNK_ROWS = 1 << 12  # they stay in the processor's cache while they are checked
 _PRIME = np.uint64(0x9E3779B97F4A7C15)
 _HALF = np.uint64(32)
-
-
-class FileCalls(Protocol):
-    """The functions of `os` that the index needs; the module itself satisfies this."""
-
-    def pread(self, fd: int, length: int, offset: int, /) -> bytes: ...
-
-    def pwrite(self, fd: int, data: Any, offset: int, /) -> int: ...
-
-    def fdatasync(self, fd: int, /) -> None: ...
 
 
 def locate_slot(slot: int, fds: Sequence[int], slot_bytes: int) -> tuple[int, int]:
@@ -183,7 +173,7 @@ class SlotIndex:
             another era's while nothing is written.
     """
 
-    def __init__(self, fds: Sequence[int], pool_id: bytes, files: FileCalls = os) -> None:
+    def __init__(self, fds: Sequence[int], pool_id: bytes, files: Any = os) -> None:
         self._fds = tuple(fds)
         self.pool_id = pool_id
         self._files = files

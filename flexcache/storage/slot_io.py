@@ -119,41 +119,29 @@ _MOST_THREADS = 8
 _MOST_ROOM_BYTES = 256 << 20  # of all packed blocks on their way
 
 
-@dataclass(frozen=True, slots=True)
-class SlotRequest:
-    """A block to be read or written; its ``pieces`` are as those of a `Request`.
+@dataclass(slots=True, eq=False)
+class SlotMove:
+    """A block to be read or written; on its way, and how it ended.
 
-    ``may_pack``: whether it may be written packed.
+    Attributes:
+        token: What the caller knows it by.
+        pieces: As those of a `Request`.
+        may_pack: Whether it may be written packed.
+        codec: Form that its slot has or gets, with ``filled``.
+        room: Memory for the packed block, if it may be packed.
+        num_bytes: What its I/O had to move.
+        problem: What failed, if anything did.
     """
 
-    token: int
+    token: Any
     direction: Direction
     slot: int
     pieces: Sequence[memoryview]
     may_pack: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class SlotMoved:
-    """Result of a request: the bytes that its I/O had to move, and what failed, if anything."""
-
-    token: int
-    num_bytes: int
-    problem: str | None = None
-
-
-@dataclass(slots=True)
-class _Move:
-    """A request on its way, and the form that its slot has or gets.
-
-    Attributes:
-        room: Memory for the packed block, if it may be packed.
-    """
-
-    request: SlotRequest
     codec: int = Codec.NONE
     filled: int = 0
     room: memoryview | None = None
+    num_bytes: int = 0
     problem: str | None = None
 
 
@@ -191,10 +179,9 @@ class SlotIO:
         self._slot_bytes = slot_bytes
         self._forms = forms
         self._codec = codec
-        self._moves: dict[int, _Move] = {}
         self._rooms: list[memoryview] = []
         self._packers = threading.local()
-        self._worked: deque[_Move] = deque()
+        self._worked: deque[SlotMove] = deque()
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         num_threads = min(_MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // 2))
         self._packing = packing or ThreadPoolExecutor(
@@ -219,40 +206,43 @@ class SlotIO:
         if self._forms is not None:
             self._forms[slots] = (Codec.NONE, 0)
 
-    def submit(self, requests: Sequence[SlotRequest]) -> None:
-        """Start requests. The caller keeps no more than ``depth`` unfinished."""
+    def submit(self, moves: Sequence[SlotMove]) -> None:
+        """Start moves. The caller keeps no more than ``depth`` unfinished."""
         ready = []
-        for request in requests:
-            move = self._moves[request.token] = _Move(request)
-            if request.direction is Direction.READ:
+        for move in moves:
+            if move.direction is Direction.READ:
                 self._look_up_form(move)
-            elif self._codec is not Codec.NONE and request.may_pack:
+            elif self._codec is not Codec.NONE and move.may_pack:
                 move.room = self._take_room()
                 self._packing.submit(self._work, self._pack, move)
                 continue
             ready.append(self._io_of(move))
         self._io.submit(ready)
 
-    def reap(self) -> list[SlotMoved]:
-        """Return what was moved since the last call. Never blocks."""
+    def reap(self) -> list[SlotMove]:
+        """Return what has ended since the last call. Never blocks."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._event)
-        moved, packed = [], []
+        ended, packed = [], []
         while self._worked:
             move = self._worked.popleft()
-            if move.request.direction is Direction.READ:
-                moved.append(self._end(move))
+            if move.direction is Direction.READ:
+                ended.append(move)
             else:
                 packed.append(self._io_of(move))
         self._io.submit(packed)
         for completion in self._io.reap():
-            move = self._moves[completion.token]
-            move.problem = completion.problem(self._num_bytes(move))
-            if move.request.direction is Direction.READ and move.filled and not move.problem:
+            move = completion.token
+            move.problem = completion.problem(move.num_bytes)
+            if move.direction is Direction.READ and move.filled and not move.problem:
                 self._unpacking.submit(self._work, self._unpack, move)
             else:
-                moved.append(self._end(move))
-        return moved
+                ended.append(move)
+        for move in ended:
+            if move.room is not None:
+                self._rooms.append(move.room)
+                move.room = None
+        return ended
 
     def filenos(self) -> list[int]:
         """Return descriptors, one of which is readable when `reap` has something to do."""
@@ -267,38 +257,30 @@ class SlotIO:
             os.close(self._event)
             self._event = -1
 
-    def _look_up_form(self, move: _Move) -> None:
+    def _look_up_form(self, move: SlotMove) -> None:
         if self._forms is None:
             return
-        codec, filled = self._forms[move.request.slot].tolist()
+        codec, filled = self._forms[move.slot].tolist()
         if filled:
             move.codec, move.filled, move.room = codec, filled, self._take_room()
 
-    def _io_of(self, move: _Move) -> Request:
+    def _io_of(self, move: SlotMove) -> Request:
         """Make the I/O of a move; a slot that is written has its new form from here on."""
-        request, pieces = move.request, move.request.pieces
-        if self._forms is not None and request.direction is Direction.WRITE:
-            self._forms[request.slot] = (move.codec, move.filled)
+        if self._forms is not None and move.direction is Direction.WRITE:
+            self._forms[move.slot] = (move.codec, move.filled)
+        pieces, move.num_bytes = move.pieces, self._slot_bytes
         if move.filled:
             assert move.room is not None
-            pieces = [move.room[: self._num_bytes(move)]]
-        return Request(request.token, request.direction, *self._locate(request.slot), pieces)
-
-    def _num_bytes(self, move: _Move) -> int:
-        return filled_bytes(move.filled, self._slot_bytes) if move.filled else self._slot_bytes
-
-    def _end(self, move: _Move) -> SlotMoved:
-        del self._moves[move.request.token]
-        if move.room is not None:
-            self._rooms.append(move.room)
-        return SlotMoved(move.request.token, self._num_bytes(move), move.problem)
+            move.num_bytes = filled_bytes(move.filled, self._slot_bytes)
+            pieces = [move.room[: move.num_bytes]]
+        return Request(move, move.direction, *self._locate(move.slot), pieces)
 
     def _take_room(self) -> memoryview:
         return self._rooms.pop() if self._rooms else memoryview(mmap.mmap(-1, self._slot_bytes))
 
     # -- on the threads --------------------------------------------------------------------------
 
-    def _work(self, job: Callable[[_Move], None], move: _Move) -> None:
+    def _work(self, job: Callable[[SlotMove], None], move: SlotMove) -> None:
         try:
             job(move)
         except Exception as error:  # whatever it is, it belongs to one block
@@ -306,16 +288,15 @@ class SlotIO:
         self._worked.append(move)
         os.eventfd_write(self._event, 1)
 
-    def _pack(self, move: _Move) -> None:
+    def _pack(self, move: SlotMove) -> None:
         assert move.room is not None
-        filled = self._packer(self._codec).pack(move.request.pieces, move.room)
+        filled = self._packer(self._codec).pack(move.pieces, move.room)
         if filled:
             move.codec, move.filled = self._codec, filled
 
-    def _unpack(self, move: _Move) -> None:
+    def _unpack(self, move: SlotMove) -> None:
         assert move.room is not None
-        packed = move.room[: self._num_bytes(move)]
-        self._packer(Codec(move.codec)).unpack(packed, move.request.pieces)
+        self._packer(Codec(move.codec)).unpack(move.room[: move.num_bytes], move.pieces)
 
     def _packer(self, codec: Codec) -> SlotPacker:
         """Return this thread's packer of a codec."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 
-from flexcache.cache.block_keys import PromptKeys
 from flexcache.cache.load_cost import Way
 from flexcache.cache.load_plan import LoadPlanner
+from flexcache.cache.prompt import Prompt
 from flexcache.counters import Histogram
 from flexcache.ids import KVStatus, OpKind, SessionId, TaskKind, TierName
 from flexcache.stats import HitRateStats, TotalsStats
@@ -75,11 +75,8 @@ class Accounts:
 
     # -- tasks -----------------------------------------------------------------------------------
 
-    def matched(
-        self, task: Task, keys: PromptKeys, start: int, stop: int, retain_s: float, now: float
-    ) -> None:
-        """Blocks ``[start, stop)`` of a prompt were asked for or offered; ``task.plan`` is what
-        came of it."""
+    def matched(self, task: Task, prompt: Prompt, now: float) -> None:
+        """Blocks of a prompt were asked for or offered; ``task.plan`` is what came of it."""
         plan = task.plan
         for totals in (self.totals, task.owner.totals):
             for reason, count in plan.dropped.items():
@@ -89,11 +86,11 @@ class Accounts:
             if plan.kind is TaskKind.GET:
                 for tier, count in plan.sources.items():
                     totals.hit_blocks[tier] += count
-                totals.missed_blocks += stop - plan.stop
+                totals.missed_blocks += prompt.stop - plan.stop
         if plan.kind is TaskKind.GET:
-            self._add_recent(now, stop - start, plan.num_blocks)
+            self._add_recent(now, prompt.stop - prompt.start, plan.num_blocks)
         if self.recorder is not None:
-            self.recorder.matched(task, keys, start, stop, retain_s)
+            self.recorder.matched(task, prompt)
 
     def _add_recent(self, now: float, num_asked: int, num_found: int) -> None:
         slices = self._recent

@@ -31,9 +31,9 @@ from types import TracebackType
 
 import numpy as np
 
-from flexcache.cache.block_keys import PromptKeys
 from flexcache.cache.density import Forecaster, Study
 from flexcache.cache.plan import Plan
+from flexcache.cache.prompt import Prompt
 from flexcache.cache.restore import Records, RestoreReport, Seconds
 from flexcache.cache.tier import Lease
 from flexcache.cache.tiered_cache import TieredCache
@@ -53,6 +53,7 @@ from flexcache.tasks.instructions import (
     REMOTE,
     Forgotten,
     Instruction,
+    Offer,
     PromisedLoad,
     Recorder,
     RunLookUp,
@@ -429,10 +430,7 @@ class KVTaskEngine:
 
     # -- calls of the engine's adapter -----------------------------------------------------------
 
-    def look_up(
-        self, kind: TaskKind, keys: PromptKeys, stop: int, now: float,
-        session: SessionId | None = None, weights: int = 0,
-    ) -> int | None:  # fmt: skip
+    def look_up(self, prompt: Prompt, now: float, session: SessionId | None = None) -> int | None:
         """Ask the remote store what it has of a prompt, where that may matter to a `match`.
 
         Returns:
@@ -440,49 +438,56 @@ class KVTaskEngine:
         """
         with self._change:
             owner = None if session is None else self._sessions.get(session)
-            return self._matcher.look_up(kind, keys, stop, now, owner, weights)
+            return self._matcher.look_up(owner, prompt, now)
 
-    def awaits_load(self, session: SessionId, keys: PromptKeys, stop: int, now: float) -> bool:
+    def awaits_load(self, session: SessionId, prompt: Prompt, now: float) -> bool:
         """Whether a get that can wait should ask again a little later (`EarlyTasks`)."""
         with self._change:
-            return self._early.awaits(session, keys, stop, now)
+            return self._early.awaits(session, prompt, now)
 
-    def match(
-        self, task_id: TaskId, kind: TaskKind, keys: PromptKeys, start: int, stop: int,
-        num_tokens: int, now: float, retain_s: float = 0.0, tail_at: int = 0,
-        session_id: str | None = None, weights: int = 0, adapter: str = "",
-    ) -> Plan:  # fmt: skip
-        """Make a task for blocks ``[start, stop)`` of a prompt. An empty one has ended already.
-
-        Arguments as for `Prompt`.
+    def match(self, task_id: TaskId, prompt: Prompt, now: float) -> Offer:
+        """Make a task for a prompt. An empty one has ended already.
 
         Raises:
             ValueError: The id is not above all earlier ones of its session.
             KeyError: There is no such session.
         """
+        plan = self._match(task_id, prompt, now)
+        return Offer(
+            task_id, prompt.kind, prompt.num_tokens, plan.offset, plan.num_blocks, plan.sources,
+            plan.num_gpu_blocks, plan.tail_at,
+        )  # fmt: skip
+
+    def _match(self, task_id: TaskId, prompt: Prompt, now: float) -> Plan:
         self._end_doubt()
         owner = self._sessions.of(task_id)
         owner.take_id(task_id)
         with self._change:
-            plan, keys, start, stop = self._matcher.plan(
-                owner, task_id, kind, keys, start, stop, retain_s, now, tail_at, weights
+            cache, kind = self.cache, prompt.kind
+            cache.tiers.advance(now)
+            prompt = self._matcher.resolve(owner, prompt)
+            plan, keys = self._matcher.plan(owner, prompt), prompt.keys
+            if kind is TaskKind.PREFETCH and not plan.is_empty:
+                cache.early.begin(task_id, plan, keys, now)
+            session_id, adapter = prompt.session_id, prompt.adapter
+            task = Task(
+                task_id, owner, plan, prompt.num_tokens, session_id=session_id, adapter=adapter
             )
-            task = Task(task_id, owner, plan, num_tokens, session_id=session_id, adapter=adapter)
-            if start < stop or kind is TaskKind.PUT:  # else it only looks the prompt up
-                self.cache.sessions.used(session_id, keys, plan)
+            has_blocks = prompt.start < prompt.stop
+            if has_blocks or kind is TaskKind.PUT:  # else it only looks the prompt up
+                cache.sessions.used(session_id, keys, plan)
             if kind is TaskKind.GET:
-                task.early = self.cache.early.find(keys)
-            self._accounts.matched(task, keys, start, stop, retain_s, now)
+                task.early = cache.early.find(keys)
+            self._accounts.matched(task, prompt, now)
             if not plan.is_empty:
                 self._sessions.open(task)
                 self._deadlines.matched(task_id, now)
                 return plan
-            self.cache.finish(plan)
+            cache.finish(plan)
             self._runner.end_empty(task)
-            stores_below = kind is TaskKind.PUT and start < stop and not plan.dropped
-            if stores_below and self.cache.tiers.lower:
-                store = self._matcher.plan_store(plan, owner, keys, start, stop, retain_s, tail_at)
-                self._runner.store(store, now)
+            stores_below = kind is TaskKind.PUT and has_blocks and not plan.dropped
+            if stores_below and cache.tiers.lower:
+                self._runner.store(self._matcher.plan_store(owner, prompt), now)
             return plan
 
     def launch(
@@ -574,12 +579,13 @@ class KVTaskEngine:
 
     def close_down(self, now: float) -> None:
         """Cancel what engines can do without, and write what is dirty."""
-        self._take_in(self._close_down, now)
 
-    def _close_down(self, now: float) -> None:
-        self._cancel(self._sessions.dispensable(), now)
-        self.cache.stores.begin_closing()
-        self._runner.follow(now)
+        def change() -> None:
+            self._cancel(self._sessions.dispensable(), now)
+            self.cache.stores.begin_closing()
+            self._runner.follow(now)
+
+        self._take_in(change)
 
     def clear(self, tier: str | None) -> int:
         """Drop the blocks of one tier that are not in use, or all of all tiers; return how many.
@@ -613,11 +619,12 @@ class KVTaskEngine:
         Tasks that were matched under another one are cancelled: their blocks' bytes mean something
         else to the ranks that move them now.
         """
-        self._take_in(self._adopt_layout, layout, now)
 
-    def _adopt_layout(self, layout: bytes, now: float) -> None:
-        if self._matcher.adopt_layout(layout):
-            self._cancel_unanswered(self._sessions.of_engines(), now)
+        def change() -> None:
+            if self._matcher.adopt_layout(layout):
+                self._cancel_unanswered(self._sessions.of_engines(), now)
+
+        self._take_in(change)
 
     def restore(self, records: Records, ages_s: Seconds, now: float) -> RestoreReport:
         """Index what the SSD tier was found to hold at startup, written this long ago."""
@@ -639,28 +646,28 @@ class KVTaskEngine:
 
     def executor_down(self, executor: str, reason: str, now: float) -> None:
         """An executor is gone, and with it all that it was moving."""
-        self._take_in(self._executor_down, executor, reason, now)
 
-    def _executor_down(self, executor: str, reason: str, now: float) -> None:
-        if executor == REMOTE and self._lookups is not None:
-            self._breaker.trip(reason, now)
-            self._lookups.give_up(now, self._instructions)
-        self._runner.settle(self._executors.down(executor, reason, now), now)
+        def change() -> None:
+            if executor == REMOTE and self._lookups is not None:
+                self._breaker.trip(reason, now)
+                self._lookups.give_up(now, self._instructions)
+            self._runner.settle(self._executors.down(executor, reason, now), now)
+
+        self._take_in(change)
 
     def looked_up(
         self, lookup_id: int, num_present: int, error: str | None, now: float, tail: int = -1
     ) -> None:
         """The remote worker has answered a question."""
-        self._take_in(self._looked_up, lookup_id, num_present, error, now, tail)
 
-    def _looked_up(
-        self, lookup_id: int, num_present: int, error: str | None, now: float, tail: int
-    ) -> None:
-        if self._lookups is not None:
-            self._lookups.looked_up(
-                lookup_id, max(0, num_present), error, now, self._instructions, tail
-            )
-            self._runner.settle(self._executors.sync(), now)
+        def change() -> None:
+            if self._lookups is not None:
+                self._lookups.looked_up(
+                    lookup_id, max(0, num_present), error, now, self._instructions, tail
+                )
+                self._runner.settle(self._executors.sync(), now)
+
+        self._take_in(change)
 
     def op_done(
         self, executor: str, op_id: OpId, num_ok: int, now: float, *, error: str | None = None,

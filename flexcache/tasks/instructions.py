@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from flexcache.cache.block_keys import PromptKeys
-from flexcache.ids import BlockKey, KVStatus, OpId, SessionId, TaskId, TierName
+from flexcache.cache.prompt import Prompt
+from flexcache.ids import BlockKey, KVStatus, OpId, SessionId, TaskId, TaskKind, TierName
 from flexcache.transfer.scheduler import TransferOp
 
 if TYPE_CHECKING:
@@ -26,18 +27,20 @@ def device(engine: str, rank: int) -> str:
     return f"device:{engine}:{rank}"
 
 
-class MatchedTask(NamedTuple):
-    """What a match came to: a task for ``num_blocks`` of a prompt from block ``start``.
+class Offer(NamedTuple):
+    """The answer to a match: a task for ``num_blocks`` of a prompt from block ``start``.
 
     ``sources`` has how many of them each tier supplies. A launch needs ``num_gpu_blocks``, those of
     the tail behind ``tail_at`` blocks included, unless that is 0.
     """
 
     task_id: TaskId
+    kind: TaskKind
+    num_tokens: int
     start: int
-    num_blocks: int
-    sources: dict[TierName, int]
-    num_gpu_blocks: int
+    num_blocks: int = 0
+    sources: Mapping[TierName, int] = MappingProxyType({})
+    num_gpu_blocks: int = 0
     tail_at: int = 0
 
 
@@ -165,10 +168,10 @@ class Recorder(Protocol):
     """Called by `Accounts` under the server's lock: takes microseconds, raises nothing, and reads
     the clock itself."""
 
-    def matched(self, task: Task, keys: PromptKeys, start: int, stop: int, retain_s: float) -> None:
-        """Blocks ``[start, stop)`` of a prompt were asked for; ``task.plan`` is what came of it.
+    def matched(self, task: Task, prompt: Prompt) -> None:
+        """A prompt was asked for; ``task.plan`` is what came of it.
 
-        ``keys`` may be a view of memory that changes after the call.
+        Its keys may be a view of memory that changes after the call.
         """
 
     def launched(self, task: Task) -> None: ...

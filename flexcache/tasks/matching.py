@@ -4,16 +4,19 @@ begin before, or instead of waiting for, a get.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from itertools import islice
 
 from flexcache.cache.block_keys import BlockKeys, LayoutRoots, PromptKeys
 from flexcache.cache.early_loads import EarlyLoad
 from flexcache.cache.plan import EarlyTerms, Plan
+from flexcache.cache.prompt import Prompt
 from flexcache.cache.store_plan import DirectStores
+from flexcache.cache.tier import Tier
 from flexcache.cache.tiered_cache import TieredCache
-from flexcache.cache.tiers import ChainKeys, find_chain
-from flexcache.ids import OpKind, SessionId, TaskId, TaskKind, TierName
+from flexcache.cache.tiers import find_chain
+from flexcache.ids import OpKind, SessionId, TaskKind, TierName
 from flexcache.tasks.executors import Executors
 from flexcache.tasks.instructions import REMOTE, Instruction
 from flexcache.tasks.lookups import RemoteLookUps
@@ -72,22 +75,16 @@ class Matcher:
         if remote is not None and owner is not None and owner.named_at == remote.num_clears:
             remote.keep_plain(keys.root)
 
-    def look_up(
-        self, kind: TaskKind, keys: PromptKeys, stop: int, now: float,
-        owner: Session | None = None, weights: int = 0,
-    ) -> int | None:  # fmt: skip
+    def look_up(self, owner: Session | None, prompt: Prompt, now: float) -> int | None:
         """Ask the remote store what it has of a prompt, where that may matter to a match.
-
-        Args:
-            weights: As of `plan`.
 
         Returns:
             The question to wait for; None if nothing is asked.
         """
-        lookups = self._lookups
-        if kind is TaskKind.PUT or lookups is None or not self._executors.is_up(REMOTE):
+        lookups, keys, stop = self._lookups, prompt.keys, prompt.stop
+        if prompt.kind is TaskKind.PUT or lookups is None or not self._executors.is_up(REMOTE):
             return None
-        if owner is not None and not self._sessions.has_weights(owner.engine, weights):
+        if owner is not None and not self._sessions.has_weights(owner.engine, prompt.weights):
             return None
         self._place(keys, owner)
         if keys.parent_key is not None:
@@ -104,54 +101,60 @@ class Matcher:
             return None
         return lookups.look_up(keys, stop, now, self._instructions, tails or ())
 
-    def awaited(self, owner: Session, keys: PromptKeys, stop: int, now: float) -> list[EarlyLoad]:
+    def awaited(self, owner: Session, prompt: Prompt, now: float) -> list[EarlyLoad]:
         """Return the early loads for which a get should ask again a little later.
 
         It waits no longer than computing its blocks would take.
         """
-        early = self._cache.early
+        early, keys = self._cache.early, prompt.keys
         if not early.num_open or keys.parent_key is not None:
             return []
         self._roots.place(keys)
-        patience_s = load_patience_s(stop, owner.prefill_blocks_per_s, _LONGEST_WAIT_S)
+        patience_s = load_patience_s(prompt.stop, owner.prefill_blocks_per_s, _LONGEST_WAIT_S)
         return early.awaited(keys, now, patience_s)
 
-    def plan(
-        self, owner: Session, task_id: TaskId, kind: TaskKind, keys: PromptKeys, start: int,
-        stop: int, retain_s: float, now: float, tail_at: int, weights: int = 0,
-    ) -> tuple[Plan, PromptKeys, int, int]:  # fmt: skip
-        """Plan a task for blocks ``[start, stop)`` of a prompt.
-
-        Args:
-            weights: The generation of the engine's weights that its root is named by.
-
-        Returns:
-            The plan, and what it is for: the keys and the blocks, those of the whole chain where
-            the prompt continues one.
-        """
-        has_weights = self._sessions.has_weights(owner.engine, weights)
+    def resolve(self, owner: Session, prompt: Prompt) -> Prompt:
+        """Place a prompt under its root; return it, or the whole chain that it continues. Without
+        its parent a continuation stays one, and `plan` finds nothing for it."""
+        keys, kind, tiers = prompt.keys, prompt.kind, self._cache.tiers
+        has_weights = self._sessions.has_weights(owner.engine, prompt.weights)
         self._place(keys, owner if has_weights else None)
-        self._cache.tiers.advance(now)
-        num_before = 0
-        if keys.parent_key is not None and (chain := self._chain(kind, keys, owner)) is not None:
-            keys, num_before = chain, chain.num_before
-            start, stop = start + num_before, stop + num_before
-            if kind is TaskKind.PREFETCH:
-                start = 0  # DRAM keeps no block without those before it
-            tail_at += num_before if tail_at else 0
-        if has_weights:
+        if keys.parent_key is None:
+            return prompt
+        where: Iterable[Tier] = tiers
+        if kind is TaskKind.PUT:  # it builds on one tier
+            direct = self._direct_stores(owner)
+            where = [tiers.host if direct is None else direct.tier]
+        chain = find_chain(keys, where)
+        if chain is None:
+            return prompt
+        num_before = chain.num_before
+        # DRAM keeps no block without those before it, so a prefetch brings them along.
+        start = 0 if kind is TaskKind.PREFETCH else prompt.start + num_before
+        tail_at = prompt.tail_at + num_before if prompt.tail_at else 0
+        return prompt._replace(
+            keys=chain, start=start, stop=prompt.stop + num_before, tail_at=tail_at,
+            num_before=num_before,
+        )  # fmt: skip
+
+    def plan(self, owner: Session, prompt: Prompt) -> Plan:
+        """Plan a task for a prompt that was resolved."""
+        kind, keys = prompt.kind, prompt.keys
+        if self._sessions.has_weights(owner.engine, prompt.weights):
             if kind is not TaskKind.PREFETCH:  # an operator's, say, which computes with no weights
                 owner.uses(keys.root)
                 self._cache.tiers.unretire(keys.root)
-            plan = self._plan(owner, kind, keys, start, stop, retain_s, tail_at)
+            reason = self._why_not(owner, prompt)
         else:
-            plan = self._cache.plan_nothing(kind, keys, start, stop, "weights_changed")
-        plan.num_before = num_before
-        if kind is TaskKind.GET and start < stop and self._cache.reuse is not None:
-            self._cache.reuse.looked_up(keys, plan, stop)
-        if kind is TaskKind.PREFETCH and not plan.is_empty:
-            self._cache.early.begin(task_id, plan, keys, now)
-        return plan, keys, start, stop
+            reason = "weights_changed"
+        if reason is None:
+            plan = self._plan(owner, prompt)
+        else:
+            plan = self._cache.plan_nothing(kind, keys, prompt.start, prompt.stop, reason)
+        plan.num_before = prompt.num_before
+        if kind is TaskKind.GET and prompt.start < prompt.stop and self._cache.reuse is not None:
+            self._cache.reuse.looked_up(keys, plan, prompt.stop)
+        return plan
 
     def plan_return(self, keys: BlockKeys, now: float) -> Plan:
         """Plan to load a prompt of a session that returns soon, which keys name as tiers do."""
@@ -164,45 +167,28 @@ class Matcher:
         terms = self._cache.early.terms(self._cache.tiers.now)
         return terms if self._cache.direct_stores is None else terms._replace(num_blocks=0)
 
-    def _plan(
-        self, owner: Session, kind: TaskKind, keys: PromptKeys, start: int, stop: int,
-        retain_s: float, tail_at: int,
-    ) -> Plan:  # fmt: skip
-        reason = self._why_not(owner, kind, keys)
-        if reason is not None:
-            return self._cache.plan_nothing(kind, keys, start, stop, reason)
-        if kind is TaskKind.GET and self._cache.early.is_overdue(keys, self._cache.tiers.now):
-            stop = max(start, min(stop, self._cache.tiers.host.index.match(keys).num_blocks))
+    def _plan(self, owner: Session, prompt: Prompt) -> Plan:
+        kind, keys, start, stop = prompt[:4]
+        rate = owner.prefill_blocks_per_s
         if kind is TaskKind.GET:
-            return self._cache.loads.plan_get(
-                keys, start, stop, owner.prefill_blocks_per_s, self._may_go_direct(owner)
-            )
+            if self._cache.early.is_overdue(keys, self._cache.tiers.now):
+                stop = max(start, min(stop, self._cache.tiers.host.index.match(keys).num_blocks))
+            return self._cache.loads.plan_get(keys, start, stop, rate, self._may_go_direct(owner))
         if kind is TaskKind.PREFETCH:
-            rate = owner.prefill_blocks_per_s
             return self._cache.loads.plan_prefetch(keys, start, stop, rate, self._terms())
+        stores, retain_s = self._cache.stores, prompt.retain_s
         if (direct := self._direct_stores(owner)) is not None:
-            return direct.plan_put(keys, start, stop, retain_s, self._cache.stores.era)
-        return self._cache.stores.plan_put(
-            keys, start, stop, self._share_of_backlog(owner), retain_s, tail_at
-        )
-
-    def plan_store(
-        self, plan: Plan, owner: Session, keys: BlockKeys, start: int, stop: int, retain_s: float,
-        tail_at: int,
-    ) -> Plan:  # fmt: skip
-        """For a put that DRAM had nothing to take from: what the tiers below it lack."""
-        tail_at += plan.num_before if tail_at else 0
+            return direct.plan_put(keys, start, stop, retain_s, stores.era)
         room = self._share_of_backlog(owner)
-        stores = self._cache.stores
-        return stores.plan_store(keys, stop, room, retain_s, tail_at=tail_at, start=start)
+        return stores.plan_put(keys, start, stop, room, retain_s, prompt.tail_at)
 
-    def _chain(self, kind: TaskKind, keys: PromptKeys, owner: Session) -> ChainKeys | None:
-        """Complete a continuation; None if its parent is missing. A put builds on one tier."""
-        tiers = self._cache.tiers
-        if kind is TaskKind.PUT:
-            direct = self._direct_stores(owner)
-            return find_chain(keys, [tiers.host if direct is None else direct.tier])
-        return find_chain(keys, tiers)
+    def plan_store(self, owner: Session, prompt: Prompt) -> Plan:
+        """For a put that DRAM had nothing to take from: what the tiers below it lack."""
+        room = self._share_of_backlog(owner)
+        return self._cache.stores.plan_store(
+            prompt.keys, prompt.stop, room, prompt.retain_s, tail_at=prompt.tail_at,
+            start=prompt.start,
+        )  # fmt: skip
 
     def _direct_stores(self, owner: Session) -> DirectStores | None:
         """What plans the puts of a session whose blocks go past DRAM."""
@@ -212,16 +198,16 @@ class Matcher:
         """Whether a session's ranks move blocks between GPU and SSD past DRAM."""
         return self._executors.are_direct(owner.executors[OpKind.DISK2D])
 
-    def _why_not(self, owner: Session, kind: TaskKind, keys: PromptKeys) -> str | None:
+    def _why_not(self, owner: Session, prompt: Prompt) -> str | None:
         """Why nothing can be matched for a session now."""
         if len(owner.tasks) >= self._max_open_tasks:
             return "session_task_limit"
         if self._sessions.is_disputed(owner.engine):
             return "name_disputed"
-        gpu_op = _GPU_OP_OF.get(kind)
+        gpu_op = _GPU_OP_OF.get(prompt.kind)
         if gpu_op and not self._executors.are_up(owner.executors[gpu_op]):
             return "ranks_missing"
-        return None if keys.parent_key is None else "parent_missing"
+        return None if prompt.keys.parent_key is None else "parent_missing"
 
     def _share_of_backlog(self, owner: Session) -> int:
         """How many more blocks of a session may wait to be written below.
@@ -252,7 +238,7 @@ class EarlyTasks:
         self._matcher = matcher
         self._runner = runner
 
-    def awaits(self, session: SessionId, keys: PromptKeys, stop: int, now: float) -> bool:
+    def awaits(self, session: SessionId, prompt: Prompt, now: float) -> bool:
         """Whether a get that can wait should ask again a little later.
 
         What has not begun to move is left to the get, which moves blocks on as they come.
@@ -260,9 +246,9 @@ class EarlyTasks:
         owner = self._sessions.get(session)
         if owner is None or not self._cache.early.num_open:
             return False
-        for load in self._matcher.awaited(owner, keys, stop, now):
+        for load in self._matcher.awaited(owner, prompt, now):
             self._end_unstarted(load, "its request has come, and loads the rest", now)
-        return bool(self._matcher.awaited(owner, keys, stop, now))
+        return bool(self._matcher.awaited(owner, prompt, now))
 
     def tick(self, now: float) -> None:
         """Let go of what was loaded, or waits, in vain, and load for sessions that return."""

@@ -34,7 +34,7 @@ from flexcache.tasks.model import (
     Task,
 )
 from flexcache.tasks.sessions import TaskSessions
-from flexcache.transfer.scheduler import OpEnded, Outcome, TransferScheduler
+from flexcache.transfer.scheduler import EndedOp, Outcome, TransferScheduler
 
 _FROM_GPU = (OpKind.D2H,)
 _FROM_BELOW = tuple(STAGED_LOAD_TIER)
@@ -174,7 +174,7 @@ class TaskRunner:
             while self._outcomes:
                 outcome = self._outcomes.popleft()
                 task = self._sessions.tasks[outcome.task_id]
-                if isinstance(outcome, OpEnded):
+                if isinstance(outcome, EndedOp):
                     self._op_ended(task, outcome, now)
                 elif (undone := self._executors.start(task, outcome.op, now)) is not None:
                     self._settle_one(undone)
@@ -217,7 +217,7 @@ class TaskRunner:
             self._accounts.dropped(task, f"{tier.value.lower()}_bad_block", 1)
         self._outcomes.extend(self._scheduler.op_ended(op.op_id, run.num_ok))
 
-    def _op_ended(self, task: Task, ended: OpEnded, now: float) -> None:
+    def _op_ended(self, task: Task, ended: EndedOp, now: float) -> None:
         op = ended.op
         task.moved.setdefault(op.kind, {})[op.first] = 0 if task.ignores(op) else ended.num_ok
         task.open_ops[op.kind] -= 1

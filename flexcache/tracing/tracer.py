@@ -16,7 +16,8 @@ from typing import Any, BinaryIO, NamedTuple
 import msgspec
 import numpy as np
 
-from flexcache.cache.block_keys import BlockKeys, PromptKeys, unpack_keys
+from flexcache.cache.block_keys import BlockKeys, unpack_keys
+from flexcache.cache.prompt import Prompt
 from flexcache.cache.tiers import Tiers
 from flexcache.config import CacheConfig
 from flexcache.ids import OpId, RootId, SessionId, TierName, __version__
@@ -269,18 +270,18 @@ class Tracer:
 
     # -- calls of the recorder ---------------------------------------------------------------------
 
-    def matched(self, task: Task, keys: PromptKeys, start: int, stop: int, retain_s: float) -> None:
-        plan, owner = task.plan, task.owner
+    def matched(self, task: Task, prompt: Prompt) -> None:
+        plan, owner, keys = task.plan, task.owner, prompt.keys
         record = Matched(
             time=self._now(),
             task=task.task_id,
             kind=plan.kind,
             engine=owner.engine,
             request="" if keys.content is None else keys.content.info.request_id,
-            start=start,
-            stop=stop,
-            num_tokens=task.num_tokens,
-            retain_s=retain_s,
+            start=prompt.start,
+            stop=prompt.stop,
+            num_tokens=prompt.num_tokens,
+            retain_s=prompt.retain_s,
             prefill_blocks_per_s=owner.prefill_blocks_per_s,
             found_start=plan.start,
             num_blocks=plan.num_blocks,
@@ -289,9 +290,9 @@ class Tracer:
             skipped=plan.skipped,
         )
         try:
-            key_bytes, packed = keys.packed(stop)
+            key_bytes, packed = keys.packed(prompt.stop)
         except ValueError:  # the engine's keys differ in size
-            key_bytes, packed = KEY_BYTES, shorten(keys.slice(0, stop))
+            key_bytes, packed = KEY_BYTES, shorten(keys.slice(0, prompt.stop))
         if self._bytes_queued - self._bytes_written > _MAX_QUEUED_BYTES:
             self._num_dropped += 1
             return

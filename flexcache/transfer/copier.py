@@ -1,13 +1,13 @@
-"""Interface of copiers, which move bytes between KV tensors and the host pool on one device kind.
+"""Copiers move bytes between KV tensors and the host pool: their interface, and what they share.
 
-The implementations do not import this module; each satisfies `Copier` structurally.
+Each implementation satisfies `Copier` structurally, and is imported by `open_copier` alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,18 +17,8 @@ from flexcache.errors import TaskRevokedError, UnsupportedLayoutError
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 
-# ------------------------------------------------------------------------------------------------
-# CopyPermit: whether a rank may still copy for a task.
-#
-# A rank that hangs or is stopped cannot be asked to release GPU slots; its engine is answered all
-# the same and reuses them. So the task is revoked before the answer is sent, in memory that rank,
-# server and scheduler share (`protocol.fence`), and the rank checks it before each piece of a copy.
-# If the rank resumes, only the pieces that it was copying land late: one of its own thread's, and
-# one of each thread that makes queued copies (`cpu_copier`).
-#
-#     | revoked by the server | revoked by the scheduler |      uint64 each; one writer per word
-#
-# A word is a task id: that task and all before it are revoked.
+if TYPE_CHECKING:
+    from flexcache.transfer.cpu_copier import CopyQueue
 
 PIECE_BYTES = 4 << 20
 """Bytes that may be copied between two checks of the words."""
@@ -39,7 +29,18 @@ WORD_BYTES = 8
 
 
 class CopyPermit:
-    """One rank's permit. Used by the thread that drives the rank; compiled code looks at its words.
+    """Whether a rank may still copy for a task. Used by the thread that drives the rank; compiled
+    code looks at its words.
+
+    A rank that hangs or is stopped cannot be asked to release GPU slots; its engine is answered all
+    the same and reuses them. So the task is revoked before the answer is sent, in memory that rank,
+    server and scheduler share (`protocol.fence`), and the rank checks it before each piece of a
+    copy. If the rank resumes, only the pieces that it was copying land late: one of its own
+    thread's, and one of each thread that makes queued copies (`cpu_copier`).
+
+        | revoked by the server | revoked by the scheduler |      uint64 each; one writer per word
+
+    A word is a task id: that task and all before it are revoked.
 
     Args:
         words: The shared words; without them no task is ever revoked.
@@ -64,64 +65,70 @@ class CopyPermit:
             raise TaskRevokedError
 
 
-# ------------------------------------------------------------------------------------------------
-# Lanes: what keeps the order in which copies begin on a rank's device.
-#
-# Stores, loads, and loads by layer do not come behind each other, in a queue or on the device.
-
 EAGER_LOADS = 3
 """Loads that start one after the other before a store has its turn."""
 
 
-class Lane(str, Enum):
-    """Ops that begin and are reported in their order, and do not wait for those of other lanes."""
+class CopyLane(str, Enum):
+    """Ops that begin and are reported in their order, and do not wait for those of other lanes: in
+    a queue or on the device."""
 
     LAYERS = "loads by layer"
     LOADS = "loads"
     STORES = "stores"
 
     @classmethod
-    def of(cls, kind: OpKind, urgent: bool) -> Lane:
+    def of(cls, kind: OpKind, urgent: bool) -> CopyLane:
         if kind is OpKind.D2H:
             return cls.STORES
         return cls.LAYERS if urgent else cls.LOADS
 
-
-# ------------------------------------------------------------------------------------------------
-# Joins neighbours in a list of copies into fewer, larger ones, for all ways of copying.
-#
-# An engine that keeps all layers of a block together has one copy per block, and blocks of one
-# prompt are often neighbours both in its pool and in ours. With a tensor per layer nothing can be
-# joined, since our blocks keep layers together; detecting that takes three comparisons per copy.
 
 Addresses = npt.NDArray[np.int64]
 
 _NO_BREAKS = np.empty(0, np.int64)
 
 
-def merge_runs(
-    destinations: Addresses, sources: Addresses, sizes: Addresses, breaks: Addresses = _NO_BREAKS
-) -> tuple[Addresses, Addresses, Addresses]:
-    """Merge copies into as few runs as their order allows: ``(destinations, sources, sizes)``.
+class Runs(NamedTuple):
+    """Copies to be made: where to, where from and how many bytes each; arrays of one length."""
 
-    A copy joins the one before it in the list if it continues exactly where that one ends, on both
-    sides. O(n), without a loop in Python.
+    destinations: Addresses
+    sources: Addresses
+    sizes: Addresses
 
-    Args:
-        breaks: Addresses, on either side, that no joined run may cross.
-    """
-    joined = sources[1:] == sources[:-1] + sizes[:-1]
-    if joined.any():  # often not: an engine's layers are apart
-        joined &= destinations[1:] == destinations[:-1] + sizes[:-1]
-    if len(breaks) and joined.any():
-        joined &= ~(np.isin(destinations[1:], breaks) | np.isin(sources[1:], breaks))
-    if not joined.any():
-        return destinations, sources, sizes
-    heads = np.flatnonzero(np.concatenate(([True], ~joined)))
-    return destinations[heads], sources[heads], np.add.reduceat(sizes, heads)
+    @property
+    def num_bytes(self) -> int:
+        return int(self.sizes.sum())
+
+    def part(self, rows: slice | Addresses | npt.NDArray[np.bool_]) -> Runs:
+        """Return some of the copies."""
+        return Runs(self.destinations[rows], self.sources[rows], self.sizes[rows])
+
+    def joined(self, breaks: Addresses = _NO_BREAKS) -> Runs:
+        """Join copies into as few as their order allows.
+
+        A copy joins the one before it in the list if it continues exactly where that one ends, on
+        both sides. O(n), without a loop in Python.
+
+        Args:
+            breaks: Addresses, on either side, that no joined copy may cross.
+        """
+        # An engine that keeps all layers of a block together has one copy per block, and blocks of
+        # one prompt are often neighbours both in its pool and in ours. With a tensor per layer
+        # nothing can be joined, since our blocks keep layers together: the first line finds that.
+        to, start, sizes = self
+        joins = start[1:] == start[:-1] + sizes[:-1]
+        if joins.any():
+            joins &= to[1:] == to[:-1] + sizes[:-1]
+        if len(breaks) and joins.any():
+            joins &= ~(np.isin(to[1:], breaks) | np.isin(start[1:], breaks))
+        if not joins.any():
+            return self
+        heads = np.flatnonzero(np.concatenate(([True], ~joins)))
+        return Runs(to[heads], start[heads], np.add.reduceat(sizes, heads))
 
 
-class Fence(Protocol):
+class ComputePoint(Protocol):
     """A point in the device's work. Satisfied by `torch.cuda.Event`."""
 
     def query(self) -> bool:
@@ -129,13 +136,6 @@ class Fence(Protocol):
 
     def wait(self) -> None:
         """Make the calling thread's later work on the device run after the point."""
-
-
-class Queue(Protocol):
-    """Copies that other threads make."""
-
-    def settle(self) -> None:
-        """Wait until all have ended, those included of which an interrupted call left no record."""
 
 
 class Copier(Protocol):
@@ -158,14 +158,14 @@ class Copier(Protocol):
             FlexCacheError: No way of copying works here; the message says why.
         """
 
-    def fence(self) -> Fence | None:
+    def fence(self) -> ComputePoint | None:
         """Return the point that the engine's compute has reached: on the calling thread, if it is
         the engine's; or else on the stream that was current when the tensors were lent."""
 
     def start(
-        self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind,
-        after: Fence | None, urgent: bool = False, alone: bool = False,
-    ) -> Fence | None:  # fmt: skip
+        self, runs: Runs, kind: OpKind, after: ComputePoint | None, urgent: bool = False,
+        alone: bool = False,
+    ) -> ComputePoint | None:  # fmt: skip
         """Start the copies; return the point at which they have landed, or None if they are done.
 
         Args:
@@ -177,11 +177,11 @@ class Copier(Protocol):
             RuntimeError: These copies failed. None of them is in flight.
         """
 
-    def may_start(self, kind: OpKind, after: Fence | None) -> bool:
+    def may_start(self, kind: OpKind, after: ComputePoint | None) -> bool:
         """Whether `start` would not wait, on the calling thread, until ``after`` is past, and the
         copier takes more."""
 
-    def queue(self, kind: OpKind) -> Queue | None:
+    def queue(self, kind: OpKind) -> CopyQueue | None:
         """Return where `start` of a copy that is neither urgent nor alone would only put it, for a
         thread that needs no interpreter lock; None if it would not."""
 

@@ -27,6 +27,7 @@ import torch
 from flexcache.errors import DeviceLostError, StorageError
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
+from flexcache.transfer.copier import Runs
 from flexcache.transfer.cuda_driver import CudaDriver, PinnedSegment
 
 # (copies, bytes of each). The first is for the cost of starting; the others for that of a copy, by
@@ -206,7 +207,6 @@ def measure_costs(
 # that the device will not fail later.
 
 Bytes = npt.NDArray[np.uint8]
-Runs = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]
 Copy = Callable[[Runs, OpKind], object]
 
 _KINDS = (OpKind.H2D, OpKind.D2H)
@@ -241,7 +241,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Scratch:
+class ScratchMemory:
     """Our own memory on the host and on the device, `PROBE_BYTES` each.
 
     Attributes:
@@ -259,11 +259,13 @@ class Scratch:
         """Turn offsets into the addresses of copies."""
         host, device = self.host.ctypes.data, self.device.data_ptr()
         target, source = (device, host) if kind is OpKind.H2D else (host, device)
-        return target + to, source + start, sizes
+        return Runs(target + to, source + start, sizes)
 
 
 @contextmanager
-def open_scratch(driver: CudaDriver, device: torch.device, *, pinned: bool) -> Iterator[Scratch]:
+def open_scratch(
+    driver: CudaDriver, device: torch.device, *, pinned: bool
+) -> Iterator[ScratchMemory]:
     """Make scratch memory for use on the calling thread's current stream. Copies must have ended
     before the context exits."""
     with HostSegment.create(PROBE_BYTES, 1) as segment:
@@ -273,13 +275,13 @@ def open_scratch(driver: CudaDriver, device: torch.device, *, pinned: bool) -> I
             memory = (c_uint8 * PROBE_BYTES).from_address(segment.address)
             on_device = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=device)
             is_reachable = pin is not None and pin.is_reachable
-            yield Scratch(np.ctypeslib.as_array(memory), on_device, is_reachable)
+            yield ScratchMemory(np.ctypeslib.as_array(memory), on_device, is_reachable)
         finally:
             if pin is not None:
                 pin.close()
 
 
-def check_way(way: CopyWay, copy: Copy, scratch: Scratch) -> Verdict:
+def check_way(way: CopyWay, copy: Copy, scratch: ScratchMemory) -> Verdict:
     """Copy patterns in one way.
 
     Args:
@@ -322,7 +324,7 @@ def describe(error: Exception) -> str:
     return text if type(error) is RuntimeError else f"{type(error).__name__}: {text}"
 
 
-def _find_fault(copy: Copy, scratch: Scratch, kind: OpKind, count: int) -> str:
+def _find_fault(copy: Copy, scratch: ScratchMemory, kind: OpKind, count: int) -> str:
     """Copy ``count`` runs and describe what is wrong afterwards; "" if nothing is."""
     random = np.random.default_rng(count)
     size = _NUM_SLOTS * _SLOT_BYTES

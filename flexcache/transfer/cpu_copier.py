@@ -26,10 +26,10 @@ from flexcache.ids import OpKind
 from flexcache.logs import log_event
 from flexcache.processes import ServiceThread
 from flexcache.storage.host_pool import HostSegment
-from flexcache.transfer.copier import PIECE_BYTES, CopyPermit, merge_runs
+from flexcache.transfer.copier import PIECE_BYTES, Addresses, CopyPermit, Runs
 
 if TYPE_CHECKING:
-    from flexcache.transfer.copier import Fence
+    from flexcache.transfer.copier import ComputePoint
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,6 @@ logger = logging.getLogger(__name__)
 #     rank's driver  --entries-->  ring of a lane  -->  native thread   woken by `work`, then `help`
 #                    <--how they ended---------------------------------  wakes by `landed`
 
-Addresses = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
 NUM_LANES = 2
@@ -70,7 +69,7 @@ _QUEUE_WORDS = ENTRIES + NUM_LANES * NUM_SLOTS * ENTRY_WORDS
 
 
 class QueuedCopy:
-    """A copy in the queue; a `Fence`.
+    """A copy in the queue; a `ComputePoint`.
 
     Args:
         entry: Words of its entry, until another copy has it.
@@ -258,15 +257,14 @@ class CpuCopier:
         pass
 
     def start(
-        self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind,
-        after: object, urgent: bool = False, alone: bool = False,
-    ) -> Fence | None:  # fmt: skip
+        self, runs: Runs, kind: OpKind, after: object, urgent: bool = False, alone: bool = False
+    ) -> ComputePoint | None:
         """Copy or queue everything.
 
         Raises:
             TaskRevokedError: The permit was revoked during the copy.
         """
-        runs = merge_runs(destinations, sources, sizes)
+        runs = runs.joined()
         if not urgent and not alone and (queue := self.queue(kind)):
             return queue.add(_lane_of(kind), *runs, self._permit.task_id)
         self._copy(*runs, self._permit)

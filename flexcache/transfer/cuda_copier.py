@@ -23,7 +23,6 @@ from types import ModuleType
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from flexcache.errors import DeviceLostError
@@ -31,12 +30,12 @@ from flexcache.ids import OpKind
 from flexcache.logs import log_event
 from flexcache.storage import machine as numa
 from flexcache.storage.host_pool import HostSegment
-from flexcache.transfer.copier import Lane, merge_runs
+from flexcache.transfer.copier import CopyLane, Runs
 from flexcache.transfer.copy_ways import (
     CopyChoice,
     CopyReview,
     CopyWay,
-    Scratch,
+    ScratchMemory,
     Verdict,
     check_way,
     describe,
@@ -44,7 +43,7 @@ from flexcache.transfer.copy_ways import (
     open_scratch,
     passed_ways,
 )
-from flexcache.transfer.cuda_driver import CudaDriver, PinnedSegment, Runs, SourceOrder
+from flexcache.transfer.cuda_driver import CudaDriver, PinnedSegment, SourceOrder
 from flexcache.transfer.hip_driver import load_driver
 
 logger = logging.getLogger(__name__)
@@ -71,12 +70,12 @@ class CudaStreams:
         self.device = device
         self._driver = driver
         self._handles: list[int] = []
-        self._lanes: dict[Lane, torch.cuda.ExternalStream] = {}
+        self._lanes: dict[CopyLane, torch.cuda.ExternalStream] = {}
         self._context = driver.open_context(device.index)
         try:
             self.bind()
-            for lane in Lane:
-                handle = driver.make_stream(is_urgent=lane is Lane.LAYERS)
+            for lane in CopyLane:
+                handle = driver.make_stream(is_urgent=lane is CopyLane.LAYERS)
                 self._handles.append(handle)
                 self._lanes[lane] = torch.cuda.ExternalStream(handle, device)
         except BaseException:
@@ -84,7 +83,7 @@ class CudaStreams:
                 step()
             raise
 
-    def __getitem__(self, lane: Lane) -> torch.cuda.ExternalStream:
+    def __getitem__(self, lane: CopyLane) -> torch.cuda.ExternalStream:
         return self._lanes[lane]
 
     def bind(self) -> None:
@@ -96,7 +95,7 @@ class CudaStreams:
         torch.cuda.set_device(self.device)
         self._driver.bind(self._context)
 
-    def settle(self, lane: Lane) -> None:
+    def settle(self, lane: CopyLane) -> None:
         """Wait until no copy of a lane is in flight.
 
         Raises:
@@ -133,8 +132,6 @@ def show_life_during(work: Callable[[], T], show_life: Callable[[], None]) -> T:
         return done.result()
 
 
-Addresses = npt.NDArray[np.int64]
-
 _PIN_STEP = 1 << 30
 _ENGINE_WAYS = (CopyWay.BATCH, CopyWay.SINGLE)
 _MOST_RUNS = 393_216  # in a lane's tables, 9 MiB: all that is in flight, in copies of 2 KiB
@@ -168,26 +165,26 @@ class KernelTables:
     """
 
     def __init__(self, driver: CudaDriver, device: torch.device) -> None:
-        words = torch.empty((len(Lane), 3 * _RUNS_PER_TABLE), dtype=torch.int64, device=device)
-        self.scratch = dict(zip(Lane, words, strict=True))
+        words = torch.empty((len(CopyLane), 3 * _RUNS_PER_TABLE), dtype=torch.int64, device=device)
+        self.scratch = dict(zip(CopyLane, words, strict=True))
         size = 3 * _MOST_RUNS * 8
-        self._segment = HostSegment.create(size, len(Lane))
+        self._segment = HostSegment.create(size, len(CopyLane))
         self._segment.map()
         self._pin = PinnedSegment(driver, self._segment, self._segment.size)
         self.is_reachable = self._pin.is_reachable
-        starts = (self._segment.address + i * self._segment.stride for i in range(len(Lane)))
+        starts = (self._segment.address + i * self._segment.stride for i in range(len(CopyLane)))
         memory = ((c_int64 * (size // 8)).from_address(start) for start in starts)
-        self._words = dict(zip(Lane, map(np.ctypeslib.as_array, memory), strict=True))
-        self._used: dict[Lane, deque[_Table]] = {lane: deque() for lane in Lane}
+        self._words = dict(zip(CopyLane, map(np.ctypeslib.as_array, memory), strict=True))
+        self._used: dict[CopyLane, deque[_Table]] = {lane: deque() for lane in CopyLane}
 
-    def has_room(self, lane: Lane, num_runs: int) -> bool:
+    def has_room(self, lane: CopyLane, num_runs: int) -> bool:
         """Whether an op's table fits now, beside those that may still be read."""
         return self._find(lane, num_runs) is not None
 
-    def fill(self, lane: Lane, runs: Runs) -> torch.Tensor | None:
+    def fill(self, lane: CopyLane, runs: Runs) -> torch.Tensor | None:
         """Write a table ``(3, n)`` of copies; return None if there is no room for it. It is left
         alone until the event of its `landed` has fired, or until `clear`."""
-        num_runs = len(runs[2])
+        num_runs = len(runs.sizes)
         start = self._find(lane, num_runs)
         if start is None:
             return None
@@ -196,12 +193,12 @@ class KernelTables:
         self._used[lane].append(_Table(start, start + _words_for(num_runs)))
         return torch.from_numpy(table)
 
-    def landed(self, lane: Lane, event: torch.cuda.Event) -> None:
+    def landed(self, lane: CopyLane, event: torch.cuda.Event) -> None:
         """Note the event after which the lane's tables are no longer read."""
         for table in self._used[lane]:
             table.landed = table.landed or event
 
-    def clear(self, lane: Lane) -> None:
+    def clear(self, lane: CopyLane) -> None:
         """Forget a lane's tables: nothing of it is in flight."""
         self._used[lane].clear()
 
@@ -211,7 +208,7 @@ class KernelTables:
         self._words.clear()
         self._segment.close()
 
-    def _find(self, lane: Lane, num_runs: int) -> int | None:
+    def _find(self, lane: CopyLane, num_runs: int) -> int | None:
         """Return where the next table begins; None if there is no room for it."""
         used, size, room = self._used[lane], _words_for(num_runs), len(self._words[lane])
         while used and used[0].landed is not None and used[0].landed.query():
@@ -225,9 +222,8 @@ class KernelTables:
 
 def split_by_table(runs: Runs) -> Iterator[Runs]:
     """Yield copies in parts, each of which fits in a lane's memory on the device."""
-    for first in range(0, len(runs[2]), _RUNS_PER_TABLE):
-        to, start, sizes = (each[first : first + _RUNS_PER_TABLE] for each in runs)
-        yield to, start, sizes
+    for first in range(0, len(runs.sizes), _RUNS_PER_TABLE):
+        yield runs.part(slice(first, first + _RUNS_PER_TABLE))
 
 
 def _words_for(num_runs: int) -> int:
@@ -321,8 +317,8 @@ class CudaCopier:
         return event
 
     def start(
-        self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind,
-        after: object, urgent: bool = False, alone: bool = False, way: CopyWay | None = None,
+        self, runs: Runs, kind: OpKind, after: object, urgent: bool = False, alone: bool = False,
+        way: CopyWay | None = None,
     ) -> torch.cuda.Event:  # fmt: skip
         """Queue the copies after ``after``; the returned event fires when they have landed.
 
@@ -336,27 +332,27 @@ class CudaCopier:
             RuntimeError: These copies failed, and none is in flight. Others may succeed.
         """
         assert self._pinned is not None and self._streams is not None
-        lane = Lane.of(kind, urgent)
+        lane = CopyLane.of(kind, urgent)
         stream = self._streams[lane]
         try:
             self._streams.bind()
-            runs = merge_runs(destinations, sources, sizes, self._pinned.starts)
+            runs = runs.joined(self._pinned.starts)
             if after is not None:
                 stream.wait_event(after)
-            runs, pageable = self._pinned.split(runs, on_host=1 if kind is OpKind.H2D else 0)
+            runs, pageable = self._pinned.split(runs, kind)
             timed = None
             if way is not None:
                 self._queue(runs, kind, way, lane)
             else:
                 timed = self._queue_as_chosen(runs, kind, lane)
-            if len(pageable[2]):
+            if len(pageable.sizes):
                 assert self._pageable_way is not None
                 self._queue(pageable, kind, self._pageable_way, lane, is_pinned=False)
             landed = torch.cuda.Event() if timed is None else timed.landed
             landed.record(stream)
             if self._tables is not None:
                 self._tables.landed(lane, landed)
-            if timed is not None and not len(pageable[2]):
+            if timed is not None and not len(pageable.sizes):
                 self._timed.append(timed)
         except Exception as error:
             self._settle(lane)  # slots of a failed op are reused at once
@@ -383,25 +379,22 @@ class CudaCopier:
         kernel = None if self._kernel is None else CopyWay.KERNEL
         return tuple(way for way in (self._engine, kernel) if way is not None)
 
-    def choose(
-        self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind
-    ) -> CopyWay:
+    def choose(self, runs: Runs, kind: OpKind) -> CopyWay:
         """Choose the way of copying for these copies.
 
         Raises:
             RuntimeError: No way supports them.
         """
-        runs = destinations, sources, sizes
         if not self._has_choice(runs):
             return self._only_way(runs)
         assert self._engine is not None
-        by_kernel = self._reviews[kind].choice.prefers_kernel(len(sizes), int(sizes.sum()))
+        by_kernel = self._reviews[kind].choice.prefers_kernel(len(runs.sizes), runs.num_bytes)
         return CopyWay.KERNEL if by_kernel else self._engine
 
     def _has_choice(self, runs: Runs) -> bool:
         """Whether both the engine and the kernel may make these copies."""
         engine, kernel = self._engine, self._kernel
-        if engine is None or kernel is None or len(runs[2]) < kernel.MIN_RUNS:
+        if engine is None or kernel is None or len(runs.sizes) < kernel.MIN_RUNS:
             return False
         return bool(kernel.takes(*runs))
 
@@ -439,7 +432,7 @@ class CudaCopier:
                     logger, logging.WARNING, "copier_not_closed_cleanly", error=describe(error)
                 )
 
-    def _queue_as_chosen(self, runs: Runs, kind: OpKind, lane: Lane) -> _Timed | None:
+    def _queue_as_chosen(self, runs: Runs, kind: OpKind, lane: CopyLane) -> _Timed | None:
         """Queue the copies in the way that should be quickest; return them if they are to be timed.
 
         If the kernel fails it is abandoned for good, and the copy engine takes over.
@@ -464,15 +457,15 @@ class CudaCopier:
         return timed
 
     def _choose_now(
-        self, runs: Runs, kind: OpKind, lane: Lane
+        self, runs: Runs, kind: OpKind, lane: CopyLane
     ) -> tuple[CopyWay, _Timed | None]:  # fmt: skip
         """Choose the way of copies that may be made in both, and that are queued next."""
         assert self._engine is not None and self._tables is not None and self._streams is not None
-        num_runs, num_bytes = len(runs[2]), int(runs[2].sum())
+        num_runs, num_bytes = len(runs.sizes), runs.num_bytes
         if not self._tables.has_room(lane, num_runs):  # the model must not wait for a table
             return self._engine, None
-        if lane is Lane.LAYERS:  # the model waits for them
-            return self.choose(*runs, kind), None
+        if lane is CopyLane.LAYERS:  # the model waits for them
+            return self.choose(runs, kind), None
         self._take_timed()
         review = self._reviews[kind]
         is_timed, by_kernel = review.is_trying, review.choose(num_runs, num_bytes)
@@ -496,7 +489,7 @@ class CudaCopier:
                 )  # fmt: skip
 
     def _queue(
-        self, runs: Runs, kind: OpKind, way: CopyWay, lane: Lane, is_pinned: bool | None = None
+        self, runs: Runs, kind: OpKind, way: CopyWay, lane: CopyLane, is_pinned: bool | None = None
     ) -> None:
         """Queue copies in one way. By default memory is pinned if the segment is."""
         assert self._streams is not None
@@ -511,7 +504,7 @@ class CudaCopier:
                 with torch.cuda.stream(stream):
                     self._launch(runs, lane, self._programs.get(kind))
 
-    def _launch(self, runs: Runs, lane: Lane, programs: int | None) -> None:
+    def _launch(self, runs: Runs, lane: CopyLane, programs: int | None) -> None:
         """Launch the kernel on the current stream, with as many tables as are needed."""
         assert self._kernel is not None and self._tables is not None
         programs = programs or self._kernel.PROGRAMS[0]
@@ -527,7 +520,7 @@ class CudaCopier:
         """Test all ways and keep those that pass."""
         assert self._streams is not None and self._pinned is not None
         self._streams.bind()
-        with torch.cuda.stream(self._streams[Lane.LOADS]):
+        with torch.cuda.stream(self._streams[CopyLane.LOADS]):
             with open_scratch(self._driver, self.device, pinned=self.is_pinned) as scratch:
                 self.verdicts = [self._test(way, scratch, self.is_pinned) for way in CopyWay]
                 passed = passed_ways(self.verdicts, self.device)
@@ -541,7 +534,7 @@ class CudaCopier:
                     verdicts = [self._test(way, scratch, False) for way in _ENGINE_WAYS]
                     self._pageable_way = passed_ways(verdicts, self.device)[0]
 
-    def _test(self, way: CopyWay, scratch: Scratch, is_pinned: bool) -> Verdict:
+    def _test(self, way: CopyWay, scratch: ScratchMemory, is_pinned: bool) -> Verdict:
         missing = self._missing(way, scratch)
         if missing:
             if way is CopyWay.KERNEL:
@@ -557,7 +550,7 @@ class CudaCopier:
             )  # fmt: skip
         return verdict
 
-    def _missing(self, way: CopyWay, scratch: Scratch) -> str:
+    def _missing(self, way: CopyWay, scratch: ScratchMemory) -> str:
         """Return why a way cannot be tested here; "" if it can. Loads the kernel."""
         if way is CopyWay.BATCH and not self._driver.has_batch_copy:
             return "it needs a CUDA driver of 12.8 or later"
@@ -578,7 +571,7 @@ class CudaCopier:
         self._kernel = copy_kernel
         return ""
 
-    def _time(self, engine: CopyWay, scratch: Scratch) -> None:
+    def _time(self, engine: CopyWay, scratch: ScratchMemory) -> None:
         """Time the kernel and the engine; if that fails, the kernel is not used."""
         assert self._kernel is not None
         programs = self._kernel.PROGRAMS
@@ -609,13 +602,13 @@ class CudaCopier:
     def _copy_now(self, runs: Runs, kind: OpKind, way: CopyWay, is_pinned: bool = True) -> None:
         """Copy, and wait until nothing is in flight, even after an error."""
         assert self._streams is not None
-        lane = Lane.of(kind, urgent=False)
+        lane = CopyLane.of(kind, urgent=False)
         try:
             self._queue(runs, kind, way, lane, is_pinned)
         finally:
             self._settle(lane)
 
-    def _settle(self, lane: Lane) -> None:
+    def _settle(self, lane: CopyLane) -> None:
         """Wait until no copy of a lane is in flight.
 
         Raises:

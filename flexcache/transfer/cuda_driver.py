@@ -20,15 +20,15 @@ from enum import IntEnum
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from flexcache.errors import MissingDependencyError
+from flexcache.ids import OpKind
 from flexcache.logs import log_event
 from flexcache.storage.host_pool import HostSegment
+from flexcache.transfer.copier import Addresses, Runs
 
 logger = logging.getLogger(__name__)
 
-Addresses = npt.NDArray[np.int64]
 
 # Requesting this version gives the batched copy's signature below, whatever the driver's version.
 _BATCH_COPY_VERSION = 12_080
@@ -312,8 +312,6 @@ def batch_function(address: int) -> Any:
 #                     end
 
 logger = logging.getLogger(__name__)
-Runs = tuple[Addresses, Addresses, Addresses]
-"""Destinations, sources and sizes of copies."""
 
 
 class PinnedSegment:
@@ -378,18 +376,12 @@ class PinnedSegment:
         self.is_reachable = False
         self._unpin(registered)
 
-    def split(self, runs: Runs, on_host: int) -> tuple[Runs, Runs]:
-        """Split off the copies of what is not pinned, if only a part is.
-
-        Args:
-            on_host: Which of the runs' addresses are the segment's.
-        """
+    def split(self, runs: Runs, kind: OpKind) -> tuple[Runs, Runs]:
+        """Split off the copies of what is not pinned, if only a part is."""
         if not self.is_partial:
-            none: Addresses = np.empty(0, np.int64)
-            return runs, (none, none, none)
-        pinned = runs[on_host] < self.end
-        (to, start, sizes), rest = runs, ~pinned
-        return (to[pinned], start[pinned], sizes[pinned]), (to[rest], start[rest], sizes[rest])
+            return runs, runs.part(slice(0))
+        on_host = runs.sources if kind is OpKind.H2D else runs.destinations
+        return runs.part(on_host < self.end), runs.part(on_host >= self.end)
 
     def _unpin(self, starts: Sequence[int]) -> None:
         errors = []

@@ -30,11 +30,19 @@ from flexcache.errors import DeviceLostError, TaskRevokedError
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import BlockLayout
-from flexcache.transfer.copier import EAGER_LOADS, NEVER_REVOKED, Copier, CopyPermit, Fence, Lane
+from flexcache.transfer.copier import (
+    EAGER_LOADS,
+    NEVER_REVOKED,
+    ComputePoint,
+    Copier,
+    CopyLane,
+    CopyPermit,
+    Runs,
+)
 from flexcache.transfer.direct.ops import DirectOps
 from flexcache.transfer.gates import DeviceGates
 from flexcache.transfer.messages import Done, Execute
-from flexcache.transfer.op_copies import Copies, OpAddresses, OpCopies
+from flexcache.transfer.op_copies import OpAddresses, OpCopies
 
 # ------------------------------------------------------------------------------------------------
 # Copies on their way, and how many bytes of them there may be.
@@ -58,7 +66,7 @@ BESIDE_LAYERS = 128 << 20
 class _Piece:
     op: OpCopies
     num_bytes: int
-    landed: Fence
+    landed: ComputePoint
 
 
 class InFlight:
@@ -71,8 +79,8 @@ class InFlight:
 
     def __init__(self) -> None:
         self.failure: str | None = None
-        self._pieces: dict[Lane, deque[_Piece]] = {lane: deque() for lane in Lane}
-        self._bytes = dict.fromkeys(Lane, 0)
+        self._pieces: dict[CopyLane, deque[_Piece]] = {lane: deque() for lane in CopyLane}
+        self._bytes = dict.fromkeys(CopyLane, 0)
 
     def __bool__(self) -> bool:
         return any(self._pieces.values())
@@ -91,13 +99,13 @@ class InFlight:
         """
         most = BESIDE_LAYERS if urgent or beside_layers else MOST_BYTES
         if kind is OpKind.D2H:
-            return self._bytes[Lane.STORES] < most
-        ahead = 0 if urgent else self._bytes[Lane.LOADS]
-        return ahead + self._bytes[Lane.LAYERS] < most
+            return self._bytes[CopyLane.STORES] < most
+        ahead = 0 if urgent else self._bytes[CopyLane.LOADS]
+        return ahead + self._bytes[CopyLane.LAYERS] < most
 
-    def add(self, op: OpCopies, num_bytes: int, landed: Fence, urgent: bool) -> None:
+    def add(self, op: OpCopies, num_bytes: int, landed: ComputePoint, urgent: bool) -> None:
         """Record a piece that was queued."""
-        lane = Lane.of(op.message.kind, urgent)
+        lane = CopyLane.of(op.message.kind, urgent)
         op.num_in_flight += 1
         self._bytes[lane] += num_bytes
         self._pieces[lane].append(_Piece(op, num_bytes, landed))
@@ -145,7 +153,7 @@ class InFlight:
             assert op.num_in_flight == counts[id(op)]
         for lane, pieces in self._pieces.items():
             assert self._bytes[lane] == sum(piece.num_bytes for piece in pieces)
-            is_store = lane is Lane.STORES
+            is_store = lane is CopyLane.STORES
             assert all((piece.op.message.kind is OpKind.D2H) == is_store for piece in pieces)
 
     def _has_landed(self, piece: _Piece) -> bool:
@@ -206,7 +214,7 @@ class DeviceWorker:
         self._direct = direct
         self._permit = permit or CopyPermit()
         self._lost: str | None = None
-        self._queues: dict[Lane, deque[Execute]] = {lane: deque() for lane in Lane}
+        self._queues: dict[CopyLane, deque[Execute]] = {lane: deque() for lane in CopyLane}
         self._parked: dict[int, list[Execute]] = {}  # task id -> ops behind its gate
         self._in_parts: list[OpCopies] = []
         self._not_begun: list[OpCopies] = []
@@ -250,7 +258,7 @@ class DeviceWorker:
             else:
                 self._direct.execute(message, self.gates.fence_of(message.task_id))
         else:
-            lane = Lane.of(message.kind, urgent=self.gates.layer_load(message) is not None)
+            lane = CopyLane.of(message.kind, urgent=self.gates.layer_load(message) is not None)
             self._queues[lane].append(message)
 
     def queue(self, message: Execute) -> bool:
@@ -295,13 +303,13 @@ class DeviceWorker:
         """Fail all ops that it was given, but go on with promised loads. Returns those that have
         ended; `advance` does the others, of which something is in flight (`is_failing`)."""
         is_promised = self.gates.is_promised
-        kept = [message for message in self._queues[Lane.LAYERS] if is_promised(message)]
+        kept = [message for message in self._queues[CopyLane.LAYERS] if is_promised(message)]
         queues = (*self._queues.values(), *self._parked.values())
         to_end = [message for queue in queues for message in queue if message not in kept]
         ended = [self._failed(message, reason) for message in to_end]
         for queue in self._queues.values():
             queue.clear()
-        self._queues[Lane.LAYERS].extend(kept)
+        self._queues[CopyLane.LAYERS].extend(kept)
         self._parked.clear()
         begun = [op for op in self._in_parts if not is_promised(op.message)]
         begun += self._in_pieces.values()
@@ -349,11 +357,11 @@ class DeviceWorker:
     def _next_start(self, may_copy: bool = True) -> Callable[[], list[Done]] | None:
         """Return what is to be started next, if it may be now."""
         has_room = partial(self._in_flight.has_room, beside_layers=self.gates.has_layer_loads)
-        has_layers = bool(self._queues[Lane.LAYERS] or self._in_parts)
+        has_layers = bool(self._queues[CopyLane.LAYERS] or self._in_parts)
         if has_layers and may_copy and has_room(OpKind.H2D, urgent=True):
-            return self._start_by_layer if self._queues[Lane.LAYERS] else self._start_part
+            return self._start_by_layer if self._queues[CopyLane.LAYERS] else self._start_part
         for kind in _STORES_FIRST if self._loads_in_a_row >= EAGER_LOADS else _LOADS_FIRST:
-            op, queue = self._in_pieces.get(kind), self._queues[Lane.of(kind, urgent=False)]
+            op, queue = self._in_pieces.get(kind), self._queues[CopyLane.of(kind, urgent=False)]
             if op is None and not queue:
                 continue
             if not has_room(kind) or (has_layers and kind is OpKind.H2D):
@@ -392,7 +400,7 @@ class DeviceWorker:
         self._loads_in_a_row = self._loads_in_a_row + 1 if kind is OpKind.H2D else 0
         op = self._in_pieces.pop(kind, None)
         if op is None:
-            message = self._queues[Lane.of(kind, urgent=False)].popleft()
+            message = self._queues[CopyLane.of(kind, urgent=False)].popleft()
             try:
                 op = self._addresses.copies_of(message)
             except ValueError as error:
@@ -420,7 +428,7 @@ class DeviceWorker:
 
     def _start_by_layer(self) -> list[Done]:
         """Start the first layers of the load by layer that is next."""
-        message = self._queues[Lane.LAYERS].popleft()
+        message = self._queues[CopyLane.LAYERS].popleft()
         load = self.gates.layer_load(message)
         try:
             op = self._addresses.copies_of(message, by_layer=True)
@@ -475,15 +483,15 @@ class DeviceWorker:
         return self._in_flight.end(op)
 
     def _start_copies(
-        self, op: OpCopies, copies: Copies, *, urgent: bool = False, alone: bool = False
-    ) -> Fence | None:
+        self, op: OpCopies, runs: Runs, *, urgent: bool = False, alone: bool = False
+    ) -> ComputePoint | None:
         message = op.message
         is_promised = urgent and self.gates.is_promised(message)
         self._permit.task_id = NEVER_REVOKED if is_promised else message.task_id
         self._permit.check()
         after = self.gates.fence_of(message.task_id)
-        landed = self._copier.start(*copies, message.kind, after, urgent, alone)
-        num_bytes = int(copies[2].sum())
+        landed = self._copier.start(runs, message.kind, after, urgent, alone)
+        num_bytes = runs.num_bytes
         if landed is None:
             self._turn_bytes += num_bytes
         else:

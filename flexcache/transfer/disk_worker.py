@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import count
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +40,6 @@ from flexcache.storage.pool_directory import (
 )
 from flexcache.storage.slot_index import (
     FORM,
-    FileCalls,
     Records,
     SlotIds,
     SlotIndex,
@@ -49,7 +48,7 @@ from flexcache.storage.slot_index import (
     next_generation,
     older,
 )
-from flexcache.storage.slot_io import SlotIO, SlotRequest
+from flexcache.storage.slot_io import SlotIO, SlotMove
 from flexcache.transfer.block_op import BlockOp, BlockOpQueue
 from flexcache.transfer.messages import (
     Done,
@@ -95,6 +94,7 @@ class GroupCommit:
         data_fds: Data files of the pool's directories; slot `s` is in directory `s % n`.
         index_fds: Index files, likewise.
         sync: As `CacheConfig.ssd_sync`.
+        files: Has the calls of `os` that write and sync.
         executor: Runs the directories' commits, instead of one thread each.
     """
 
@@ -104,7 +104,7 @@ class GroupCommit:
         index_fds: Sequence[int],
         index: SlotIndex,
         sync: str,
-        files: FileCalls = os,
+        files: Any = os,
         executor: Executor | None = None,
     ) -> None:
         self._fds = list(zip(data_fds, index_fds, strict=True))
@@ -210,8 +210,7 @@ class DiskWorker:
         self._written: list[BlockOp] = []
         self._group: list[BlockOp] = []
         self._queue = BlockOpQueue()
-        self._tokens = count()
-        self._in_flight: dict[int, tuple[BlockOp, int]] = {}
+        self._num_in_flight = 0
 
     @property
     def is_idle(self) -> bool:
@@ -314,22 +313,19 @@ class DiskWorker:
             self._index.erase(slots)
 
     def _fill(self) -> None:
-        started: list[tuple[BlockOp, int, SlotRequest]] = []
-        while len(self._in_flight) < self._slots.depth:
-            op = self._queue.next()
-            if op is None:
-                break
-            position, token = op.begin_next(), next(self._tokens)
-            # what is not recorded is plain, so that a new worker can read it
-            slot, may_pack = int(op.slots[position]), op.names is not None
-            pieces = self._pieces(op, position)
-            request = SlotRequest(token, op.direction, slot, pieces, may_pack)
-            self._in_flight[token] = (op, position)
-            started.append((op, position, request))
-        self._slots.submit([request for _, _, request in started])
-        for op, position, request in started:  # checksum while the device is busy writing
-            if op.direction is Direction.WRITE:
-                op.checksums[position] = checksum(request.pieces)
+        started = []
+        while self._num_in_flight < self._slots.depth and (op := self._queue.next()) is not None:
+            position = op.begin_next()
+            slot, pieces = int(op.slots[position]), self._pieces(op, position)
+            # What is not recorded is plain, so that a new worker can read it.
+            may_pack = op.names is not None
+            started.append(SlotMove((op, position), op.direction, slot, pieces, may_pack))
+            self._num_in_flight += 1
+        self._slots.submit(started)
+        for move in started:  # checksum while the device is busy writing
+            if move.direction is Direction.WRITE:
+                op, position = move.token
+                op.checksums[position] = checksum(move.pieces)
 
     def _pieces(self, op: BlockOp, position: int) -> list[memoryview]:
         block = int(op.blocks[position])
@@ -338,13 +334,14 @@ class DiskWorker:
     def _take_in(self) -> list[tuple[BlockOp, int]]:
         """Process completions; return the blocks that were read and must still be verified."""
         blocks_read = []
-        for moved in self._slots.reap():
-            op, position = self._in_flight.pop(moved.token)
-            op.device_bytes += moved.num_bytes
-            if moved.problem is None and op.direction is Direction.READ:
+        for move in self._slots.reap():
+            op, position = move.token
+            self._num_in_flight -= 1
+            op.device_bytes += move.num_bytes
+            if move.problem is None and op.direction is Direction.READ:
                 blocks_read.append((op, position))
             else:
-                self._end(op, position, moved.problem)
+                self._end(op, position, move.problem)
         return blocks_read
 
     def _records_of(self, op: BlockOp) -> Records:

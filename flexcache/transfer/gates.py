@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from flexcache.ids import OpKind
 from flexcache.storage.layout import BlockLayout
-from flexcache.transfer.copier import Copier, Fence
+from flexcache.transfer.copier import ComputePoint, Copier
 from flexcache.transfer.messages import Execute
 
 # ------------------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ class LayerLoad:
         self.is_promised = is_promised
         self._layer_ends = layer_ends
         self._num_segments = max(layer_ends.values(), default=0)
-        self._landings: list[tuple[int, Fence | None]] = []
+        self._landings: list[tuple[int, ComputePoint | None]] = []
         """For each part, the number of segments loaded with it, and the fence of their arrival."""
         self._is_copying = False
         self._is_lost = False
@@ -57,7 +57,7 @@ class LayerLoad:
             self._is_copying = not self._is_lost
             return self._is_copying
 
-    def part_started(self, num_segments: int, landed: Fence | None) -> None:
+    def part_started(self, num_segments: int, landed: ComputePoint | None) -> None:
         """Record that the first ``num_segments`` of all blocks land with ``landed`` (None: now)."""
         with self._changed:
             self._is_copying = False
@@ -128,7 +128,7 @@ class DeviceGates:
         self.has_layer_loads = False
         self._layouts = layouts
         self._copier = copier
-        self._opened: dict[int, Fence | None] = {}
+        self._opened: dict[int, ComputePoint | None] = {}
         self._layer_loads: dict[int, LayerLoad] = {}
         self._is_over = False
         self._lock = threading.Lock()
@@ -151,12 +151,12 @@ class DeviceGates:
             for task_id in task_ids:
                 self._opened.pop(task_id, None)
 
-    def opened_at(self, task_id: int) -> Fence | None:
+    def opened_at(self, task_id: int) -> ComputePoint | None:
         """Return the point of the engine's compute at which a gate was opened, if it was."""
         with self._lock:
             return self._opened.get(task_id)
 
-    def fence_of(self, task_id: int) -> Fence | None:
+    def fence_of(self, task_id: int) -> ComputePoint | None:
         """Return the point of the engine's compute that a task's next copy comes after."""
         after = self.opened_at(task_id)
         return self._copier.fence() if after is None else after

@@ -14,16 +14,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import BlockLayout
+from flexcache.transfer.copier import Addresses, Runs
 from flexcache.transfer.messages import Execute, groups_of, ids_of, unpack_ids
-
-Addresses = npt.NDArray[np.int64]
-Copies = tuple[Addresses, Addresses, Addresses]
-"""Destinations, sources, sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +39,11 @@ class _GroupCopies:
         on_host = layout.host_addresses(starts)
         return cls(layout, *((on_gpu, on_host) if is_load else (on_host, on_gpu)))
 
-    def columns(self, columns: slice) -> Copies:
+    def columns(self, columns: slice) -> Runs:
         destinations, sources = self.destinations[:, columns], self.sources[:, columns]
         sizes = np.empty(sources.shape, np.int64)
         sizes[:] = self.layout.sizes[columns]
-        return destinations.ravel(), sources.ravel(), sizes.ravel()
+        return Runs(destinations.ravel(), sources.ravel(), sizes.ravel())
 
 
 @dataclass(slots=True)
@@ -69,7 +65,7 @@ class OpCopies:
     failure: str | None = None
     began_s: float | None = None
     """When the copies of a gated load could begin, once they could."""
-    _all: Copies | None = None
+    _all: Runs | None = None
     _ends: Addresses | None = None
 
     @property
@@ -83,29 +79,27 @@ class OpCopies:
                 f"{self.num_blocks} of {num_blocks} blocks cannot be loaded layer by layer"
             )
 
-    def take(self, num_bytes: int) -> Copies:
+    def take(self, num_bytes: int) -> Runs:
         """Return the next copies of all segments: this many bytes, but at least one copy. Without
         more to take, `is_over`."""
         if self._all is None:
             self._all = self._join()
             if self.num_bytes <= num_bytes:
-                self.num_started, self.is_over = len(self._all[2]), True
+                self.num_started, self.is_over = len(self._all.sizes), True
                 return self._all
         if self._ends is None:
-            self._ends = self._all[2].cumsum()
+            self._ends = self._all.sizes.cumsum()
         first, ends = self.num_started, self._ends
         taken = int(ends[first - 1]) if first else 0
         stop = max(first + 1, int(ends.searchsorted(taken + num_bytes, side="right")))
         self.num_started, self.is_over = stop, stop >= len(ends)
-        destinations, sources, sizes = self._all
-        return destinations[first:stop], sources[first:stop], sizes[first:stop]
+        return self._all.part(slice(first, stop))
 
-    def _join(self) -> Copies:
+    def _join(self) -> Runs:
         groups = [group.columns(slice(None)) for group in self.groups]
         if len(groups) == 1:
             return groups[0]
-        destinations, sources, sizes = zip(*groups, strict=True)
-        return np.concatenate(destinations), np.concatenate(sources), np.concatenate(sizes)
+        return Runs(*map(np.concatenate, zip(*groups, strict=True)))
 
     def next_part(self, layout: BlockLayout, min_bytes: int) -> int:
         """Return the first end of a layer that makes the next part large enough, or the last. There
@@ -115,7 +109,7 @@ class OpCopies:
         inner = (end for end in ends[:-1] if end > self.num_started and offsets[end] >= enough)
         return next(inner, ends[-1])
 
-    def take_until(self, stop: int) -> Copies:
+    def take_until(self, stop: int) -> Runs:
         """Return the copies of the next segments, up to ``stop``. There must be one group."""
         columns, self.num_started = slice(self.num_started, stop), stop
         [group] = self.groups

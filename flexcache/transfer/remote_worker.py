@@ -23,21 +23,17 @@ from queue import SimpleQueue
 import numpy as np
 import numpy.typing as npt
 
+from flexcache.config.remote_url import check_remote_url
 from flexcache.ids import OpKind
 from flexcache.logs import log_event
 from flexcache.storage.host_pool import HostSegment
-from flexcache.storage.remote import check_remote_url, open_remote_store
-from flexcache.storage.remote.base import (
-    Connection,
-    Parts,
-    Presence,
-    RemoteStore,
-    StoreUnavailableError,
-)
+from flexcache.storage.pieces import Parts
+from flexcache.storage.remote import open_remote_store
+from flexcache.storage.remote.base import Connection, Presence, RemoteStore, StoreUnavailableError
 from flexcache.storage.remote.objects import (
     BlockCodec,
     BlockMover,
-    Moved,
+    BlocksMoved,
     batch_size,
     object_name,
     room_bytes,
@@ -128,7 +124,7 @@ class RemoteWorker:
                 return lane.waiting.pop(next(iter(lane.waiting)))
         return None
 
-    def end(self, op: RemoteOp, moved: Moved) -> Done:
+    def end(self, op: RemoteOp, moved: BlocksMoved) -> Done:
         self._lane(op).num_running -= 1
         return Done(op.op_id, moved.num_ok, error=moved.error, bad_block=moved.bad_block)
 
@@ -237,15 +233,15 @@ class RemoteService:
             try:
                 moved = self._move(op, mover)
             except StoreUnavailableError as error:
-                moved = Moved(0, str(error))
+                moved = BlocksMoved(0, str(error))
             except Exception as error:
                 log_event(logger, logging.ERROR, "op_failed", op_id=op.op_id, exc_info=True)
-                moved = Moved(0, f"{type(error).__name__}: {error}")
+                moved = BlocksMoved(0, f"{type(error).__name__}: {error}")
             with self._changed:
                 self._answer(self._worker.end(op, moved))
                 self._changed.notify()  # its lane has room again
 
-    def _move(self, op: RemoteOp, mover: BlockMover) -> Moved:
+    def _move(self, op: RemoteOp, mover: BlockMover) -> BlocksMoved:
         store = self._connection.store()
         move = mover.load if op.is_load else mover.save
         blocks = [self._pieces(int(block)) for block in op.host_blocks]

@@ -106,7 +106,7 @@ class StartOp:
 
 
 @dataclass(frozen=True, slots=True)
-class OpEnded:
+class EndedOp:
     """An op has ended with its first ``num_ok`` blocks moved."""
 
     task_id: TaskId
@@ -114,7 +114,7 @@ class OpEnded:
     num_ok: int
 
 
-Outcome = StartOp | OpEnded
+Outcome = StartOp | EndedOp
 
 
 @dataclass(slots=True, eq=False)
@@ -194,7 +194,7 @@ class TransferScheduler:
             del open_ops[op.op_id]
             if not open_ops:
                 del self._open_ops[node.task_id]
-            outcomes.append(OpEnded(node.task_id, op, num_ok))
+            outcomes.append(EndedOp(node.task_id, op, num_ok))
             for dependent_id in node.dependents:
                 dependent = self._nodes.get(dependent_id)
                 if dependent is None:

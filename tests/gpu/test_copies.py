@@ -23,6 +23,7 @@ from flexcache.errors import ConfigError
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.transfer import cuda_copier
+from flexcache.transfer.copier import Runs
 from flexcache.transfer.copy_ways import CopyWay
 from flexcache.transfer.cuda_copier import CudaCopier
 from flexcache.transfer.cuda_driver import CudaDriver
@@ -92,7 +93,7 @@ def check_copies(memory: Memory, kind: OpKind, way: CopyWay | None = None) -> No
     """Copy 300 runs, and compare both sides."""
     runs = memory.runs(kind, 300, np.full(300, 8192, np.int64))
     host, device = memory.expected(kind, runs)
-    memory.copier.start(*runs, kind, memory.copier.fence(), way=way).synchronize()
+    memory.copier.start(runs, kind, memory.copier.fence(), way=way).synchronize()
     assert torch.equal(memory.device.cpu(), device)
     assert torch.equal(memory.host, host)
 
@@ -130,7 +131,7 @@ def test_the_bytes_arrive_and_no_others_change(
         memory.host.random_(0, 256)
         runs = memory.runs(kind, count, SIZES[sizes](count).astype(np.int64))
         host, device = memory.expected(kind, runs)
-        memory.copier.start(*runs, kind, memory.copier.fence(), way=way).synchronize()
+        memory.copier.start(runs, kind, memory.copier.fence(), way=way).synchronize()
         assert torch.equal(memory.device.cpu(), device), (sizes, count)
         assert torch.equal(memory.host, host), (sizes, count)
 
@@ -149,7 +150,7 @@ def test_a_store_runs_after_the_work_that_writes_its_source(
     runs = memory.runs(OpKind.D2H, 300, np.full(300, 4096, np.int64))
     with machine.busy():
         machine.fill(memory.device, 7)
-        landed = memory.copier.start(*runs, OpKind.D2H, memory.copier.fence())
+        landed = memory.copier.start(runs, OpKind.D2H, memory.copier.fence())
         assert not landed.query()
     landed.synchronize()
     for to in (runs[0] - memory.host.data_ptr()).tolist():
@@ -164,7 +165,7 @@ def test_a_load_runs_after_the_work_that_still_reads_its_target(
     _, after = memory.expected(OpKind.H2D, runs)
     with machine.busy():
         read = machine.read(memory.device)
-        landed = memory.copier.start(*runs, OpKind.H2D, memory.copier.fence())
+        landed = memory.copier.start(runs, OpKind.H2D, memory.copier.fence())
     landed.synchronize()
     assert torch.equal(read(), before)
     assert torch.equal(memory.device.cpu(), after)
@@ -177,8 +178,10 @@ def test_a_store_does_not_wait_for_a_load(machine: Machine, memory: Memory) -> N
     whole = np.full(len(slots), SLOT, np.int64)
     on_device, on_host = memory.device.data_ptr() + slots, memory.host.data_ptr() + slots
     with machine.busy():
-        load = memory.copier.start(on_device, on_host, whole, OpKind.H2D, memory.copier.fence())
-        store = memory.copier.start(on_host + half, on_device + half, whole, OpKind.D2H, None)
+        load = memory.copier.start(
+            Runs(on_device, on_host, whole), OpKind.H2D, memory.copier.fence()
+        )
+        store = memory.copier.start(Runs(on_host + half, on_device + half, whole), OpKind.D2H, None)
         store.synchronize()
         assert not load.query()
     load.synchronize()
@@ -192,7 +195,7 @@ def test_a_thread_that_never_touched_cuda_can_copy(memory: Memory) -> None:
 
     def copy() -> None:
         try:
-            memory.copier.start(*runs, OpKind.H2D, None).synchronize()
+            memory.copier.start(runs, OpKind.H2D, None).synchronize()
         except BaseException as error:
             failures.append(error)
 
@@ -213,7 +216,7 @@ def test_copies_while_another_thread_captures_a_graph_leave_the_graph_intact(
     def copy() -> None:
         try:
             assert capturing.wait(60)
-            landed = memory.copier.start(*runs, OpKind.H2D, None)
+            landed = memory.copier.start(runs, OpKind.H2D, None)
             while not landed.query():
                 pass
         except BaseException as error:
@@ -268,7 +271,7 @@ def test_a_pool_of_several_pinned_pieces_is_copied_by_each_way(
         to, start = sides if kind is OpKind.H2D else sides[::-1]
         runs = (to + everything, start + everything, np.full(NUM_SLOTS, SLOT, np.int64))
         host, device = memory.expected(kind, runs)
-        memory.copier.start(*runs, kind, memory.copier.fence(), way=way).synchronize()
+        memory.copier.start(runs, kind, memory.copier.fence(), way=way).synchronize()
         assert torch.equal(memory.device.cpu(), device)
         assert torch.equal(memory.host, host)
 
@@ -333,7 +336,7 @@ def serve():
         at = np.arange(0, segment.size, 4096)
         for way in copier.ways:
             runs = used.data_ptr() + at, segment.address + at, np.full(len(at), 2048)
-            copier.start(*runs, OpKind.H2D, copier.fence(), way=way).synchronize()
+            copier.start(runs, OpKind.H2D, copier.fence(), way=way).synchronize()
         copier.close()
 
 used = torch.empty(4096 * 1024, dtype=torch.uint8, device=f"cuda:{last}")

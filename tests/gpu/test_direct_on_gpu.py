@@ -23,7 +23,7 @@ from flexcache.storage.pieces import checksum
 from flexcache.transfer.copier import CopyPermit
 from flexcache.transfer.cuda_copier import CudaCopier
 from flexcache.transfer.direct.cuda import CudaDirectIO
-from flexcache.transfer.direct.ops import Transfer, Transferred
+from flexcache.transfer.direct.ops import Transfer
 
 PAGE = 4096
 NUM_LAYERS, NUM_BLOCKS, DEPTH = 4, 8, 4
@@ -98,9 +98,9 @@ class Rig:
             expected,
         )  # fmt: skip
 
-    def run(self, *transfers: Transfer) -> list[Transferred]:
+    def run(self, *transfers: Transfer) -> list[Transfer]:
         self.io.submit(transfers)
-        ended: dict[int, Transferred] = {}
+        ended: dict[int, Transfer] = {}
         while len(ended) < len(transfers):
             ended |= {each.token: each for each in self.io.reap()}
         return [ended[each.token] for each in transfers]

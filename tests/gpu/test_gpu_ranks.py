@@ -16,7 +16,7 @@ from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import bytes_per_index, describe_kv_caches
 from flexcache.transfer import device_worker
-from flexcache.transfer.copier import open_copier
+from flexcache.transfer.copier import Runs, open_copier
 from flexcache.transfer.copy_ways import CopyWay
 from flexcache.transfer.cuda_copier import CudaCopier
 from flexcache.transfer.device_worker import DeviceWorker
@@ -211,6 +211,6 @@ def test_an_op_that_the_driver_refuses_fails_and_the_next_one_does_not(
         wrong = to.copy()
         wrong[len(to) // 2] = 0
         with pytest.raises(RuntimeError):
-            copier.start(wrong, start, sizes, OpKind.H2D, None, way=way)
-        copier.start(to, start, sizes, OpKind.H2D, copier.fence(), way=way).synchronize()
+            copier.start(Runs(wrong, start, sizes), OpKind.H2D, None, way=way)
+        copier.start(Runs(to, start, sizes), OpKind.H2D, copier.fence(), way=way).synchronize()
         copier.close()

@@ -67,7 +67,7 @@ def settle(engine: TinyEngine) -> None:
         )
 
     engine.step_until(is_done)
-    server = manager._client.transport.server
+    server = manager._transport.server
     with server.lock, server.session() as tasks:
         while tasks.queries.num_open_tasks:
             server.wait_for_change(0.05)

@@ -18,8 +18,8 @@ from test_hicache_storage import engine_with_storage
 from test_hicache_storage import manager_of as manager_below
 from test_hicache_storage import settle as settle_storage
 
-from flexcache.router.decider.prober import Capacity, parse_capacities
-from flexcache.router.workers import EventSource, Tier
+from flexcache.router.fleet import EventSource, Tier
+from flexcache.router.prober import Capacity, parse_capacities
 
 NOTHING = {Tier.GPU: 0, Tier.DRAM: 0, Tier.DISK: 0}
 

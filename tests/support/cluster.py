@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from flexcache import CacheConfig, KVManager, KVResponse, KVTPClient, ModelConfig
-from flexcache.client.client import LocalTransport
+from flexcache.client.transport import LocalTransport
 from flexcache.ids import OpKind
 from flexcache.server.server import KVServer
 
@@ -77,7 +77,7 @@ class Cluster:
     @property
     def server(self) -> KVServer:
         """The server inside the manager's own process."""
-        transport = self.manager._client.transport
+        transport = self.manager._transport
         assert isinstance(transport, LocalTransport)
         return transport.server
 

@@ -11,9 +11,8 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from flexcache.router import ui
-from flexcache.router.decisions import RouterEvent, to_server_sent
-from flexcache.router.report import to_json
-from flexcache.router.stats import RouterStats
+from flexcache.router.chooser import RouterEvent, to_server_sent
+from flexcache.router.stats import RouterStats, to_json
 
 
 @dataclass

@@ -487,7 +487,7 @@ class Commands(Engine):
         """Run as if neither KV events nor a trace were enabled."""
         from flexcache.ids import PromptDetail
 
-        transport = self.manager._client.transport
+        transport = self.manager._transport
         tasks = transport.server.hub.cache.tasks
         tiers, before = tasks.cache.tiers, (transport.prompt_detail, tasks.recorder)
         followers = [(tier.on_stored, tier.index.on_removed) for tier in tiers]

@@ -94,7 +94,7 @@ class Engine:
     @property
     def server(self) -> Any:
         """The cache server inside the engine's scheduler."""
-        return self.manager._client.transport.server
+        return self.manager._transport.server
 
     def generate(self, prompt: list[int], max_tokens: int = 8, **extra: Any) -> Any:
         return self.generate_all([prompt], max_tokens, **extra)[0]

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from flexcache.router import KVRouter
+from flexcache.router.chooser import RouteRequest
 from flexcache.router.feed import Feed
-from flexcache.router.request import RouteRequest
-from flexcache.router.workers import EventSource, Tier, WorkerSpec
+from flexcache.router.fleet import EventSource, Tier, WorkerSpec
 
 PATIENCE_S = 120.0
 

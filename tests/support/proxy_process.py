@@ -27,8 +27,8 @@ from aiohttp import web
 from paths import ROOT
 
 from flexcache.router.chooser import UNKNOWN, Arrival, Choice, NotRouted, Outcome, Usage
-from flexcache.router.proxy.config import ProxyConfig
-from flexcache.router.proxy.server import PROXY, make_app, serve
+from flexcache.router.proxy.proxy import PROXY, make_app, serve
+from flexcache.router.settings import ProxyConfig
 
 _KEPT = 1000
 

@@ -22,7 +22,7 @@ from ports import free_ports
 
 from flexcache.events.publisher import BatchPublisher
 from flexcache.events.wire import BlockStored, Event
-from flexcache.router.workers import EventSource
+from flexcache.router.fleet import EventSource
 
 PATIENCE_S = 300.0
 BLOCK = 16

@@ -118,15 +118,15 @@ class RouterProcess:
 
     # -- its processes -----------------------------------------------------------------------------
 
-    def children(self, module: str) -> list[int]:
-        """Return the processes that run a module: ``decider`` or ``proxy``."""
+    def children(self, role: str) -> list[int]:
+        """Return the processes of a role: ``decider`` or ``proxy``."""
         assert self.process is not None
         found = []
         for task in Path(f"/proc/{self.process.pid}/task").iterdir():
             for pid in (task / "children").read_text().split():
                 with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended meanwhile
                     command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                    if f"flexcache.router.{module}.process".encode() in command:
+                    if command[3].startswith(role.encode()):  # python -m MODULE NAME
                         found.append(int(pid))
         return found
 

@@ -16,6 +16,7 @@ from builders import prefixes
 
 from flexcache.cache.block_keys import ENGINE_KEYS, EngineBlockKeys, make_root
 from flexcache.cache.plan import Plan
+from flexcache.cache.prompt import Prompt
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiered_cache import CacheSizes, build_cache
 from flexcache.config import CacheConfig
@@ -128,7 +129,8 @@ class TailWorld:
 
     def look_up(self, word: str) -> RunLookUp | None:
         """Return what a match would have the remote worker ask the store, if anything."""
-        self.engine.look_up(TaskKind.GET, keys_of(word), len(word), self.now)
+        prompt = Prompt(TaskKind.GET, keys_of(word), 0, len(word), TOKENS * len(word))
+        self.engine.look_up(prompt, self.now)
         [asked] = [i for i in self.engine.take_instructions() if isinstance(i, RunLookUp)] or [None]
         return asked
 
@@ -175,10 +177,11 @@ class TailWorld:
     ) -> TailedTask:
         task_id = self.ids.next()
         can_continue = self._can_continue(kind, word[:behind])
-        plan = self.engine.match(
-            task_id, kind, keys_of(word, behind), start - behind, stop - behind,
-            TOKENS * (len(word) - behind), self.now, tail_at=max(0, tail_at - behind),
+        prompt = Prompt(
+            kind, keys_of(word, behind), start - behind, stop - behind,
+            TOKENS * (len(word) - behind), tail_at=max(0, tail_at - behind),
         )  # fmt: skip
+        plan = self.engine._match(task_id, prompt, self.now)
         assert plan.num_before == (behind if can_continue else 0)
         assert can_continue or plan.is_empty
         count = 0 if kind is TaskKind.PREFETCH else plan.num_gpu_blocks

@@ -20,6 +20,7 @@ from write_back_model import WriteBackModel
 
 from flexcache.cache.block_keys import ENGINE_KEYS, EngineBlockKeys, LayoutRoots, make_root
 from flexcache.cache.plan import Plan
+from flexcache.cache.prompt import Prompt
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.cache.tiers import RemoteTier
@@ -223,7 +224,8 @@ class World:
     def look_up(self, text: str, kind: TaskKind = TaskKind.GET, behind: int = 0) -> int | None:
         """Return the look-up that a match has to wait for."""
         keys = keys_of(text, behind)
-        lookup = self.engine.look_up(kind, keys, keys.num_blocks, self.now)
+        prompt = Prompt(kind, keys, 0, keys.num_blocks, 16 * keys.num_blocks)
+        lookup = self.engine.look_up(prompt, self.now)
         self._carry_out()
         return lookup
 
@@ -256,10 +258,8 @@ class World:
         start = max(behind, min(start, stop))
         has_parent = not behind or self._can_continue(kind, engine, text[:behind])
         task_id = self.sessions[engine].next()
-        plan = self.engine.match(
-            task_id, kind, keys, start - behind, stop - behind, 16 * keys.num_blocks, self.now,
-            retain_s,
-        )  # fmt: skip
+        prompt = Prompt(kind, keys, start - behind, stop - behind, 16 * keys.num_blocks, retain_s)
+        plan = self.engine._match(task_id, prompt, self.now)
         assert plan.num_before == (behind if has_parent else 0)
         if not has_parent:
             assert plan.is_empty

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from flexcache.cli import app
 from flexcache.config import RouterConfig
-from flexcache.router.discovery.file import WorkerFile
+from flexcache.router.listing import WorkerFile
 
 PAGES = ("*.md", "docs/*.md", "deploy/*.md", "examples/*.md")
 

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from cluster import Cluster, joined_kv, running_cluster
@@ -23,6 +22,7 @@ from flexcache.errors import RegistrationError
 from flexcache.ids import OpKind
 from flexcache.protocol.fence import Fence
 from flexcache.storage.host_pool import HostSegment
+from flexcache.transfer.copier import Runs
 from flexcache.transfer.cpu_copier import CpuCopier
 
 MODEL = ModelConfig("test", 3, 4, 32, torch.bfloat16)
@@ -82,11 +82,10 @@ class FailingCopier:
         pass
 
     def start(
-        self, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, kind: OpKind,
-        after: None, urgent: bool = False, alone: bool = False,
-    ) -> Landed:  # fmt: skip
+        self, runs: Runs, kind: OpKind, after: None, urgent: bool = False, alone: bool = False
+    ) -> Landed:
         self.reach("start")
-        self._copier.start(destinations, sources, sizes, kind, after)
+        self._copier.start(runs, kind, after)
         return Landed(self)
 
     def close(self) -> None:

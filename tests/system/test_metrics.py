@@ -312,7 +312,7 @@ def share_a_server(server: Server, tmp_path: Path) -> None:
             server.look_until(lambda look: look["unread_messages_total"] > 0)
         fail_at_a_message(kv_server)
         with kv_server.lock:
-            kv_server.hub._slot.tasks.forget(AssertionError("played"))
+            kv_server.hub.cache.tasks.forget(AssertionError("played"))
         until(lambda: kv_server.hub.counters.cache_forgotten > 0)
         client.close()
         manager.shutdown()
@@ -325,10 +325,9 @@ def fail_at_a_message(server: KVServer) -> None:
     def fail(*_: object) -> None:
         raise AssertionError("played")
 
-    guard = server.hub._guard
-    handle, guard._handle = guard._handle, fail
+    server.hub._dispatch = fail
     until(lambda: server.hub.counters.failed_messages > 0)  # a client pings
-    guard._handle = handle
+    del server.hub._dispatch
 
 
 def follow_the_cache(server: Server, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""The contract of remote stores: the same tests for memory, a directory, S3 and Mooncake."""
+"""The contract of remote stores: the same tests for memory, a directory, a store of the
+user's own, S3 and Mooncake."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from flexcache.storage.remote.objects import (
     HEADER_BYTES,
     BlockCodec,
     BlockMover,
-    Moved,
+    BlocksMoved,
     object_name,
 )
 
@@ -39,6 +40,7 @@ TIMEOUT_S = 20.0
 NEEDS = {
     "memory": (),
     "file": (),
+    "sqlite": (),
     "s3": ("obstore", "weed"),
     "mooncake": ("mooncake", "mooncake_master"),
 }
@@ -54,6 +56,8 @@ def opener(kind: str, directory: str) -> Iterator[Callable[..., RemoteStore]]:
             return
         if kind == "file":
             url = f"file://{directory}"
+        elif kind == "sqlite":  # of the user's own module
+            url = f"outside.sqlite_store://{directory}/objects.db"
         elif kind == "s3":
             url = stack.enter_context(s3_server()).url
         else:
@@ -367,7 +371,7 @@ def test_a_tampered_object_is_recognised(store: RemoteStore, memory: Memory, dam
     change, text, is_removed = DAMAGE[damage]
     keys, names = new_keys(3), []
     blocks = [memory.filled(i, BLOCK_BYTES) for i in range(3)]
-    assert mover().save(store, ROOT, keys, blocks, soon()) == Moved(3)
+    assert mover().save(store, ROOT, keys, blocks, soon()) == BlocksMoved(3)
     names = [object_name(ROOT, key) for key in keys]
     with HostSegment.create(2 * BLOCK_BYTES, 1) as scratch:
         scratch.map()
@@ -414,12 +418,12 @@ def test_blocks_come_back_however_they_were_compressed(
     for i, pieces in enumerate(blocks):  # half of them do not compress
         for piece in pieces:
             piece[:] = os.urandom(half) if i % 2 else (b"kv" * half)[:half]
-    assert mover(compression).save(store, ROOT, keys, blocks, soon()) == Moved(6)
+    assert mover(compression).save(store, ROOT, keys, blocks, soon()) == BlocksMoved(6)
     before = [joined(pieces) for pieces in blocks]
     for pieces in blocks:
         for piece in pieces:
             piece[:] = bytes(half)
-    assert mover().load(store, ROOT, keys, blocks, soon()) == Moved(6)
+    assert mover().load(store, ROOT, keys, blocks, soon()) == BlocksMoved(6)
     assert [joined(pieces) for pieces in blocks] == before
 
 

@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ from stores import missing, store_server
 from test_faults import flip_byte
 
 from flexcache import KVStatus, ModelConfig
+from flexcache.doctor.endpoints import check_remote_store
+from flexcache.doctor.subject import Level, Subject
 
 NUM_BLOCKS = 24
 TOKENS = np.arange(NUM_BLOCKS * 16)
@@ -121,6 +124,26 @@ def test_blocks_stored_by_one_cache_reach_another_byte_for_byte(
         assert two.get(TOKENS, BLOCKS).mask.all()
         assert two.read(BLOCKS) == expected
         assert two.manager.stats()["hit_blocks"]["CPU"] == NUM_BLOCKS
+
+
+def test_a_store_of_the_users_own_module_is_used_and_examined_by_its_name(
+    model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # of the remote worker
+    url = f"outside.sqlite_store://{tmp_path}/objects.db?journal=wal"
+    with caches(url, model) as (one, two):
+        expected = put_into_the_store(one)
+        until_it_stores(two)
+        two.wipe(BLOCKS)
+        assert two.get(TOKENS, BLOCKS).mask.all()
+        assert two.read(BLOCKS) == expected
+    settings = {"FLEXCACHE_NUM_CPU_BLOCKS": "4"}
+    [found] = check_remote_store(Subject(environ=settings | {"FLEXCACHE_REMOTE_URL": url}))
+    assert found.level is Level.OK
+    assert found.text.endswith("objects.db: answers; it is meant for tests")
+    unusable = url.replace("objects.db", "missing/objects.db")
+    [found] = check_remote_store(Subject(environ=settings | {"FLEXCACHE_REMOTE_URL": unusable}))
+    assert "unable to open database file" in found.text
 
 
 @pytest.mark.parametrize("codec", ["zstd", "lz4"])

@@ -14,7 +14,7 @@ from flexcache.events.publisher import Address, BatchPublisher
 from flexcache.events.wire import BatchEncoder, BlockStored, Event
 from flexcache.router.dispatcher import GPU, Dispatcher, Prompt
 from flexcache.router.load import Load
-from flexcache.router.peer_policies import make_policy
+from flexcache.router.policy import make_policy
 from flexcache.router.service_time import ServiceTime
 
 NUM_WORKERS = 4

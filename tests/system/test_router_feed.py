@@ -22,10 +22,8 @@ from flexcache.events.wire import (
     Event,
     EventBatch,
 )
-from flexcache.router.feed import Feed
-from flexcache.router.slices import MAX_BLOCKS
-from flexcache.router.source_watch import SILENT_REQUESTS, SILENT_TOKENS
-from flexcache.router.workers import EventSource
+from flexcache.router.feed import MAX_BLOCKS, SILENT_REQUESTS, SILENT_TOKENS, Feed
+from flexcache.router.fleet import EventSource
 
 PATIENCE_S = 60.0
 ANY_PORT = "tcp://127.0.0.1:0"

@@ -26,7 +26,7 @@ from router_peers import (
 
 from flexcache.events.publisher import Address, BatchPublisher
 from flexcache.events.wire import BatchEncoder, Event
-from flexcache.router.workers import EventSource
+from flexcache.router.fleet import EventSource
 
 ANY_PORT = "tcp://127.0.0.1:0"
 

@@ -16,8 +16,8 @@ import uvloop
 from aiohttp import web
 from proxy_process import InTurn
 
-from flexcache.router.proxy.config import ProxyConfig
-from flexcache.router.proxy.server import make_app, serve
+from flexcache.router.proxy.proxy import make_app, serve
+from flexcache.router.settings import ProxyConfig
 
 
 def test_small_packets_are_sent_at_once_on_both_sides() -> None:

@@ -16,7 +16,7 @@ from browser import CHROMIUM, Page, browser
 from control_pages import ControlPages, serving
 from router_stats import A, B, make_stats, make_worker
 
-from flexcache.router.decisions import Decided, Ended, Skipped
+from flexcache.router.chooser import Decided, Ended, Skipped
 
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),

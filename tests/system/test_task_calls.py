@@ -73,7 +73,7 @@ def test_tasks_that_a_cache_does_not_take_are_cancelled_for_its_reason(
     with running_cluster() as cluster:
         calls = TaskCalls(cluster.manager, cluster.config.tokens_per_block)
         task_ids = match_puts(cluster, 2)
-        monkeypatch.setattr(cluster.manager._client.transport, "launch", refuse)
+        monkeypatch.setattr(cluster.manager._transport, "launch", refuse)
         assert not calls.launch_all({task_ids[0]: [[0, 1]], task_ids[1]: [[2, 3]]})
         failures = [each.getMessage() for each in caplog.records if "launch_failed" in each.message]
         assert len(failures) == 2

@@ -16,7 +16,7 @@ from ports import free_port
 from weighted_engine import TOKENS_PER_BLOCK, WeightedEngine, slots, tokens_of
 
 from flexcache import CacheConfig, KVStatus
-from flexcache.client.client import LocalTransport
+from flexcache.client.transport import LocalTransport
 from flexcache.protocol.endpoints import private_endpoint
 from flexcache.server.operator import open_http
 from flexcache.server.outbox import withdraw_lines

@@ -110,7 +110,8 @@ class WeightsMachine(RuleBasedStateMachine):
         manager = self.engines[name].manager
         until(
             lambda: (
-                self.server.hub.weights.of(f"{name}/dp0").generation == manager.weights_generation
+                self.server.hub.state.weights.of(f"{name}/dp0").generation
+                == manager.weights_generation
             )
         )
 

@@ -13,7 +13,7 @@ import pytest
 from paths import ROOT
 
 from flexcache.counters import MetricType, families
-from flexcache.router.metrics import catalog as router_metrics
+from flexcache.router import metrics as router_metrics
 from flexcache.stats import Stats
 
 RULES = ROOT / "docs" / "grafana" / "alerts.yml"

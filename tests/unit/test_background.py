@@ -95,7 +95,7 @@ def test_a_flood_of_clears_makes_one_thread_and_is_refused_by_name(
     try:
         manager.start()
         until(lambda: "rank 0" in why_not_ready(manager))  # it has its session
-        calls: zmq.Socket[bytes] = manager._client.transport._calls._socket  # type: ignore[attr-defined]
+        calls: zmq.Socket[bytes] = manager._transport._calls._socket  # type: ignore[attr-defined]
         calls.rcvtimeo = int(WAIT_S * 1000)
         for number in range(100):
             calls.send(msgspec.msgpack.encode(Clear(number, "SSD")))

@@ -17,7 +17,7 @@ from flexcache.cache.block_keys import (
     make_root,
 )
 from flexcache.cache.prompt import PromptMaker
-from flexcache.ids import BlockKey, PromptDetail, RootId
+from flexcache.ids import BlockKey, PromptDetail, RootId, TaskKind
 
 ROOT = make_root("model", ["tenant"], TOKEN_KEYS)
 OTHER_ROOT = make_root("model", ["neighbour"], TOKEN_KEYS)
@@ -154,8 +154,8 @@ def test_a_range_of_tokens_is_a_mask_that_is_true_there(
     maker = PromptMaker("a model", size, lambda: PromptDetail.NOTHING)
     mask = np.zeros(num_tokens, np.bool_)
     mask[start:stop] = True
-    by_mask = maker.make(range(num_tokens), mask)
-    assert maker.make(range(num_tokens), range(start, stop))[1:] == by_mask[1:]
+    by_mask = maker.make(TaskKind.GET, range(num_tokens), mask)
+    assert maker.make(TaskKind.GET, range(num_tokens), range(start, stop))[2:] == by_mask[2:]
 
 
 @pytest.mark.parametrize(
@@ -167,12 +167,12 @@ def test_the_first_and_the_last_key_of_an_engine_are_checked(keys: list[bytes]) 
         ValueError,
         match="block_keys must be a sequence of keys; the first and the last must be bytes",
     ):
-        maker.make(range(8), block_keys=keys)
-    assert maker.make(range(8), block_keys=[]).keys.num_blocks == 0
+        maker.make(TaskKind.GET, range(8), block_keys=keys)
+    assert maker.make(TaskKind.GET, range(8), block_keys=[]).keys.num_blocks == 0
 
 
 @pytest.mark.parametrize("wanted", [range(-1, 4), range(0, 4, 2), range(4, 0, -1)])
 def test_a_range_that_is_none_of_tokens_is_refused(wanted: range) -> None:
     maker = PromptMaker("a model", 2, lambda: PromptDetail.NOTHING)
     with pytest.raises(ValueError, match="token_mask"):
-        maker.make(range(8), wanted)
+        maker.make(TaskKind.GET, range(8), wanted)

@@ -33,13 +33,8 @@ OF_OLDER_VLLMS = {"prefer_cross_layer_blocks", "register_cross_layers_kv_cache"}
 
 
 def hooks_of_ours() -> dict[str, Hook]:
-    directory = ROOT / "flexcache" / "integration" / "vllm"
-    sources = ((directory / f"{name}.py").read_text() for name in ("worker_hooks", "connector"))
-    return {
-        name: hook
-        for source in sources
-        for name, hook in read_hooks(source, ("WorkerHooks", "FlexCacheConnectorV1")).items()
-    }
+    source = (ROOT / "flexcache" / "integration" / "vllm" / "connector.py").read_text()
+    return read_hooks(source, ("FlexCacheConnectorV1",))
 
 
 @pytest.fixture(scope="module")

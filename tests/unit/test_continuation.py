@@ -199,7 +199,9 @@ def test_only_keys_can_be_continued() -> None:
     ]  # fmt: skip
     for block_keys, parent in wrong:
         with pytest.raises(ValueError, match="parent_key"):
-            maker.make([1, 2], block_keys=block_keys, parent_key=parent)
+            maker.make(TaskKind.GET, [1, 2], block_keys=block_keys, parent_key=parent)
     with pytest.raises(ValueError, match="parent_key"):
         unpack_keys(b"root", memoryview(bytes(8)), 0, 1, parent_key=b"key")
-    assert maker.make([1, 2], block_keys=[b"k"], parent_key=b"p").keys.parent_key == b"p"
+    assert (
+        maker.make(TaskKind.GET, [1, 2], block_keys=[b"k"], parent_key=b"p").keys.parent_key == b"p"
+    )

@@ -22,6 +22,7 @@ from flexcache.errors import DeviceLostError, MissingDependencyError, StorageErr
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.transfer import copy_ways, cuda_copier
+from flexcache.transfer.copier import Runs
 from flexcache.transfer.copy_ways import SIZES, CopyChoice, CopyCost, CopyWay
 from flexcache.transfer.cuda_copier import CudaCopier
 from flexcache.transfer.cuda_driver import CudaDriver, SourceOrder
@@ -77,7 +78,7 @@ class Rig:
         on_gpu = self.memory.address + np.array(gpu, np.int64) * BLOCK
         on_host = self.segment.address + np.array(host, np.int64) * BLOCK
         to, source = (on_gpu, on_host) if kind is OpKind.H2D else (on_host, on_gpu)
-        return self.copier.start(to, source, np.full(len(gpu), BLOCK), kind, after, **options)
+        return self.copier.start(Runs(to, source, np.full(len(gpu), BLOCK)), kind, after, **options)
 
     def copy(self, kind: OpKind, gpu: list[int], host: list[int], **options: object) -> None:
         """Start copies and wait until they have landed."""
@@ -478,7 +479,7 @@ def test_a_kernel_alone_copies_whole_words_and_refuses_the_rest(rig: Rig) -> Non
     rig.check_copies()
     one = np.array([1])
     with pytest.raises(RuntimeError, match="whole words"):
-        rig.copier.start(one, one, one, OpKind.H2D, None)
+        rig.copier.start(Runs(one, one, one), OpKind.H2D, None)
 
 
 @pytest.mark.parametrize("fault", ["bytes", "refused"])

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexcache.transfer.copier import merge_runs
+from flexcache.transfer.copier import Runs
 
 # Small addresses and sizes, so that neighbours are common.
 COPIES = st.lists(st.tuples(st.integers(0, 12), st.integers(100, 112), st.integers(1, 4)))
@@ -36,7 +36,7 @@ def joined_one_by_one(
 def test_copies_are_joined_wherever_both_sides_are_contiguous_and_no_break_is_between(
     copies: list[tuple[int, int, int]], breaks: list[int]
 ) -> None:
-    merged = merge_runs(*as_arrays(copies), np.array(breaks, np.int64))
+    merged = Runs(*as_arrays(copies)).joined(np.array(breaks, np.int64))
     assert list(zip(*(a.tolist() for a in merged), strict=True)) == joined_one_by_one(
         copies, breaks
     )
@@ -44,9 +44,9 @@ def test_copies_are_joined_wherever_both_sides_are_contiguous_and_no_break_is_be
 
 def test_neighbours_on_one_side_only_stay_apart() -> None:
     runs = as_arrays([(0, 100, 4), (4, 200, 4), (50, 204, 4)])
-    assert all(a is b for a, b in zip(merge_runs(*runs), runs, strict=True))
+    assert all(a is b for a, b in zip(Runs(*runs).joined(), runs, strict=True))
 
 
 def test_blocks_in_a_row_on_both_sides_become_one_copy() -> None:
     runs = as_arrays([(i * 64, 1000 + i * 64, 64) for i in range(100)])
-    assert [array.tolist() for array in merge_runs(*runs)] == [[0], [1000], [6400]]
+    assert [array.tolist() for array in Runs(*runs).joined()] == [[0], [1000], [6400]]

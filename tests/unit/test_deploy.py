@@ -14,8 +14,8 @@ import yaml
 
 from flexcache.config import CacheConfig, RouterConfig, ServerConfig
 from flexcache.ids import __version__
-from flexcache.router.discovery.listing import parse_options
-from flexcache.router.workers import EventSource
+from flexcache.router.fleet import EventSource
+from flexcache.router.listing import parse_options
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))

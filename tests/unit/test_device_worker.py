@@ -22,7 +22,7 @@ from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import BlockLayout, bytes_per_index, describe_kv_caches
 from flexcache.transfer import cpu_copier, device_worker
-from flexcache.transfer.copier import Copier, CopyPermit, Fence, open_copier
+from flexcache.transfer.copier import ComputePoint, Copier, CopyPermit, Runs, open_copier
 from flexcache.transfer.cpu_copier import CpuCopier
 from flexcache.transfer.device_worker import DeviceWorker, InFlight
 from flexcache.transfer.messages import Done, Execute, name_blocks, pack_ids
@@ -419,14 +419,14 @@ class LateCopier:
         return FakeFence(self.moment)
 
     def start(
-        self, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, kind: OpKind,
-        after: FakeFence | None, urgent: bool = False, alone: bool = False,
+        self, runs: Runs, kind: OpKind, after: FakeFence | None, urgent: bool = False,
+        alone: bool = False,
     ) -> FakeFence:  # fmt: skip
         if self.refusal is not None:
             raise RuntimeError(self.refusal)
-        assert len(destinations) == len(sources) == len(sizes)
+        assert len({len(each) for each in runs}) == 1
         landing = FakeFence("a landing")
-        self.num_bytes.append(int(sizes.sum()))
+        self.num_bytes.append(runs.num_bytes)
         self.started.append((kind, after.name if after is not None else "nothing", landing))
         return landing
 
@@ -1171,7 +1171,7 @@ def test_an_op_that_was_interrupted_while_it_was_queued_may_be_executed_later(
         pytest.skip("nothing is queued at once on a GPU")
     copy_loop = pytest.importorskip("flexcache.transfer.copy_loop")
     may_begin, make_copies, sleep = threading.Event(), copy_loop.make_copies, time.sleep
-    ends: list[Fence] = []
+    ends: list[ComputePoint] = []
 
     def make_copies_later(*arguments: int) -> None:
         assert may_begin.wait(60)
@@ -1181,7 +1181,9 @@ def test_an_op_that_was_interrupted_while_it_was_queued_may_be_executed_later(
         may_begin.set()
         sleep(seconds)
 
-    def be_interrupted(inside: InFlight, op: Any, num_bytes: int, end: Fence, urgent: bool) -> None:
+    def be_interrupted(
+        inside: InFlight, op: Any, num_bytes: int, end: ComputePoint, urgent: bool
+    ) -> None:
         ends.append(end)
         if is_recorded:
             add(inside, op, num_bytes, end, urgent)

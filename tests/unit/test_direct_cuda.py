@@ -28,11 +28,11 @@ from flexcache.errors import MissingDependencyError, NoDirectPathError
 from flexcache.storage.block_io import Direction
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.pieces import checksum
-from flexcache.transfer.copier import CopyPermit, Lane
+from flexcache.transfer.copier import CopyLane, CopyPermit
 from flexcache.transfer.cuda_copier import CudaCopier
 from flexcache.transfer.direct.cuda import CudaDirectIO
 from flexcache.transfer.direct.cufile import CuFile
-from flexcache.transfer.direct.ops import Transfer, Transferred
+from flexcache.transfer.direct.ops import Transfer
 
 PAGE = 4096
 NUM_LAYERS, RUN = 3, 2000  # a block's run in each layer; three of them do not fill two pages
@@ -88,10 +88,10 @@ class Rig:
             expected,
         )  # fmt: skip
 
-    def finish(self, number: int) -> dict[int, Transferred]:
+    def finish(self, number: int) -> dict[int, Transfer]:
         """Wait until this many transfers have ended."""
         assert self.io is not None
-        ended: dict[int, Transferred] = {}
+        ended: dict[int, Transfer] = {}
         io = self.io
 
         def have_all_ended() -> bool:
@@ -102,7 +102,7 @@ class Rig:
         until(have_all_ended)
         return ended
 
-    def run(self, *transfers: Transfer) -> list[Transferred]:
+    def run(self, *transfers: Transfer) -> list[Transfer]:
         assert self.io is not None
         self.io.submit(transfers)
         ended = self.finish(len(transfers))
@@ -215,7 +215,7 @@ def test_a_read_has_ended_when_its_bytes_are_in_the_tensors(rig: Rig) -> None:
     rig.gpu.forget_copy_calls()
     rig.kernel.after = rig.gpu.freeze
     io.submit([rig.transfer(READ, 4, 0, rig.sum_of(0))])
-    ended: list[Transferred] = []
+    ended: list[Transfer] = []
 
     def is_being_copied() -> bool:
         ended.extend(io.reap())
@@ -305,7 +305,8 @@ def test_a_full_disk_is_an_error_of_the_write(rig: Rig) -> None:
     rig.open()
     rig.gpu.refuse("cuFileWrite", errno.ENOSPC)
     [ended] = rig.run(rig.transfer(WRITE, 0, 0))
-    assert ended == (ended.token, "cuFileWrite: No space left on device", 0, False)
+    assert ended.error == "cuFileWrite: No space left on device"
+    assert (ended.checksum, ended.is_bad) == (0, False)
 
 
 def test_a_file_that_ends_early_is_an_error_of_the_read(rig: Rig) -> None:
@@ -392,7 +393,7 @@ def thaw_when_settling(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Execute no copies until something waits for them."""
     streams, settle = rig.copier.streams, rig.copier.streams.settle
 
-    def thaw_and_settle(lane: Lane) -> None:
+    def thaw_and_settle(lane: CopyLane) -> None:
         rig.gpu.thaw()
         settle(lane)
 

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from task_builders import World
 
 from flexcache.cache.early_loads import EarlyLoads
+from flexcache.cache.prompt import Prompt
 from flexcache.cache.prompt_sessions import SessionReturns
 from flexcache.ids import KVStatus, OpKind, TaskId, TaskKind, TierName
 from flexcache.stats import EarlyLoadStats
@@ -35,7 +36,9 @@ def counters(world: World) -> EarlyLoadStats:
 
 def awaits(world: World, text: str) -> bool:
     session = world.ids.session
-    return world.engine.awaits_load(session, world.placed(text), len(text), world.now)
+    return world.engine.awaits_load(
+        session, Prompt(TaskKind.GET, world.placed(text), 0, len(text), 16 * len(text)), world.now
+    )
 
 
 def prefetched(world: World, text: str) -> TaskId:

@@ -32,7 +32,7 @@ from flexcache.cache.tier import Tier
 from flexcache.cache.tiers import Tiers
 from flexcache.config.cache import EVICTION_POLICIES
 from flexcache.errors import InternalError
-from flexcache.ids import BlockKey, PromptDetail, TierName
+from flexcache.ids import BlockKey, PromptDetail, TaskKind, TierName
 
 Request = tuple[float, list[int]]
 
@@ -227,7 +227,7 @@ def test_a_look_up_is_recorded_as_it_was_and_copies_no_long_prompt(
     maker = PromptMaker("model", 512, lambda: PromptDetail.NOTHING)
     forecaster = Forecaster(512)
     tiers = Tiers([Tier(TierName.CPU, 8, forecaster.ranking(8))], forecaster)
-    keys = maker.make(tokens).keys
+    keys = maker.make(TaskKind.GET, tokens).keys
     tracemalloc.start()
     tiers.look_up(keys)
     taken = tracemalloc.get_traced_memory()[1]
@@ -236,7 +236,7 @@ def test_a_look_up_is_recorded_as_it_was_and_copies_no_long_prompt(
     if not isinstance(tokens, list):
         tokens += 1  # it is the caller's, and stays so
     tiers.settle()
-    as_seen, never_seen = (maker.make(whole + more).keys for more in (0, 7))
+    as_seen, never_seen = (maker.make(TaskKind.GET, whole + more).keys for more in (0, 7))
     assert tiers.recall(as_seen) != tiers.recall(never_seen)
 
 

@@ -20,6 +20,7 @@ from task_builders import ENGINE, OTHER, TaskInfo, World
 
 from flexcache.cache.block_keys import ENGINE_KEYS, EngineBlockKeys, make_root
 from flexcache.cache.plan import Plan
+from flexcache.cache.prompt import Prompt
 from flexcache.ids import BlockKey, OpId, TaskId, TaskKind, TierName
 from flexcache.tasks.instructions import REMOTE, DropOp, Forgotten, RunLookUp, RunOp, TaskAnswered
 
@@ -121,18 +122,16 @@ def steps(world: FailingWorld, draws: random.Random) -> Iterator[Callable[[], ob
         engine = draws.choice([ENGINE, ENGINE, OTHER])
         if engine not in world.sessions:
             return
-        world.engine.awaits_load(
-            world.sessions[engine].session, world.placed(text), len(text), world.now
-        )
+        asked = Prompt(TaskKind.GET, world.placed(text), 0, len(text), 16 * len(text))
+        world.engine.awaits_load(world.sessions[engine].session, asked, world.now)
         task_id = world.match(kind, text, engine=engine, behind=behind)
         if draws.random() < 0.8:
             world.launch(task_id, gated=draws.random() < 0.3)
 
     def use_session() -> None:
-        world.engine.match(
-            world.ids.next(), TaskKind.GET, world.placed(text), 0, 0, 96, world.now,
-            session_id=draws.choice(SESSIONS),
-        )  # fmt: skip
+        session_id = draws.choice(SESSIONS)
+        prompt = Prompt(TaskKind.GET, world.placed(text), 0, 0, 96, session_id=session_id)
+        world.engine.match(world.ids.next(), prompt, world.now)
         world._carry_out()
 
     def clear() -> None:
@@ -309,12 +308,13 @@ def test_no_request_or_report_makes_the_engine_forget(name: str) -> None:
         kind, session = draws.choice(list(TaskKind)), draws.choice([None, "", "\0", "x"])
         retain_s = draws.choice([0.0, 0.0, 1e308, -1e308, 5.0])
         task_id = world.ids.next()
-        engine.look_up(kind, keys, stop, now)
-        engine.awaits_load(world.ids.session, keys, stop, now)
-        plan = engine.match(
-            task_id, kind, keys, draws.randint(0, stop), stop, draws.choice([0, -1, HUGE]), now,
-            retain_s, draws.randint(0, stop), session,
+        prompt = Prompt(
+            kind, keys, draws.randint(0, stop), stop, draws.choice([0, -1, HUGE]), retain_s,
+            draws.randint(0, stop), session,
         )  # fmt: skip
+        engine.look_up(prompt, now)
+        engine.awaits_load(world.ids.session, prompt, now)
+        plan = engine.match(task_id, prompt, now)
         count = draws.choice([plan.num_gpu_blocks, plan.num_gpu_blocks, 1, 0])
         with contextlib.suppress(ValueError, KeyError):
             engine.launch(
@@ -323,7 +323,7 @@ def test_no_request_or_report_makes_the_engine_forget(name: str) -> None:
         with contextlib.suppress(KeyError):
             engine.cancel([TaskId(draws.choice([task_id, task_id - 1, HUGE]))], now)
         with contextlib.suppress(ValueError):
-            engine.match(task_id, kind, keys, 0, stop, 0, now)
+            engine.match(task_id, Prompt(kind, keys, 0, stop, 0), now)
         engine.session_hint(
             draws.choice(["", "x", "y"]), turn % 2 == 0, draws.choice([None, 0.0]), now
         )

@@ -28,7 +28,7 @@ from flexcache.ids import BlockKey, OpKind
 from flexcache.protocol.messages import PROTOCOL_VERSION, Refused
 from flexcache.replay.traces import RecordedTrace
 from flexcache.server.hub import Hub
-from flexcache.server.sessions import HubConfig
+from flexcache.server.state import HubConfig, ServerState
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.pool_directory import DATA_FILE, FORMAT_VERSION, INDEX_FILE, PoolHeader
 from flexcache.storage.remote import objects
@@ -293,7 +293,7 @@ def answers(frame: bytes) -> list[Any]:
         raise AssertionError("no store is made for a client of another version")
 
     config = HubConfig(epoch=1, server_pid=1, client_timeout_s=30.0)
-    hub = Hub(config, NoHost(), never, lambda: SERVER_STATS)
+    hub = Hub(ServerState(config, NoHost(), never), lambda: SERVER_STATS)
     hub.take(b"client", [frame], 1.0)
     return [message for _, message in hub.outbox.take().to_peers]
 

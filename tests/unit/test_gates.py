@@ -74,7 +74,7 @@ STILL_TOO_LARGE = {
 CEILINGS = {
     "lines of the package": 77_300,
     "files of the package": 552,
-    "lines of the router": 16_900,
+    "lines of the router": 16_200,
     "modules under 120 lines with one importer": 73,
     "class names that several classes have": 32,
     "functions with too many parameters": 37,

@@ -56,10 +56,10 @@ from flexcache.protocol.messages import (
     WelcomeRank,
 )
 from flexcache.server.cache import ServedCache
+from flexcache.server.claims import CLAIM_TTL_S
 from flexcache.server.hub import Hub
 from flexcache.server.outbox import make_execute
-from flexcache.server.places import CLAIM_TTL_S
-from flexcache.server.sessions import HubConfig
+from flexcache.server.state import HubConfig, ServerState
 from flexcache.stats import CacheStats, TierStats
 from flexcache.storage.shards import Shards
 from flexcache.tasks.instructions import REMOTE, RunLookUp, RunOp, device
@@ -91,7 +91,8 @@ class World:
             epoch=7, server_pid=1, client_timeout_s=TIMEOUT_S, owner=owner,
             prompt_detail=prompt_detail, first_session=first_session,
         )  # fmt: skip
-        self.hub = Hub(hub_config, self, lambda *known: self.open(*known), lambda: SERVER_STATS)
+        state = ServerState(hub_config, self, lambda *known: self.open(*known))
+        self.hub = Hub(state, lambda: SERVER_STATS)
         self.caches: list[ServedCache] = []
         self.now = 100.0
         self.inbox: dict[bytes, list[Any]] = {}
@@ -135,12 +136,14 @@ class World:
 
     def send_raw(self, peer: bytes, frames: list[Any]) -> list[Any]:
         before = len(self.inbox.get(peer, []))
-        self.hub.take(peer, frames, self.now)
+        with self.hub.state.lock:
+            self.hub.take(peer, frames, self.now)
         self.settle()
         return self.inbox.get(peer, [])[before:]
 
     def settle(self) -> None:
-        self.hub.route(self.now)
+        with self.hub.state.lock:
+            self.hub.route(self.now)
         to_peers, to_workers, jobs = self.hub.outbox.take()
         self.asked += [i.lookup_id for i in to_workers if isinstance(i, RunLookUp)]
         for peer, message in to_peers:
@@ -171,6 +174,13 @@ def world() -> Iterator[World]:
     world = World()
     yield world
     world.close()
+
+
+def note_news(world: World) -> list[bool]:
+    """Count how often those that wait for news are woken from now on."""
+    woken: list[bool] = []
+    world.hub.state.changed.notify_all = lambda: woken.append(True)  # type: ignore[method-assign]
+    return woken
 
 
 def hello_engine(name: str = "e", client: str = "c", calls: bytes = b"calls",
@@ -420,7 +430,7 @@ def test_a_silent_scheduler_expires_and_one_that_pings_does_not(world: World) ->
     quiet, lively = Engine(world, "quiet"), Engine(world, "lively")
     world.now += TIMEOUT_S - 1
     assert world.send(lively.events, Ping()) == [Pong()]
-    world.hub.expire(world.now + 2)
+    world.hub.greeter.expire(world.now + 2)
     assert list(world.hub.stats(world.now).engines) == ["lively"]
     assert world.hub.counters.expired_clients == 1
     assert quiet.events not in world.watched
@@ -434,14 +444,14 @@ def test_a_silent_rank_expires_unless_it_may_be_copying(world: World) -> None:
     engine.launch(task_id, reply.num_blocks)
     world.now += TIMEOUT_S
     world.send(engine.events, Ping())
-    world.hub.expire(world.now)
-    assert set(world.hub.peers) == {engine.events, engine.rank}
+    world.hub.greeter.expire(world.now)
+    assert set(world.hub.state.peers) == {engine.events, engine.rank}
     engine.work()
     assert engine.answers(task_id)[0].num_ok == 3
     world.now += TIMEOUT_S
     world.send(engine.events, Ping())
-    world.hub.expire(world.now)
-    assert set(world.hub.peers) == {engine.events}
+    world.hub.greeter.expire(world.now)
+    assert set(world.hub.state.peers) == {engine.events}
 
 
 def test_a_rank_of_this_process_may_be_silent_until_its_line_is_closed(world: World) -> None:
@@ -454,11 +464,11 @@ def test_a_rank_of_this_process_may_be_silent_until_its_line_is_closed(world: Wo
     engine, line = Engine(world), Line()
     engine.register()
     world.hub.outbox.connect(engine.rank, line)
-    world.hub.expire(world.now + 2 * TIMEOUT_S)
-    assert set(world.hub.peers) == {engine.rank}
+    world.hub.greeter.expire(world.now + 2 * TIMEOUT_S)
+    assert set(world.hub.state.peers) == {engine.rank}
     line.is_closed = True
-    world.hub.expire(world.now + 4 * TIMEOUT_S)
-    assert world.hub.peers == []
+    world.hub.greeter.expire(world.now + 4 * TIMEOUT_S)
+    assert world.hub.state.peers == {}
 
 
 def test_a_rank_with_a_different_layout_is_refused_and_its_engine_is_notified(world: World) -> None:
@@ -649,10 +659,10 @@ def test_problems_of_a_rank_are_reported_to_its_engine_and_forgotten_with_it(
     engine = Engine(world)
     assert world.last(engine.events) == Readiness(["rank 0"], ["rank 0: does not fit"])
     world.send(b"rank", HelloRank("e", 0, "e", 2))  # another try
-    assert world.hub.readiness.problems("e") == []
+    assert world.hub.greeter.problems("e") == []
     world.send(b"rank", Register("", 0, "does not fit"))
     world.die(engine.events)
-    assert world.hub.readiness.problems("e") == []
+    assert world.hub.greeter.problems("e") == []
 
 
 def test_an_engine_does_not_get_the_problems_of_one_whose_name_starts_the_same(
@@ -661,8 +671,8 @@ def test_an_engine_does_not_get_the_problems_of_one_whose_name_starts_the_same(
     Engine(world, "e")
     world.send(b"rank", HelloRank("e:0", 0, "other", 2))
     world.send(b"rank", Register("", 0, "does not fit"))
-    assert world.hub.readiness.problems("e") == []
-    assert len(world.hub.readiness.problems("e:0")) == 1
+    assert world.hub.greeter.problems("e") == []
+    assert len(world.hub.greeter.problems("e:0")) == 1
 
 
 def test_an_oversized_frame_is_counted_and_answered(world: World) -> None:
@@ -699,7 +709,7 @@ def test_fences_and_problems_do_not_outlive_their_engines(world: World) -> None:
         world.send(engine.events, Goodbye())
     assert len(world.fences) == 50
     assert not any(Path(fence.path).exists() for fence in world.fences)
-    assert world.hub.peers == []
+    assert world.hub.state.peers == {}
     assert world.watched == {}
 
 
@@ -753,9 +763,9 @@ def test_news_of_an_earlier_update_that_come_last_change_nothing(world: World, l
     engine.register()
     world.send(engine.rank, WeightsChanged(2))
     world.send(engine.rank, WeightsChanged(last, "v3"))
-    before = world.hub.weights.of("e")
+    before = world.hub.state.weights.of("e")
     world.send(engine.rank, WeightsChanged(2))
-    assert world.hub.weights.of("e") == before
+    assert world.hub.state.weights.of("e") == before
     assert before.ranks[0][1] == last
 
 
@@ -765,9 +775,10 @@ def test_news_of_an_update_pass_on_that_a_look_up_has_ended(asking: World) -> No
     tasks = asking.hub.cache.tasks  # type: ignore[union-attr]
     tasks.looked_up(asking.asked[-1], 0, None, asking.now)
     frames = [msgspec.msgpack.encode(WeightsChanged(1))]
+    woken = note_news(asking)
     asking.hub.take(engine.rank, frames, asking.now)
-    assert asking.hub.route(asking.now), "threads of this process wait for that"
-    assert not asking.hub.route(asking.now)
+    asking.hub.route(asking.now)
+    assert len(woken) == 1, "threads of this process wait for that"
 
 
 def test_a_rank_that_registers_with_updated_weights_hears_that_they_are_known(world: World) -> None:
@@ -801,7 +812,7 @@ def test_a_match_of_a_negative_generation_is_refused(world: World) -> None:
 def test_a_scheduler_that_does_not_read_is_given_up(world: World, socket: str) -> None:
     engine = Engine(world)
     world.hub.does_not_read(getattr(engine, socket), world.now)
-    assert engine.events not in world.hub.peers
+    assert engine.events not in world.hub.state.peers
     [failed] = world.send(engine.calls, CheckInvariants(7))
     assert isinstance(failed, Failed) and failed.kind == "session"
 
@@ -813,7 +824,7 @@ def test_a_rank_that_missed_messages_registers_again_once_it_reads(world: World)
     task_id, matched = engine.match(TaskKind.PUT, "ab")
     engine.launch(task_id, matched.num_blocks)
     world.hub.does_not_read(engine.rank, world.now)
-    assert engine.rank in world.hub.peers
+    assert engine.rank in world.hub.state.peers
     assert engine.answers(task_id) == []
     [rejected] = world.send(engine.rank, Ping())
     assert isinstance(rejected, Rejected)
@@ -921,7 +932,7 @@ class HubHistories(RuleBasedStateMachine):
             for _, events, _ in self.ranks.values():
                 self.world.send(events, Ping())
             self.world.now += 1
-            self.world.hub.expire(self.world.now)
+            self.world.hub.greeter.expire(self.world.now)
         self.world.settle()
         self.engine_is_gone(name)
 
@@ -991,7 +1002,7 @@ class HubHistories(RuleBasedStateMachine):
         for name in NAMES:
             assert hub.cache.tasks.queries.is_up(device(name, 0)) == (name in self.ranks)
         expected = {e[1] for e in self.engines.values()} | {r[1] for r in self.ranks.values()}
-        assert set(hub.peers) == set(self.world.watched) == expected
+        assert set(hub.state.peers) == set(self.world.watched) == expected
         tier = self.world.tier()
         assert tier.free + tier.indexed + tier.leased == BLOCKS
 
@@ -1007,7 +1018,7 @@ class HubHistories(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "world"):
             return
-        for peer in [*self.world.hub.peers]:
+        for peer in [*self.world.hub.state.peers]:
             self.world.die(peer)
         if self.world.hub.cache is not None:
             assert self.world.tier().leased == 0
@@ -1161,7 +1172,7 @@ def test_an_engine_that_two_schedulers_claim_is_over_for_both_until_one_is_silen
     assert "the scheduler of engine 'e' is claimed by" in refused.reason
     assert engine.match(TaskKind.GET, "abc")[1].num_blocks == 0
     world.now += CLAIM_TTL_S
-    world.hub.expire(world.now)
+    world.hub.greeter.expire(world.now)
     assert engine.match(TaskKind.GET, "abc")[1].num_blocks == 3
 
 
@@ -1176,7 +1187,7 @@ def test_a_dispute_outlasts_a_stall_of_the_server_in_which_its_claimants_said_he
     world.now += 2 * CLAIM_TTL_S  # what came meanwhile is taken in any order
     assert engine.match(TaskKind.GET, "abc")[1].num_blocks == 0
     world.send(b"second", again)
-    world.hub.expire(world.now)
+    world.hub.greeter.expire(world.now)
     assert engine.match(TaskKind.GET, "abc")[1].num_blocks == 0
 
 

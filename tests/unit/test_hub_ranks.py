@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_hub import ROOT, World, hello_engine, keys
+from test_hub import ROOT, World, hello_engine, keys, note_news
 
 from flexcache.config import ModelConfig
 from flexcache.errors import ConfigError
@@ -106,12 +106,12 @@ def test_replicas_that_differ_in_size_are_the_reason_for_the_refusal(world: Worl
 
 def test_the_engine_of_this_process_calls_before_its_ranks_have_greeted() -> None:
     world = World(owner="e")
-    ids = world.hub.sessions.open_local("e")
-    world.hub.expect_cache(STAGED, 16, "e")
-    assert world.hub.readiness.missing("e") == [f"rank {rank}" for rank in range(4)]
+    ids = world.hub.state.open_local("e")
+    world.hub.state.slot.expect(STAGED, 16, "e")
+    assert world.hub.greeter.missing("e") == [f"rank {rank}" for rank in range(4)]
     for rank in range(3):
         assert greet(world, rank) == []
-    assert world.hub.readiness.missing("e") == ["rank 3"]
+    assert world.hub.greeter.missing("e") == ["rank 3"]
     assert isinstance(greet(world, 3)[0], WelcomeRank)
     assert world.hub.cache is world.caches[0]
     assert world.hub.cache.tasks.queries.num_open_tasks_of(ids.session) == 0
@@ -125,14 +125,15 @@ def test_a_failure_to_open_the_expected_cache_is_told_to_the_ranks_and_kept() ->
         raise ConfigError("no room")
 
     world.open = fail
-    world.hub.expect_cache(STAGED, 16, "e")
+    world.hub.state.slot.expect(STAGED, 16, "e")
     for rank in range(3):
         assert greet(world, rank) == []
+    woken = note_news(world)
     assert greet(world, 3) == [Refused("no room", final=False)]
-    assert world.hub.route(world.now)  # those that wait for the ranks have to look
-    assert world.hub.readiness.is_settled("e")
+    assert woken  # those that wait for the ranks have to look
+    assert world.hub.greeter.is_settled("e")
     with pytest.raises(ConfigError, match="no room"):
-        world.hub.readiness.require("e", 1.0)
+        world.hub.greeter.require("e", 1.0)
     world.close()
 
 

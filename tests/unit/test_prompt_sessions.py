@@ -16,7 +16,7 @@ from task_builders import World
 from flexcache.cache.density import Forecaster
 from flexcache.cache.eviction_queue import RETIRED
 from flexcache.cache.plan import Plan
-from flexcache.cache.prompt import check_hint
+from flexcache.cache.prompt import Prompt, check_hint
 from flexcache.cache.prompt_sessions import PromptSessions
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiered_cache import TieredCache
@@ -260,7 +260,7 @@ def test_a_question_or_a_prefetch_of_a_router_is_no_use_of_a_sessions_blocks() -
     sessions.used("a", keys, world.tasks[stored].plan)
     world.finish_all()
     world.clear(TierName.CPU)
-    world.engine.match(world.ids.next(), TaskKind.GET, keys, 4, 4, 64, world.now)
+    world.engine.match(world.ids.next(), Prompt(TaskKind.GET, keys, 4, 4, 64), world.now)
     world.prefetch("abcd")
     world.finish_all()
     sessions.hint("a", True, None, world.now)

@@ -15,14 +15,10 @@ import pytest
 import torch
 import zmq
 
-from flexcache import CacheConfig, KVStatus, ModelConfig
-from flexcache.cache.block_keys import TokenBlockKeys
-from flexcache.cache.prompt import Prompt
+from flexcache import CacheConfig, KVManager, KVStatus, ModelConfig
 from flexcache.client import remote as life
-from flexcache.client.client import EngineClient
-from flexcache.client.remote import RemoteTransport
 from flexcache.errors import ClosedError
-from flexcache.ids import RootId, SessionId, TaskIds, TaskKind, make_session
+from flexcache.ids import SessionId, TaskIds, make_session
 from flexcache.protocol.fence import Fence
 from flexcache.protocol.messages import (
     HelloEngine,
@@ -39,7 +35,7 @@ from flexcache.transfer.messages import Stop
 Message = TypeVar("Message")
 WAIT_S = 30.0
 SESSION = make_session(7, 1)
-PROMPT = Prompt(TokenBlockKeys(RootId(b"root"), np.arange(32), 16), 0, 2, 32)
+TOKENS = range(32)
 
 
 class PlayedServer:
@@ -88,29 +84,29 @@ def server(tmp_path: Path) -> Iterator[PlayedServer]:
 
 
 @pytest.fixture
-def client(server: PlayedServer) -> Iterator[EngineClient]:
+def client(server: PlayedServer) -> Iterator[KVManager]:
     model = ModelConfig("m", 1, 1, 8, torch.float16)
     config = CacheConfig(endpoint=server.endpoint)
-    client = EngineClient(RemoteTransport(server.endpoint, model, config, "e", 0.0), 1)
+    client = KVManager(model, config, engine_id="e")
     client.start()
     yield client
     client.shutdown()
 
 
-def load(server: PlayedServer, client: EngineClient) -> int:
+def load(server: PlayedServer, client: KVManager) -> int:
     """Have a task of two blocks matched and launched."""
     with ThreadPoolExecutor(1) as thread:
-        matching = thread.submit(client.match, TaskKind.GET, PROMPT)
+        matching = thread.submit(client.get_match, np.array(TOKENS))
         identity, request = server.next(Match)
         server.say(identity, Matched(request.request_id, 0, 2, {"CPU": 2}, num_gpu_blocks=2))
-        task = matching.result()
-    client.launch([task.task_id], [np.arange(2)], gated=False)
+        task_id, _ = matching.result()
+    client.launch([task_id], [np.array(TOKENS)])
     server.next(Launch)
-    return task.task_id
+    return task_id
 
 
 def test_a_task_whose_server_is_lost_is_revoked_before_it_is_answered(
-    server: PlayedServer, client: EngineClient, monkeypatch: pytest.MonkeyPatch
+    server: PlayedServer, client: KVManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events = server.welcome()
     client.wait_ready(WAIT_S)
@@ -121,8 +117,8 @@ def test_a_task_whose_server_is_lost_is_revoked_before_it_is_answered(
     assert not permit.is_revoked
     monkeypatch.setattr(life, "_ANSWER_WITHIN_S", 0.0)  # it is waited for in full
     server.say(events, Stop())
-    [result] = client.results([permit.task_id], WAIT_S, completely=False).values()
-    assert result.status is KVStatus.FAILED
+    [response] = client.wait([permit.task_id], WAIT_S).values()
+    assert response.status is KVStatus.FAILED
     assert permit.is_revoked
     permit.task_id = TaskIds(SessionId(SESSION + 1)).next()
     assert not permit.is_revoked
@@ -130,7 +126,7 @@ def test_a_task_whose_server_is_lost_is_revoked_before_it_is_answered(
 
 
 def test_a_client_that_lost_its_server_says_hello_in_one_conversation_until_it_is_welcomed(
-    server: PlayedServer, client: EngineClient
+    server: PlayedServer, client: KVManager
 ) -> None:
     server.say(server.welcome(), Stop())
     greeters = [server.next(HelloEngine)[0] for _ in range(8)]
@@ -139,12 +135,12 @@ def test_a_client_that_lost_its_server_says_hello_in_one_conversation_until_it_i
 
 @pytest.mark.parametrize("uses_scratch", [False, True])
 def test_a_match_after_the_shutdown_is_refused(
-    server: PlayedServer, client: EngineClient, uses_scratch: bool
+    server: PlayedServer, client: KVManager, uses_scratch: bool
 ) -> None:
     server.welcome(uses_scratch)
     client.wait_ready(WAIT_S)
     client.shutdown()
     with pytest.raises(ClosedError):
-        client.match(TaskKind.GET, PROMPT)
+        client.get_match(np.array(TOKENS))
     with pytest.raises(ClosedError):
-        client.match_nowait(TaskKind.GET, PROMPT, look_up=False)
+        client.get_match_by_tier(np.array(TOKENS), look_up=False)

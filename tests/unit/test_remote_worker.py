@@ -28,11 +28,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from flexcache.errors import ConfigError, MissingDependencyError
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
-from flexcache.storage.pieces import checksum
+from flexcache.storage.pieces import Parts, checksum
 from flexcache.storage.remote import check_remote_url, open_remote_store
 from flexcache.storage.remote.base import (
-    Outcome,
-    Parts,
+    ObjectOutcome,
     Presence,
     RemoteStore,
     Status,
@@ -44,8 +43,8 @@ from flexcache.storage.remote.memory import MemoryStore
 from flexcache.storage.remote.objects import (
     HEADER_BYTES,
     BlockCodec,
+    BlocksMoved,
     DamagedObjectError,
-    Moved,
     object_name,
 )
 from flexcache.transfer.messages import (
@@ -137,7 +136,7 @@ class Turns(RuleBasedStateMachine):
     @rule(data=st.data())
     def an_op_ends(self, data: st.DataObject) -> None:
         op = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        done = self.worker.end(op, Moved(3, "some error", bad_block=True))
+        done = self.worker.end(op, BlocksMoved(3, "some error", bad_block=True))
         assert done == Done(op.op_id, 3, error="some error", bad_block=True)
 
     @invariant()
@@ -165,7 +164,7 @@ class ObedientStore(MemoryStore):
 
     def write_from(
         self, names: Sequence[str], parts: Iterable[Parts], deadline: float
-    ) -> list[Outcome]:
+    ) -> list[ObjectOutcome]:
         self.writing.set()
         self.write_gate.wait()
         outcomes = super().write_from(names, parts, deadline)
@@ -176,7 +175,7 @@ class ObedientStore(MemoryStore):
 
     def read_into(
         self, names: Sequence[str], parts: Sequence[Parts], deadline: float
-    ) -> list[Outcome]:
+    ) -> list[ObjectOutcome]:
         if self.raises:
             raise self.raises
         return super().read_into(names, parts, deadline)
@@ -525,6 +524,10 @@ def test_urls_are_parsed(url: str, location: str, options: dict[str, str]) -> No
     ("url", "text"),
     [
         ("redis://h:1", "must begin with one of mooncake://, s3://"),
+        ("no.such.module://h", "a module that cannot be imported: No module named 'no'"),
+        ("json.decoder://h", "the module json.decoder registers no store"),
+        ("outside.sqlite_store://h/x", "must be outside.sqlite_store:///FILE"),
+        ("outside.sqlite_store:///x?journal=off", "journal = 'off': must be one of delete, wal"),
         ("mooncake://host", "must be mooncake://HOST:PORT"),
         ("mooncake://host:port", "is no URL"),
         ("mooncake://h:1?segmnet_gb=1", "did you mean segment_gb?"),
@@ -607,12 +610,12 @@ def test_a_directory_computes_the_digest_of_what_follows_the_header(
 ) -> None:
     header, body = os.urandom(64), os.urandom(size)
     assert directory.write_from(["a/b"], [views(header, body)], soon()) == [
-        Outcome(Status.OK, 64 + size)
+        ObjectOutcome(Status.OK, 64 + size)
     ]
     cut = size // 3
     room = views(bytes(64), bytes(cut), bytes(size - cut + 10))
     (outcome,) = directory.read_into(["a/b"], [room], soon())
-    assert outcome == Outcome(Status.OK, 64 + size, digest=xxhash.xxh3_64_intdigest(body))
+    assert outcome == ObjectOutcome(Status.OK, 64 + size, digest=xxhash.xxh3_64_intdigest(body))
     assert b"".join(room) == header + body + bytes(10)
 
 
@@ -652,7 +655,7 @@ def test_a_file_that_hangs_delays_the_others_of_its_batch_only(
     (tmp_path / "store" / names[3]).unlink()
     os.mkfifo(tmp_path / "store" / names[3])  # to open it takes until another process writes to it
     rooms = [views(bytes(2)) for _ in names]
-    found: list[list[Outcome]] = []
+    found: list[list[ObjectOutcome]] = []
     reading = threading.Thread(
         target=lambda: found.append(directory.read_into(names, rooms, soon()))
     )
@@ -765,7 +768,9 @@ def test_a_mooncake_call_is_not_started_past_its_deadline(
     assert late == failed("the deadline has passed")
     client.gate.set()
     first.join()
-    assert store.write_from(["c"], [content], time.monotonic() + WAIT_S) == [Outcome(Status.OK, 10)]
+    assert store.write_from(["c"], [content], time.monotonic() + WAIT_S) == [
+        ObjectOutcome(Status.OK, 10)
+    ]
     assert client.num_puts == 2
 
 

@@ -11,22 +11,26 @@ from typing import Any
 
 import pytest
 
-from flexcache.router.chooser import Arrival, NotRouted, Outcome, Usage
-from flexcache.router.decider.decider import Decider
-from flexcache.router.decider.health import Probe
-from flexcache.router.decider.line import WaitingLine
-from flexcache.router.decider.roster import Roster
-from flexcache.router.decider.watchers import Watchers
-from flexcache.router.decisions import Decided, Ended, Skipped
-from flexcache.router.link import messages, remote, server
-from flexcache.router.link.messages import RunningRequest
-from flexcache.router.link.remote import RemoteChooser
-from flexcache.router.link.server import LinkServer
+from flexcache.router import link as link_module
+from flexcache.router import messages
+from flexcache.router.chooser import (
+    Arrival,
+    Decided,
+    Ended,
+    NotRouted,
+    Outcome,
+    RouteRequest,
+    Skipped,
+    Usage,
+)
+from flexcache.router.decider import Decider, WaitingLine, Watchers
+from flexcache.router.fleet import WorkerSpec
+from flexcache.router.link import LinkServer, RemoteChooser
 from flexcache.router.load import Work
-from flexcache.router.request import RouteRequest
+from flexcache.router.messages import RunningRequest
+from flexcache.router.roster import Probe, Roster
 from flexcache.router.router import KVRouter
-from flexcache.router.tokens.named_model import named_model
-from flexcache.router.workers import WorkerSpec
+from flexcache.router.tokens.body import named_model
 
 A, B = "http://a:1", "http://b:1"
 PATIENCE_S = 60
@@ -332,14 +336,14 @@ def test_a_fault_with_one_message_stops_no_later_one(
 def test_a_proxy_that_cannot_connect_tries_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, faults = remote.find_listener, [OSError("no descriptors left")]
+    real, faults = link_module.find_listener, [OSError("no descriptors left")]
 
     def find_listener(endpoint: str, has_keys: bool) -> Any:
         if faults:
             raise faults.pop()
         return real(endpoint, has_keys)
 
-    monkeypatch.setattr(remote, "find_listener", find_listener)
+    monkeypatch.setattr(link_module, "find_listener", find_listener)
 
     async def test() -> None:
         async with linked(World(), tmp_path) as (_, chooser):
@@ -368,8 +372,8 @@ def test_the_requests_of_a_lost_proxy_end(tmp_path: Path) -> None:
 def test_a_new_decider_learns_of_running_requests_and_those_begun_without_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "DECIDER_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(remote, "BEAT_S", 0.05)
+    monkeypatch.setattr(link_module, "DECIDER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(link_module, "BEAT_S", 0.05)
 
     async def test() -> None:
         old, new = World(), World()
@@ -460,7 +464,7 @@ def test_a_silent_proxy_loses_its_lease(tmp_path: Path, monkeypatch: pytest.Monk
             await chooser.choose(arrival("a"))
             link.expire()
             assert world.load == 1
-            monkeypatch.setattr(server, "PROXY_LEASE_S", -1.0)
+            monkeypatch.setattr(link_module, "PROXY_LEASE_S", -1.0)
             link.expire()
             assert world.load == 0
 

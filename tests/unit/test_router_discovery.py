@@ -13,16 +13,10 @@ from pathlib import Path
 import pytest
 
 from flexcache.errors import ConfigError
-from flexcache.router.discovery import dns
-from flexcache.router.discovery.discovery import Discovery
-from flexcache.router.discovery.file import WorkerFile
-from flexcache.router.discovery.listing import (
-    Listing,
-    WorkerUrl,
-    parse_options,
-    parse_table,
-)
-from flexcache.router.workers import EventSource, WorkerSpec
+from flexcache.router import discovery
+from flexcache.router.discovery import Discovery
+from flexcache.router.fleet import EventSource, WorkerSpec
+from flexcache.router.listing import Listing, WorkerFile, WorkerUrl, parse_options, parse_table
 
 A, B = "http://10.0.0.7:8000", "http://10.0.0.8:8000"
 
@@ -270,7 +264,7 @@ def test_a_name_is_looked_up_again_and_a_failure_keeps_its_addresses(
 
     async def first_two() -> list[tuple[str, ...]]:
         url = WorkerUrl.parse("http+dns://engines:8000")
-        sets = dns.members(url, resolve=resolve, interval_s=0)
+        sets = discovery.dns_members(url, resolve=resolve, interval_s=0)
         return [await anext(sets), await anext(sets)]
 
     with caplog.at_level(logging.INFO):
@@ -279,7 +273,7 @@ def test_a_name_is_looked_up_again_and_a_failure_keeps_its_addresses(
 
 
 def test_the_system_resolver_is_asked() -> None:
-    assert "127.0.0.1" in asyncio.run(dns.resolve("localhost", 80))
+    assert "127.0.0.1" in asyncio.run(discovery.resolve("localhost", 80))
 
 
 # -- all together ---------------------------------------------------------------------------------

@@ -15,10 +15,10 @@ import pytest
 from certificates import make_certificate
 
 from flexcache.errors import ConfigError
-from flexcache.router.discovery.listing import WorkerUrl
+from flexcache.router.listing import WorkerUrl
 
 web = pytest.importorskip("aiohttp.web", reason="the extra router is not installed")
-from flexcache.router.discovery.endpoint_slices import ApiServer, members  # noqa: E402
+from flexcache.router.discovery import ApiServer, slice_members  # noqa: E402
 
 PATIENCE_S = 30
 PATH = "/apis/discovery.k8s.io/v1/namespaces/prod/endpointslices"
@@ -113,7 +113,7 @@ def run(
 
     async def main() -> None:
         async with serving(server, certificate) as api:
-            sets = members(URL, server=api, pause_s=0.01, max_pause_s=0.05)
+            sets = slice_members(URL, server=api, pause_s=0.01, max_pause_s=0.05)
             try:
                 await scenario(server, lambda: asyncio.wait_for(anext(sets), PATIENCE_S))
             finally:
@@ -240,7 +240,7 @@ def test_a_server_with_another_certificate_is_not_trusted(
     async def main() -> None:
         async with serving(FakeApiServer(), certificate) as api:
             strange = ApiServer(url=api.url)  # trusts the system's authorities only
-            sets = members(URL, server=strange, pause_s=0.01)
+            sets = slice_members(URL, server=strange, pause_s=0.01)
             failing = asyncio.ensure_future(anext(sets))
             while not any("CERTIFICATE_VERIFY_FAILED" in str(r.msg) for r in caplog.records):
                 await asyncio.sleep(0.01)
@@ -261,7 +261,7 @@ def test_outside_of_a_pod_the_setting_is_refused(tmp_path: Path) -> None:
 def test_a_url_names_service_and_namespace(host: str) -> None:
     async def main() -> None:
         url = WorkerUrl.parse(f"http+k8s://{host}:8000")
-        await anext(members(url, server=ApiServer(url="https://127.0.0.1:1")))
+        await anext(slice_members(url, server=ApiServer(url="https://127.0.0.1:1")))
 
     with pytest.raises(ConfigError, match=r"SERVICE\.NAMESPACE"):
         asyncio.run(main())

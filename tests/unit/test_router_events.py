@@ -27,12 +27,10 @@ from flexcache.events.wire import (
 )
 from flexcache.ids import BlockKey, RequestInfo
 from flexcache.router.events import TIER_OF, EventApplier, SnapshotPart
-from flexcache.router.holders import Holder
-from flexcache.router.index import KVIndexer
-from flexcache.router.keys import KeyChain, Space
-from flexcache.router.lookup import find
+from flexcache.router.fleet import Tier
+from flexcache.router.holdings import find
+from flexcache.router.index import Holder, KeyChain, KVIndexer, Space
 from flexcache.router.names import BlockNames
-from flexcache.router.workers import Tier
 
 SIZE = 4
 

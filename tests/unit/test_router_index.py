@@ -10,11 +10,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from flexcache.errors import InternalError
-from flexcache.router.holders import Holder, Holders
-from flexcache.router.index import IndexPart, KVIndexer
-from flexcache.router.keys import KeyChain, Space, pack, pack_extra_keys
-from flexcache.router.lookup import WorkerTable
-from flexcache.router.workers import EventSource, Tier, WorkerSpec
+from flexcache.router.fleet import EventSource, Tier, WorkerSpec
+from flexcache.router.holdings import WorkerTable
+from flexcache.router.index import (
+    Holder,
+    Holders,
+    IndexPart,
+    KeyChain,
+    KVIndexer,
+    Space,
+    pack,
+    pack_extra_keys,
+)
 
 CHAIN = KeyChain(Space(1))
 HOLDERS = [Holder(source, tier) for source in ("a", "b", "c") for tier in (Tier.GPU, Tier.DRAM)]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexcache.router.chooser import NotRouted
-from flexcache.router.decider.line import WaitingLine
+from flexcache.router.decider import WaitingLine
 
 
 class Room:

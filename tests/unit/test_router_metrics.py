@@ -13,7 +13,7 @@ import pytest
 from router_stats import CACHE_A, CACHE_B, SHARED, SOURCE_A, SOURCE_B, A, B, make_stats, make_worker
 
 from flexcache.counters import MetricType, families
-from flexcache.router.metrics.catalog import CATALOG
+from flexcache.router.metrics import CATALOG
 from flexcache.router.stats import RouterStats
 from flexcache.stats import Stats
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexcache.router.chooser import Arrival
-from flexcache.router.tokens.named_model import named_model
+from flexcache.router.tokens.body import named_model
 
 
 def arrival(body: bytes, content_type: str = "application/json") -> Arrival:

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexcache.router.chooser import UNKNOWN, Arrival, Choice, NotRouted, Outcome, Usage
-from flexcache.router.fleet import Fleet
-from flexcache.router.workers import WorkerSpec, WorkerState
+from flexcache.router.fleet import Fleet, WorkerSpec, WorkerState
 
 pytest.importorskip("grpc_health.v1", reason="the extra gateway is not installed")
 protocol = pytest.importorskip(
@@ -26,10 +25,14 @@ from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import (  # n
 )
 from google.protobuf.struct_pb2 import Struct  # noqa: E402
 
-from flexcache.router.gateway.destinations import Destinations  # noqa: E402
-from flexcache.router.gateway.exchange import BadStream, Exchange, Stage  # noqa: E402
-from flexcache.router.gateway.picker import Picker  # noqa: E402
-from flexcache.router.gateway.room import Room  # noqa: E402
+from flexcache.router.gateway.exchange import (  # noqa: E402
+    BadStream,
+    Destinations,
+    Exchange,
+    Room,
+    Stage,
+)
+from flexcache.router.gateway.server import Picker  # noqa: E402
 
 HttpBody, HttpHeaders = protocol.HttpBody, protocol.HttpHeaders
 ProcessingRequest = protocol.ProcessingRequest

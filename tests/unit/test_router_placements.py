@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from flexcache.errors import InternalError
-from flexcache.router.holders import Holder
-from flexcache.router.index import KVIndexer
-from flexcache.router.keys import KeyChain, Space
+from flexcache.router.fleet import Tier
+from flexcache.router.index import Holder, KeyChain, KVIndexer, Space
 from flexcache.router.placements import (
     DEFAULT_BLOCK_SIZE,
     EXPECTED_FOR_S,
@@ -18,7 +17,6 @@ from flexcache.router.placements import (
     Placements,
     guesses_about,
 )
-from flexcache.router.workers import Tier
 
 CHAIN = KeyChain(Space(1))
 WORKERS = ("w", "v")

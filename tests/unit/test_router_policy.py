@@ -10,7 +10,7 @@ import pytest
 from flexcache.errors import ConfigError
 from flexcache.router.dispatcher import Dispatcher, Prompt
 from flexcache.router.load import Load, Served, Work
-from flexcache.router.peer_policies import POLICIES, make_policy
+from flexcache.router.policy import POLICIES, make_policy
 from flexcache.router.service_time import MIN_SAMPLES, ServiceTime
 
 BLOCK = 16

@@ -12,7 +12,7 @@ pytest.importorskip("aiohttp", reason="calls need the extra `router`")
 
 from aiohttp import web
 
-from flexcache.router.decider.prefetches import MAX_RUNNING, Prefetches, open_session
+from flexcache.router.prefetches import MAX_RUNNING, Prefetches, open_session
 
 PATIENCE_S = 60.0
 LONG_S = 3600.0

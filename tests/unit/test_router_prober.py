@@ -11,8 +11,8 @@ aiohttp = pytest.importorskip("aiohttp")
 from aiohttp import web  # noqa: E402
 from aiohttp.test_utils import TestServer  # noqa: E402
 
-from flexcache.router.decider.health import Probe  # noqa: E402
-from flexcache.router.decider.prober import Prober  # noqa: E402
+from flexcache.router.prober import Prober  # noqa: E402
+from flexcache.router.roster import Probe  # noqa: E402
 from flexcache.router.tokens.engines import ModelCard  # noqa: E402
 
 PATIENCE_S = 60

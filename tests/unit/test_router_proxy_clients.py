@@ -14,8 +14,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from flexcache.router.chooser import UNKNOWN, Arrival, Choice, Outcome, Usage
-from flexcache.router.proxy.config import ProxyConfig
-from flexcache.router.proxy.server import PROXY, make_app, serve
+from flexcache.router.proxy.proxy import PROXY, make_app, serve
+from flexcache.router.settings import ProxyConfig
 
 ANSWER = b"x" * (60 << 10)
 NUM_REQUESTS = 400

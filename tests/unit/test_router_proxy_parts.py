@@ -18,11 +18,15 @@ from multidict import CIMultiDict
 from flexcache.errors import ConfigError
 from flexcache.router.chooser import UNKNOWN, Usage
 from flexcache.router.proxy import answers
-from flexcache.router.proxy.access import ApiKeys
-from flexcache.router.proxy.config import ProxyConfig, read_api_keys
-from flexcache.router.proxy.headers import is_request_id, to_client, to_engine
-from flexcache.router.proxy.retries import RetryBudget
-from flexcache.router.proxy.usage import UsageReader
+from flexcache.router.proxy.answers import (
+    UsageReader,
+    headers_to_client,
+    headers_to_engine,
+    is_request_id,
+)
+from flexcache.router.proxy.clients import ApiKeys
+from flexcache.router.proxy.proxy import RetryBudget
+from flexcache.router.settings import ProxyConfig, read_api_keys
 
 # -- header fields ---------------------------------------------------------------------------------
 
@@ -48,7 +52,7 @@ def test_fields_of_one_connection_are_not_passed_on() -> None:
             ("Authorization", "Bearer mine"),
         ]
     )
-    passed = to_engine(client, {})
+    passed = headers_to_engine(client, {})
     assert list(passed.items()) == [
         ("X-Kept", "a"),
         ("X-Kept", "b"),
@@ -59,13 +63,15 @@ def test_fields_of_one_connection_are_not_passed_on() -> None:
 def test_added_fields_replace_the_clients() -> None:
     client = CIMultiDict({"X-Data-Parallel-Rank": "7", "Other": "o"})
     client.add("x-data-parallel-rank", "8")
-    assert to_engine(client, {"X-data-parallel-rank": "1"}).getall("X-Data-Parallel-Rank") == ["1"]
+    assert headers_to_engine(client, {"X-data-parallel-rank": "1"}).getall(
+        "X-Data-Parallel-Rank"
+    ) == ["1"]
 
 
 @pytest.mark.parametrize("name", ["Authorization", "authorization"])
 def test_an_engines_key_replaces_the_clients_however_it_was_sent(name: str) -> None:
     client = CIMultiDict({"Authorization": "Bearer client", "X-Api-Key": "client"})
-    passed = to_engine(client, {name: "Bearer engine"})
+    passed = headers_to_engine(client, {name: "Bearer engine"})
     assert passed == CIMultiDict({"Authorization": "Bearer engine"})
 
 
@@ -81,7 +87,7 @@ def test_an_answers_fields_are_kept_but_for_those_of_the_connection() -> None:
             ("Transfer-Encoding", "chunked"),
         ]
     )
-    assert list(to_client(engine).items()) == list(engine.items())[:4]
+    assert list(headers_to_client(engine).items()) == list(engine.items())[:4]
 
 
 @pytest.mark.parametrize(

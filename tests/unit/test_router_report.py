@@ -20,7 +20,6 @@ from router_stats import (
 )
 
 from flexcache.errors import FlexCacheError
-from flexcache.router.report import find_trouble, from_json, to_json
 from flexcache.router.stats import (
     CachedTokensStats,
     PeerStats,
@@ -28,6 +27,9 @@ from flexcache.router.stats import (
     RouterStats,
     RoutingStats,
     TokenizerStats,
+    find_trouble,
+    from_json,
+    to_json,
 )
 
 replace = msgspec.structs.replace

@@ -8,10 +8,9 @@ from collections.abc import Collection, Sequence
 import pytest
 
 from flexcache.router.chooser import Outcome
-from flexcache.router.decider.health import Health, Probe
-from flexcache.router.decider.prober import Capacity, parse_capacities
-from flexcache.router.decider.roster import Roster
-from flexcache.router.workers import WorkerSpec, WorkerState
+from flexcache.router.fleet import WorkerSpec, WorkerState
+from flexcache.router.prober import Capacity, parse_capacities
+from flexcache.router.roster import Health, Probe, Roster
 
 A, B = "http://a:1", "http://b:1"
 

@@ -13,17 +13,13 @@ pytest.importorskip("aiohttp", reason="the extra router is not installed")
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from flexcache.router.chooser import Arrival
-from flexcache.router.control.bodies import BODIES
-from flexcache.router.control.selection import SelectionApi
-from flexcache.router.decider.decider import Decider
-from flexcache.router.decider.health import Probe
-from flexcache.router.decider.line import WaitingLine
-from flexcache.router.decider.roster import Roster
-from flexcache.router.proxy.bodies import Bodies
-from flexcache.router.request import RouteRequest
+from flexcache.router.chooser import Arrival, RouteRequest
+from flexcache.router.control import BODIES, SelectionApi
+from flexcache.router.decider import Decider, WaitingLine
+from flexcache.router.fleet import WorkerSpec
+from flexcache.router.proxy.clients import Bodies
+from flexcache.router.roster import Probe, Roster
 from flexcache.router.router import KVRouter
-from flexcache.router.workers import WorkerSpec
 
 URL = "http://a:1"
 TOKENS = list(range(64))

@@ -17,15 +17,18 @@ from flexcache.ids import TaskKind
 from flexcache.replay.traces import read_requests
 from flexcache.router.dispatcher import Dispatcher
 from flexcache.router.load import Load
-from flexcache.router.peer_policies import POLICIES, make_policy
+from flexcache.router.policy import POLICIES, make_policy
 from flexcache.router.service_time import ServiceTime
-from flexcache.router.simulate.agents import Agents, AgentSpec
-from flexcache.router.simulate.comparison import compare, spec_for
+from flexcache.router.simulate.comparison import Outcome, Simulation, compare, spec_for
 from flexcache.router.simulate.engine import EngineSpec
-from flexcache.router.simulate.generated import tool_agents
-from flexcache.router.simulate.requests import Recorded, SimRequest
-from flexcache.router.simulate.simulation import Outcome, Simulation
-from flexcache.router.simulate.traces import read_trace
+from flexcache.router.simulate.workload import (
+    Agents,
+    AgentSpec,
+    Recorded,
+    SimRequest,
+    read_trace,
+    tool_agents,
+)
 from flexcache.tracing.records import Matched, TraceHeader
 
 BLOCK = 512

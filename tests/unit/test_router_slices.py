@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexcache.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
-from flexcache.router.slices import MAX_BLOCKS, slices
+from flexcache.router.feed import MAX_BLOCKS, slices
 
 SIZE = 2
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flexcache.router.source_thread import Item, SourceThread
-from flexcache.router.workers import EventSource
+from flexcache.router.feed import Item, SourceThread
+from flexcache.router.fleet import EventSource
 
 
 class EndsAtOnce(threading.Event):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexcache.router.source_watch import (
+from flexcache.router.feed import (
     SILENT_REQUESTS,
     SILENT_TOKENS,
     UNMATCHED_REQUESTS,

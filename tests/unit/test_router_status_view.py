@@ -23,8 +23,7 @@ from router_stats import (
 from typer.testing import CliRunner
 
 from flexcache.cli import app
-from flexcache.router.report import find_trouble
-from flexcache.router.stats import RouterStats
+from flexcache.router.stats import RouterStats, find_trouble
 from flexcache.status.router import RouterRates, rates_between, render
 
 replace = msgspec.structs.replace

@@ -8,21 +8,20 @@ import random
 from ports import free_port
 
 from flexcache.events.publisher import Address, BatchPublisher
-from flexcache.router.link.messages import RunningRequest
 from flexcache.router.load import Work
-from flexcache.router.sync.follower import Follower
-from flexcache.router.sync.life import (
+from flexcache.router.messages import (
     TOPIC,
     Alive,
     AnswerBegan,
     Began,
     Life,
     Over,
+    RunningRequest,
     Snapshot,
-    decode,
-    encode,
+    decode_life,
+    encode_life,
 )
-from flexcache.router.sync.peer import LEASE_S, Peer
+from flexcache.router.peers import LEASE_S, Follower, Peer
 
 
 class Book:
@@ -56,8 +55,8 @@ def test_batches_survive_the_wire() -> None:
     events: list[Life] = [
         Began(request("a")), AnswerBegan("a"), Over("a"), Snapshot([request("b")]), Alive(),
     ]  # fmt: skip
-    assert decode(encode(1.0, events)) == events
-    assert encode(1.0, [Alive()]) != encode(2.0, [Alive()])
+    assert decode_life(encode_life(1.0, events)) == events
+    assert encode_life(1.0, [Alive()]) != encode_life(2.0, [Alive()])
 
 
 def test_requests_at_a_worker_count_once_it_is_known() -> None:
@@ -159,7 +158,7 @@ def test_a_peer_whose_replay_is_lost_is_known_from_its_next_snapshot() -> None:
         finally:
             await follower.close()
 
-    publisher = BatchPublisher(address, encode, num_kept=9, num_queued=9, gather_s=0.001)
+    publisher = BatchPublisher(address, encode_life, num_kept=9, num_queued=9, gather_s=0.001)
     publisher.start()
     try:
         publisher.publish([Began(running[0])])

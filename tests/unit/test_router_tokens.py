@@ -17,8 +17,7 @@ pytest.importorskip("aiohttp")
 pytest.importorskip("jinja2")
 transformers = pytest.importorskip("transformers")
 
-from flexcache.router.chooser import Arrival  # noqa: E402
-from flexcache.router.request import RouteRequest  # noqa: E402
+from flexcache.router.chooser import Arrival, RouteRequest  # noqa: E402
 from flexcache.router.tokens import Tokenizers, TokenLimits  # noqa: E402
 
 CHAT = "/v1/chat/completions"

@@ -19,12 +19,11 @@ aiohttp = pytest.importorskip("aiohttp")
 pytest.importorskip("jinja2")
 from aiohttp import web  # noqa: E402
 
-from flexcache.router.chooser import Arrival  # noqa: E402
-from flexcache.router.request import RouteRequest  # noqa: E402
+from flexcache.router.chooser import Arrival, RouteRequest  # noqa: E402
 from flexcache.router.tokens import Tokenizers, TokenLimits  # noqa: E402
 from flexcache.router.tokens.body import Kind  # noqa: E402
-from flexcache.router.tokens.memo import TokenMemo  # noqa: E402
-from flexcache.router.tokens.ways import AGREEMENTS_TO_RETURN, Way, Ways  # noqa: E402
+from flexcache.router.tokens.local import TokenMemo  # noqa: E402
+from flexcache.router.tokens.models import AGREEMENTS_TO_RETURN, Way, Ways  # noqa: E402
 
 CHAT = "/v1/chat/completions"
 

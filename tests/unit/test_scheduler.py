@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from flexcache.errors import InternalError
 from flexcache.ids import OpId, OpKind, TaskId
 from flexcache.transfer.scheduler import (
-    OpEnded,
+    EndedOp,
     Outcome,
     StartOp,
     TransferOp,
@@ -170,7 +170,7 @@ class SchedulerAgainstModel(RuleBasedStateMachine):
         running = self.running()
         outcomes = self.scheduler.cancel(TaskId(task))
         self.take(outcomes)
-        assert all(isinstance(outcome, OpEnded) for outcome in outcomes)
+        assert all(isinstance(outcome, EndedOp) for outcome in outcomes)
         assert self.running() == running
         assert self.scheduler.cancel(TaskId(task)) == []
 
@@ -200,7 +200,7 @@ def started(outcomes: list[Outcome]) -> list[int]:
 
 
 def ended(outcomes: list[Outcome]) -> dict[int, int]:
-    return {o.op.op_id: o.num_ok for o in outcomes if isinstance(o, OpEnded)}
+    return {o.op.op_id: o.num_ok for o in outcomes if isinstance(o, EndedOp)}
 
 
 def test_ops_without_dependencies_start_in_the_order_of_the_graph() -> None:

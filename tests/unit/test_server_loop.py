@@ -16,7 +16,6 @@ import zmq
 from test_hub import Engine, World
 
 from flexcache.errors import InternalError
-from flexcache.protocol.fence import Fence
 from flexcache.server.loop import IdleExit
 from flexcache.server.reactor import Reactor, RouterSocket, Sent
 
@@ -187,15 +186,16 @@ def test_the_hubs_check_finds_leftovers_of_an_engine_that_is_gone() -> None:
     world = World()
     Engine(world).register()
     world.hub.check()
-    registry = world.hub._registry
-    fence = registry._fences["gone"] = Fence.create()
-    with pytest.raises(InternalError, match="'gone' has a fence and no peer"):
+    state = world.hub.state
+    fence = state.engine("gone").fence
+    with pytest.raises(InternalError, match="engines and their peers disagree"):
         world.hub.check()
-    del registry._fences["gone"]
+    del state.engines["gone"]
     fence.close()
-    rank = registry._ranks.popitem()
-    with pytest.raises(InternalError, match="places disagree"):
-        world.hub.check()
-    registry._ranks.update([rank])
+    for table in (state.ranks, state.callers, state.sessions):
+        entry = table.popitem()
+        with pytest.raises(InternalError, match="disagree"):
+            world.hub.check()
+        table.update([entry])
     world.hub.check()
     world.close()

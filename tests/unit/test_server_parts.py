@@ -38,7 +38,7 @@ from flexcache.ids import (
 from flexcache.protocol.fence import Fence, Scratch
 from flexcache.protocol.messages import ModelSpec
 from flexcache.protocol.trust import make_keys
-from flexcache.tasks.instructions import MatchedTask, TaskResult
+from flexcache.tasks.instructions import Offer, TaskResult
 from flexcache.transfer.scheduler import FairQueue, Urgency
 
 # -- the queue for the disk ----------------------------------------------------------------------
@@ -163,7 +163,7 @@ def three_tasks() -> ClientTasks:
 
 
 def add(tasks: ClientTasks, kind: TaskKind, task_id: int, start: int, num_blocks: int) -> None:
-    tasks.add(kind, MatchedTask(TaskId(task_id), start, num_blocks, {}, num_blocks), 40)
+    tasks.add(Offer(TaskId(task_id), kind, 40, start, num_blocks, {}, num_blocks))
 
 
 def results_of(tasks: ClientTasks, *ids: int, completely: bool = False) -> dict[int, TaskResult]:

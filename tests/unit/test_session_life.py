@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from flexcache.client.remote import SessionLife, SessionState, Settled, answer_due_s
 from flexcache.client.tasks import ClientTask
 from flexcache.errors import InternalError
-from flexcache.ids import SessionId, TaskKind, is_of_same_server, make_session
+from flexcache.ids import SessionId, TaskId, TaskKind, is_of_same_server, make_session
+from flexcache.tasks.instructions import Offer
 
 LONGEST_S = 5.0
 """From the last sign of life of a lost server to the answers, where the loss is seen in time."""
@@ -86,7 +87,7 @@ class LifeMachine(RuleBasedStateMachine):
     @rule(launched=st.booleans())
     def match(self, launched: bool) -> None:
         assert self.model.session is not None
-        task = ClientTask(TaskKind.GET, 0, 1, 16, 1, 0, launched)
+        task = ClientTask(Offer(TaskId(1), TaskKind.GET, 16, 0, 1, {}, 1), launched)
         self.model.open.append(Given(task, self.model.session))
 
     @precondition(lambda self: self.model.session is not None)

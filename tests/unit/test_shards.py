@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from flexcache.config import ModelConfig
 from flexcache.errors import ConfigError
-from flexcache.server.cache import TOLD_TTL_S, RankSizes
+from flexcache.protocol.messages import HelloRank
+from flexcache.server.cache import TOLD_TTL_S, CacheSlot
+from flexcache.server.outbox import Outbox
 from flexcache.storage.shards import ShardLayouts, Shards
 
 
@@ -105,21 +107,31 @@ def test_what_ranks_that_have_left_told_does_not_count_for_another_layout() -> N
 # -- what ranks tell -----------------------------------------------------------------------------
 
 
+def slot_that_heard(*told: tuple[str, int, int, float]) -> CacheSlot:
+    """A slot to which ranks have said Hello: engine, rank, size of a block, time."""
+    slot = CacheSlot(lambda model, size, shards: shards, Outbox())  # type: ignore[arg-type, return-value]
+    for engine, rank, block_bytes, now in told:
+        slot.hear(HelloRank(engine, rank, "c", 1, block_bytes=block_bytes), now)
+    return slot
+
+
 def test_sizes_count_by_engine_and_only_while_the_rank_waits() -> None:
-    sizes = RankSizes()
-    sizes.tell("a", 0, 10, now=1.0)
-    sizes.tell("b", 1, 20, now=1.0)
-    assert sizes.of("a", range(2), now=1.0) == {0: 10}
-    sizes.tell("a", 1, 30, now=2.0)
-    sizes.tell("a", 0, 11, now=2.5)
-    assert sizes.of("a", range(2), now=2.5) == {0: 11, 1: 30}
-    assert sizes.of("a", range(2), now=2.0 + TOLD_TTL_S) == {0: 11}
-    assert sizes.of("c", range(2), now=2.0) == {}
+    staged = model(pp_size=2, sized_by_ranks=True)
+    slot = slot_that_heard(("a", 0, 10, 1.0), ("b", 1, 20, 1.0))
+    assert slot.open(staged, 16, "a", now=1.0) is None
+    assert slot.awaited == ["rank 1"]
+    told = (("a", 0, 10, 1.0), ("a", 1, 30, 2.0), ("a", 0, 11, 2.5))
+    assert slot_that_heard(*told).open(staged, 16, "a", now=2.5) == Shards.of_ranks(
+        staged, [11, 30]
+    )
+    slot = slot_that_heard(*told)
+    assert slot.open(staged, 16, "a", now=2.0 + TOLD_TTL_S) is None
+    assert slot.awaited == ["rank 1"]
+    assert slot.open(staged, 16, "c", now=2.0) is None
+    assert slot.awaited == ["rank 0", "rank 1"]
 
 
 def test_a_flood_of_greetings_leaves_the_latest() -> None:
-    sizes = RankSizes()
-    for rank in range(10_000):
-        sizes.tell("e", rank, 1, now=1.0)
-    assert 0 < len(sizes.of("e", range(10_000), now=1.0)) <= 4096
-    assert sizes.of("e", [9_999], now=1.0) == {9_999: 1}
+    slot = slot_that_heard(*(("e", rank, 1, 1.0) for rank in range(10_000)))
+    assert 0 < len(slot._told) <= 4096
+    assert ("e", 9_999) in slot._told

@@ -20,7 +20,7 @@ from flexcache.errors import MissingDependencyError
 from flexcache.storage.block_io import Direction, open_block_io
 from flexcache.storage.compression import Codec
 from flexcache.storage.slot_index import FORM, SlotForms
-from flexcache.storage.slot_io import FULL, SlotIO, SlotMoved, SlotPacker, SlotRequest, filled_bytes
+from flexcache.storage.slot_io import FULL, SlotIO, SlotMove, SlotPacker, filled_bytes
 
 SLOT_BYTES, NUM_SLOTS = 65536, 8
 CODECS = [Codec.ZSTD, Codec.LZ4]
@@ -126,23 +126,23 @@ def slots_in(
     return opened[-1]
 
 
-def move(slots: SlotIO, *requests: SlotRequest) -> dict[int, SlotMoved]:
+def move(slots: SlotIO, *requests: SlotMove) -> dict[int, SlotMove]:
     slots.submit(requests)
-    moved: dict[int, SlotMoved] = {}
+    moved: dict[int, SlotMove] = {}
     while len(moved) < len(requests):
         assert select.select(slots.filenos(), [], [], 60)[0]
         moved.update({each.token: each for each in slots.reap()})
     return moved
 
 
-def write(slots: SlotIO, slot: int, content: bytes, may_pack: bool = True) -> SlotMoved:
-    request = SlotRequest(1, Direction.WRITE, slot, in_pieces(content), may_pack)
+def write(slots: SlotIO, slot: int, content: bytes, may_pack: bool = True) -> SlotMove:
+    request = SlotMove(1, Direction.WRITE, slot, in_pieces(content), may_pack)
     return move(slots, request)[1]
 
 
-def read(slots: SlotIO, slot: int) -> tuple[SlotMoved, bytes]:
+def read(slots: SlotIO, slot: int) -> tuple[SlotMove, bytes]:
     pieces = in_pieces(bytes(SLOT_BYTES), [SLOT_BYTES // 2])
-    moved = move(slots, SlotRequest(1, Direction.READ, slot, pieces))[1]
+    moved = move(slots, SlotMove(1, Direction.READ, slot, pieces))[1]
     return moved, b"".join(pieces)
 
 
@@ -181,7 +181,8 @@ def test_slots_of_every_form_are_read_with_their_forms_alone(
     later = slots_in(file, opened, forms)  # packs nothing itself
     assert {slot: read(later, slot)[1] for slot in contents} == contents
     write(later, 0, floats(4))
-    assert read(later, 0) == (SlotMoved(1, SLOT_BYTES), floats(4))
+    moved, content = read(later, 0)
+    assert (moved.num_bytes, moved.problem, content) == (SLOT_BYTES, None, floats(4))
 
 
 def test_a_slot_that_others_have_written_is_plain(slots: SlotIO, file: int) -> None:
@@ -199,7 +200,7 @@ def test_a_damaged_or_cut_off_slot_is_a_problem_and_the_others_are_read(
     os.pwrite(file, bytes(64), 0)  # the frame's header is gone
     os.ftruncate(file, 2 * SLOT_BYTES + 4096)
     room = {slot: in_pieces(bytes(SLOT_BYTES)) for slot in (0, 1, 2)}
-    requests = [SlotRequest(slot, Direction.READ, slot, room[slot]) for slot in room]
+    requests = [SlotMove(slot, Direction.READ, slot, room[slot]) for slot in room]
     moved = move(slots, *requests)
     assert moved[0].problem
     assert moved[1].problem is None
@@ -210,7 +211,7 @@ def test_a_damaged_or_cut_off_slot_is_a_problem_and_the_others_are_read(
 def test_more_requests_than_there_are_threads_all_end(slots: SlotIO) -> None:
     contents = {slot: floats(slot) for slot in range(slots.depth)}
     requests = [
-        SlotRequest(slot, Direction.WRITE, slot, in_pieces(content))
+        SlotMove(slot, Direction.WRITE, slot, in_pieces(content))
         for slot, content in contents.items()
     ]
     assert all(moved.problem is None for moved in move(slots, *requests).values())
@@ -226,9 +227,7 @@ def test_a_read_does_not_wait_for_what_is_being_packed(
     packing = ThreadPoolExecutor(1)
     packing.submit(may_pack.wait)
     slots = slots_in(file, opened, forms, codec, packing)
-    writes = [
-        SlotRequest(slot, Direction.WRITE, slot, in_pieces(floats(slot))) for slot in (2, 3, 4)
-    ]
+    writes = [SlotMove(slot, Direction.WRITE, slot, in_pieces(floats(slot))) for slot in (2, 3, 4)]
     slots.submit(writes)
     try:
         assert read(slots, 0)[1] == floats(1)

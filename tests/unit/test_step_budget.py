@@ -42,8 +42,8 @@ _starts = itertools.count(100, 100)
 def take_steps(budget: StepBudget, num_tokens: int, seconds: float) -> None:
     for _ in range(2):
         now = next(_starts)
-        budget.begin_step(0, num_tokens, now)
-        budget.end_step(now + seconds)
+        budget.begin_step(0)
+        budget.steps.ended(num_tokens, now, now + seconds)
 
 
 def test_a_load_has_room_up_to_its_share_of_the_step(budget: StepBudget) -> None:
@@ -70,7 +70,7 @@ def test_requests_that_compute_more_make_room_for_more(budget: StepBudget) -> No
 
 def test_running_requests_lengthen_the_step(budget: StepBudget) -> None:
     assert not budget.has_room(990, 20, now=1.0)
-    budget.begin_step(12, 12, 1.0)
+    budget.begin_step(12)
     assert budget.has_room(990, 20, now=1.0)
 
 
@@ -94,23 +94,21 @@ def test_the_counters_are_not_read_again_too_soon(budget: StepBudget, counters: 
 
 def test_a_step_that_is_launched_early_begins_when_the_one_before_it_has_ended() -> None:
     steps = StepTimes()
-    steps.begin(32, 0.0)
     for number in range(1, 5):
-        steps.begin(32, 0.040 * number - 0.039)
-        steps.end(0.040 * number)
+        steps.ended(32, 0.040 * (number - 1) - 0.039, 0.040 * number)
     assert steps.at_least(32) == pytest.approx(0.040)
 
 
 def test_an_idle_step_says_nothing() -> None:
     steps = StepTimes()
-    steps.begin(0, 0.0)
-    steps.end(9.0)
+    for _ in range(2):
+        steps.ended(0, 0.0, 9.0)
     assert steps.at_least(1 << 20) == 0
 
 
 def test_a_slow_step_alone_says_nothing(budget: StepBudget) -> None:
-    budget.begin_step(0, 48, 0.0)
-    budget.end_step(9.0)
+    budget.begin_step(0)
+    budget.steps.ended(48, 0.0, 9.0)
     assert not budget.has_room(1010, 64, now=10.0)
 
 
@@ -147,9 +145,8 @@ def test_a_step_takes_at_least_as_long_as_a_smaller_one(seen: list[tuple[int, fl
     there are two."""
     steps, now = StepTimes(), 0.0
     for power, seconds in seen:
-        steps.begin(1 << power, now)
+        steps.ended(1 << power, now, now + seconds)
         now += seconds
-        steps.end(now)
     fastest = {}
     for power in range(10):
         alike = [seconds for each, seconds in seen if each == power]

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from task_builders import ENGINE, GATE_PATIENCE_S, OTHER, SESSION, World, keys_of
 
 from flexcache.cache.early_loads import EarlyLoads
+from flexcache.cache.prompt import Prompt
 from flexcache.errors import InternalError
 from flexcache.ids import (
     KVStatus,
@@ -828,7 +829,7 @@ def test_a_large_op_gets_more_time() -> None:
     engine.executor_up(device(ENGINE, 0))
     engine.add_session(SESSION, ENGINE)
     task_id = world.ids.next()
-    plan = engine.match(task_id, TaskKind.PUT, keys_of("ab"), 0, 2, 32, 0.0)
+    plan = engine.match(task_id, Prompt(TaskKind.PUT, keys_of("ab"), 0, 2, 32), 0.0)
     engine.launch([task_id], [np.arange(plan.num_blocks)], 0.0)
     engine.take_instructions()
     engine.tick(30.0 + 199.0)
@@ -1091,13 +1092,13 @@ def test_each_session_has_its_own_task_limit() -> None:
         engine.add_session(ids.session, str(number))
         engine.executor_up(device(str(number), 0))
     plans = [
-        engine.match(sessions[0].next(), TaskKind.PUT, keys_of(text), 0, 1, 16, 0.0)
+        engine.match(sessions[0].next(), Prompt(TaskKind.PUT, keys_of(text), 0, 1, 16), 0.0)
         for text in "abc"
     ]
     assert [plan.num_blocks for plan in plans] == [1, 1, 0]
     limited = engine.queries.totals_of(sessions[0].session)
     assert limited.dropped_blocks == {"session_task_limit": 1}
-    other = engine.match(sessions[1].next(), TaskKind.PUT, keys_of("c"), 0, 1, 16, 0.0)
+    other = engine.match(sessions[1].next(), Prompt(TaskKind.PUT, keys_of("c"), 0, 1, 16), 0.0)
     assert other.num_blocks == 1
     assert engine.queries.totals_of(sessions[1].session).dropped_blocks == {}
 
@@ -1130,10 +1131,12 @@ def test_an_id_is_used_once_and_only_in_a_session() -> None:
     task_id = world.put("abc")
     for known in (task_id, TaskId(task_id - 1)):
         with pytest.raises(ValueError, match="given out before"):
-            world.engine.match(known, TaskKind.PUT, keys_of("z"), 0, 1, 16, world.now)
+            world.engine.match(known, Prompt(TaskKind.PUT, keys_of("z"), 0, 1, 16), world.now)
     with pytest.raises(KeyError, match="never given out"):
         world.engine.match(
-            TaskIds(make_session(3, 3)).next(), TaskKind.PUT, keys_of("z"), 0, 1, 16, world.now
+            TaskIds(make_session(3, 3)).next(),
+            Prompt(TaskKind.PUT, keys_of("z"), 0, 1, 16),
+            world.now,
         )
 
 
@@ -1186,7 +1189,7 @@ def test_tasks_are_answered_in_the_order_they_end() -> None:
     engine = world.engine
     tasks = [world.ids.next(), world.ids.next()]
     for task_id, text in zip(tasks, "ab", strict=True):
-        engine.match(task_id, TaskKind.PUT, keys_of(text), 0, 1, 16, 0.0)
+        engine.match(task_id, Prompt(TaskKind.PUT, keys_of(text), 0, 1, 16), 0.0)
     engine.launch(tasks, [np.array([0]), np.array([1])], 0.0)
     first, second = [i for i in engine.take_instructions() if isinstance(i, RunOp)]
     engine.op_done(device(ENGINE, 0), second.op.op_id, 1, 0.0)

@@ -6,6 +6,7 @@ import pytest
 from builders import ABSENT_TTL_S
 from task_builders import ENGINE, ROOT, World, keys_of
 
+from flexcache.cache.prompt import Prompt
 from flexcache.ids import KVStatus, OpKind, TaskId, TaskIds, TaskKind, TierName, make_session
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.instructions import DISK, REMOTE, device
@@ -311,9 +312,10 @@ def test_a_tier_misses_until_its_worker_is_up_for_the_first_time() -> None:
     ids = TaskIds(make_session(0, 9))
     engine.add_session(ids.session, ENGINE)
     engine.executor_up(device(ENGINE, 0))
-    assert engine.match(ids.next(), TaskKind.GET, keys_of("abcd"), 0, 4, 64, 0.0).num_blocks == 0
+    prompt = Prompt(TaskKind.GET, keys_of("abcd"), 0, 4, 64)
+    assert engine.match(ids.next(), prompt, 0.0).num_blocks == 0
     engine.executor_up(DISK)
-    assert engine.match(ids.next(), TaskKind.GET, keys_of("abcd"), 0, 4, 64, 0.0).num_blocks == 4
+    assert engine.match(ids.next(), prompt, 0.0).num_blocks == 4
 
 
 @pytest.mark.parametrize(("tier", "worker"), AWAY)
@@ -1044,7 +1046,10 @@ def test_a_late_match_of_former_weights_does_not_undo_a_clear() -> None:
     world.engine.clear(None)
     world.engine.set_weights(ENGINE, 1, True, world.now)
     session = world.ids.session
-    assert world.engine.look_up(TaskKind.GET, keys_of("ab"), 2, world.now, session) is None
+    assert (
+        world.engine.look_up(Prompt(TaskKind.GET, keys_of("ab"), 0, 2, 32), world.now, session)
+        is None
+    )
     assert remote.root_at_store(root) != root
     world.match(TaskKind.GET, "ab")
     assert remote.root_at_store(root) != root

@@ -21,6 +21,7 @@ from flexcache.cache.block_keys import (
     PromptContent,
     TokenBlockKeys,
 )
+from flexcache.cache.prompt import Prompt
 from flexcache.errors import TraceError
 from flexcache.ids import KVStatus, OpKind, RequestInfo, SessionId, TaskKind, TierName
 from flexcache.replay.history import TaskHistory, histories
@@ -158,6 +159,10 @@ def engine_keys() -> EngineBlockKeys:
     return EngineBlockKeys(ROOT, list(KEYS), 8, PromptContent((), RequestInfo("req-1")))
 
 
+def engine_prompt() -> Prompt:
+    return Prompt(TaskKind.GET, engine_keys(), 0, 8, 128)
+
+
 @pytest.mark.parametrize("kind", ["engine", "packed", "tokens"])
 def test_a_prompts_keys_are_recorded_as_of_the_call(tmp_path: Path, kind: str) -> None:
     memory = bytearray(b"".join(KEYS) if kind == "packed" else TOKENS.tobytes())
@@ -170,7 +175,7 @@ def test_a_prompts_keys_are_recorded_as_of_the_call(tmp_path: Path, kind: str) -
     expected = keys.slice(0, 5)
     world, tracer = traced_world(tmp_path)
     task_id = world.ids.next()
-    world.engine.match(task_id, TaskKind.GET, keys, 0, 5, 80, world.now)
+    world.engine.match(task_id, Prompt(TaskKind.GET, keys, 0, 5, 80), world.now)
     memory[:] = bytes(len(memory))
     tracer.close()
     match = read(tmp_path)[task_id].match
@@ -219,7 +224,7 @@ def test_a_file_can_be_read_without_those_before_it(tmp_path: Path) -> None:
     task_ids = []
     for _ in range(40):  # of one prompt, that every line but the first refers to
         task_ids.append(world.ids.next())
-        world.engine.match(task_ids[-1], TaskKind.GET, engine_keys(), 0, 8, 128, world.now)
+        world.engine.match(task_ids[-1], engine_prompt(), world.now)
     tracer.close()
     last = RecordedTrace([max(tmp_path.iterdir())])
     assert last.header.file > 1
@@ -249,7 +254,7 @@ def test_prompts_that_wait_to_be_written_are_bounded_in_bytes(
     monkeypatch.setattr(tracer_module, "_MAX_QUEUED_BYTES", 300)
     world, tracer = traced_world(tmp_path)
     for _ in range(5):  # 128 bytes each
-        world.engine.match(world.ids.next(), TaskKind.GET, engine_keys(), 0, 8, 128, world.now)
+        world.engine.match(world.ids.next(), engine_prompt(), world.now)
     tracer.close()
     records = list(RecordedTrace([tmp_path]).records())
     assert sum(isinstance(record, Matched) for record in records) == 3
@@ -265,7 +270,7 @@ def test_prompts_dropped_by_a_full_queue_do_not_count_towards_the_bound(
     world, tracer = traced_world(tmp_path)
 
     def match() -> None:  # 128 bytes
-        world.engine.match(world.ids.next(), TaskKind.GET, engine_keys(), 0, 8, 128, world.now)
+        world.engine.match(world.ids.next(), engine_prompt(), world.now)
 
     for _ in range(5):
         match()

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from test_hub import Engine, World
 
 from flexcache.ids import TaskKind
-from flexcache.server.hub import HubWorkers
-from flexcache.server.workers import WorkerMessages
+from flexcache.server.reactor import Reactor
+from flexcache.server.workers import WorkerPool
 from flexcache.tasks.instructions import REMOTE
 from flexcache.transfer.messages import Done, LookedUp, Ready, Stop
 
@@ -46,10 +46,11 @@ class Scene:
         self.engine = Engine(self.world, "one")
         self.engine.register()
         workers: Any = {REMOTE: self.worker}
-        self.messages = WorkerMessages(workers, HubWorkers(self.world.hub))
+        self.pool = WorkerPool(Reactor(), self.world.hub)
+        self.pool._workers = workers
 
     def say(self, message: msgspec.Struct, sender: bytes = b"remote-secret") -> None:
-        self.messages.take([sender, msgspec.msgpack.encode(message)], self.world.now)
+        self.pool.take([sender, msgspec.msgpack.encode(message)], self.world.now)
         self.world.settle()
 
     def refused(self) -> dict[str, int]:
@@ -89,10 +90,10 @@ def test_each_kind_of_nonsense_is_counted(scene: Scene) -> None:
     scene.say(Ready("again"))
     scene.say(Done(1, 1, checksums=b"abc"))
     scene.say(Stop())
-    scene.messages.take([b"remote-secret"], 0.0)
-    scene.messages.take([b"remote-secret", b"\xc1"], 0.0)
-    scene.messages.take([b"remote-secret", b"", b""], 0.0)
-    scene.messages.take([b"remote-secret", bytes(17 << 20)], 0.0)
+    scene.pool.take([b"remote-secret"], 0.0)
+    scene.pool.take([b"remote-secret", b"\xc1"], 0.0)
+    scene.pool.take([b"remote-secret", b"", b""], 0.0)
+    scene.pool.take([b"remote-secret", bytes(17 << 20)], 0.0)
     assert scene.refused() == {"misplaced": 1, "malformed": 5, "oversized": 1}
     assert scene.world.hub.counters.failed_messages == 0
 
@@ -111,7 +112,7 @@ def test_no_message_makes_the_workers_socket_raise(data: st.DataObject) -> None:
                 frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
             extra = data.draw(st.lists(st.binary(max_size=40), max_size=2))
             sender = data.draw(st.sampled_from([b"remote-secret", b"remote-1"]))
-            scene.messages.take([sender, bytes(frame), *extra], scene.world.now)
+            scene.pool.take([sender, bytes(frame), *extra], scene.world.now)
             scene.world.settle()
         assert scene.world.hub.counters.failed_messages == 0
         assert scene.world.hub.cache is not None

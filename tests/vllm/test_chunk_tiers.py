@@ -11,9 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from flexcache.cache.tier import Tier
 from flexcache.ids import BlockKey, OpKind, RootId, TierName
-from flexcache.integration.vllm.chunk_tiers import ChunkTiers, Lanes, StorePresence
+from flexcache.integration.vllm.chunk_tiers import ChunkTiers, Lane, StorePresence
 from flexcache.tasks.executors import SlotChecksums
 from flexcache.tasks.instructions import DISK, REMOTE, ReplaceExecutor, RunLookUp, RunOp
+from flexcache.transfer.messages import Done, LookedUp, pack_checksums
 
 ROOT = RootId(b"r" * 16)
 NUM_SLOTS, NUM_BLOCKS = 6, 24
@@ -31,8 +32,10 @@ class ChunkTiersMachine(RuleBasedStateMachine):
         presence = StorePresence(ROOT, 10, LOOKUP_TIMEOUT_S, 1.0, self.instructions)
         self.presence = presence
         checksums = SlotChecksums(NUM_SLOTS)
-        timeouts_s = {DISK: OP_TIMEOUT_S, REMOTE: OP_TIMEOUT_S}
-        lanes = Lanes(timeouts_s, 4096, checksums, self.instructions, max_ops_at_once=3)
+        lanes = [
+            Lane(each, OP_TIMEOUT_S, 4096, checksums, self.instructions, max_ops_at_once=3)
+            for each in (DISK, REMOTE)
+        ]
         self.tiers = ChunkTiers(ROOT, self.ssd, presence, lanes, checksums, NUM_BLOCKS)
         self.now = 0.0
         self.dram: list[bytes | None] = [None] * NUM_BLOCKS
@@ -96,13 +99,12 @@ class ChunkTiersMachine(RuleBasedStateMachine):
                 bad = True
                 break
             moved += 1
-        sums = None
+        sums = b""
         if op.kind is OpKind.H2DISK:
-            sums = np.array([hash(self.slots[s]) & 0xFFFF for s in op.dst], dtype=np.uint64)
+            found = [hash(self.slots[s]) & 0xFFFF for s in op.dst]
+            sums = pack_checksums(np.array(found, dtype=np.uint64))
         error = None if moved == count else "it did not go well"
-        self.tiers.op_done(
-            run.executor, op.op_id, moved, self.now, error=error, bad_block=bad, checksums=sums
-        )
+        self.tiers.op_done(run.executor, Done(op.op_id, moved, error, bad, sums), self.now)
         if op.kind is OpKind.REMOTE2H and moved < count:  # or vLLM would ask for it for ever
             assert not self.presence.is_there(op.names.keys[moved])
         self.carry_out()
@@ -143,7 +145,7 @@ class ChunkTiersMachine(RuleBasedStateMachine):
         while present < len(question.keys) and question.keys[present] in self.store:
             present += 1
         error = "no answer" if fails else None
-        self.tiers.looked_up(question.lookup_id, present, error, self.now)
+        self.tiers.looked_up(LookedUp(question.lookup_id, present, error), self.now)
 
     @rule(worker=st.sampled_from([DISK, REMOTE]))
     def come_up(self, worker: str) -> None:

@@ -18,8 +18,8 @@ from vllm.v1.request import Request
 
 from flexcache.events.wire import decode_batch
 from flexcache.router.events import EventApplier
+from flexcache.router.holdings import find
 from flexcache.router.index import KVIndexer
-from flexcache.router.lookup import find
 
 BLOCK = 16
 PROMPT = list(range(1000, 1000 + 6 * BLOCK))

@@ -19,11 +19,10 @@ from predictions import Predictions, predicting
 
 aiohttp = pytest.importorskip("aiohttp")
 
-from flexcache.router.chooser import Arrival  # noqa: E402
-from flexcache.router.request import RouteRequest  # noqa: E402
+from flexcache.router.chooser import Arrival, RouteRequest  # noqa: E402
+from flexcache.router.fleet import EventSource  # noqa: E402
 from flexcache.router.tokens import Tokenizers, TokenLimits  # noqa: E402
-from flexcache.router.tokens.content_format import content_format  # noqa: E402
-from flexcache.router.workers import EventSource  # noqa: E402
+from flexcache.router.tokens.template import content_format  # noqa: E402
 
 pytestmark = pytest.mark.whole
 

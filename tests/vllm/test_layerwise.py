@@ -294,7 +294,8 @@ def serve_beside(engine: Engine, running: list[int], hit: list[int]) -> list[lis
     for name, prompt, count in (("running", running, 24), ("hit", hit, 8)):
         sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
         llm_engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
-        for _ in range(3 if name == "running" else 40):
+        # Two steps of a token each have to have ended before it is known how long they take.
+        for _ in range(4 if name == "running" else 40):
             outputs = llm_engine.step()
             if name == "hit":
                 steps.append([(o.request_id, o.outputs[0].token_ids[-1]) for o in outputs])

@@ -19,7 +19,7 @@ from make_models import make_model
 from paths import MODELS
 from predictions import Predictions, predicting
 
-from flexcache.router.workers import EventSource, Tier
+from flexcache.router.fleet import EventSource, Tier
 
 pytestmark = pytest.mark.whole
 

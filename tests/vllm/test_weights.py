@@ -23,7 +23,7 @@ from make_models import make_adapter, make_model
 from paths import MODELS
 from safetensors.torch import load_file, save_file
 from stores import PATIENT, store_at
-from test_remote import until_it_stores
+from test_restart import until_it_stores
 
 pytestmark = pytest.mark.newest
 PROMPT = make_prompt(300, 1)

@@ -12,10 +12,12 @@ flexcache_session_over, flexcache_returns_in_s        how the session goes on af
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
 from vllm.distributed.kv_events import (
@@ -30,9 +32,10 @@ from flexcache.cache.prompt import check_hint, check_name, check_session_id
 from flexcache.errors import FlexCacheError
 from flexcache.ids import OpKind, RequestInfo, TierName, check_request_info
 from flexcache.integration.adapter import TaskCalls, read_counters, safely
-from flexcache.integration.vllm.weights import Names
+from flexcache.integration.vllm.weights import Names, RequestName
 from flexcache.logs import log_event
 from flexcache.manager import KVManager
+from flexcache.tasks.instructions import PromisedLoad
 
 logger = logging.getLogger(__name__)
 
@@ -42,63 +45,58 @@ _LONGEST_NAMESPACE = 256
 
 _warned: set[str] = set()
 
-T = TypeVar("T")
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """What a request says of its blocks and its session.
+
+    Attributes:
+        namespace: Where its blocks are kept.
+        session_id: The session that it belongs to.
+        retention: How long to keep what it stores, as arguments of `KVManager.put_match`.
+        session_end: How the session goes on after it, as arguments of `KVManager.session_hint`;
+            empty if that is not said.
+    """
+
+    namespace: str | None = None
+    session_id: str | None = None
+    retention: Mapping[str, Any] = field(default_factory=dict)
+    session_end: Mapping[str, Any] = field(default_factory=dict)
 
 
-class SessionEnd(NamedTuple):
-    """How a session goes on, or not, after a request; see `KVManager.session_hint`."""
-
-    session_id: str
-    over: bool
-    returns_in_s: float | None
+_NO_HINTS = Hints()
 
 
-def read_retention(request: Any) -> dict[str, Any]:
-    """Return the hints as arguments of `KVManager.put_match`."""
-    if not getattr(request, "kv_transfer_params", None):
-        return {}
-    hints = {
-        "priority": _read(
-            request, "priority", _between(int, -_HIGHEST_PRIORITY, _HIGHEST_PRIORITY)
-        ),
-        "ttl_s": _read(request, "ttl_s", _between(float, 0.0, _LONGEST_TTL_S)),
-    }
-    return {name: hint for name, hint in hints.items() if hint is not None}
-
-
-def read_namespace(request: Any) -> str | None:
-    """Return the namespace in which the request's blocks are kept, if it names one."""
-    return _read(request, "namespace", _namespace)
-
-
-def read_session_id(request: Any) -> str | None:
-    """Return the session that the request belongs to, if it says so."""
-    return _read(request, "session_id", _session_id)
-
-
-def read_session_end(request: Any) -> SessionEnd | None:
-    """Return what is to be passed on when the request has ended, if anything."""
-    session_id = read_session_id(request)
-    if session_id is None:
-        return None
-    over = _read(request, "session_over", _bool) or False
-    returns_in_s = _read(request, "returns_in_s", _returns_in_s)
-    if over == (returns_in_s is not None):
-        if over:
-            _ignored(request, "session_over", "flexcache_returns_in_s says that it goes on")
-        return None
-    return SessionEnd(session_id, over, returns_in_s)
-
-
-def _read(request: Any, name: str, convert: Callable[[Any], T]) -> T | None:
+def read_hints(request: Any) -> Hints:
+    """Return a request's hints, of those that make sense."""
     params = getattr(request, "kv_transfer_params", None)
-    if not params or (hint := params.get(f"flexcache_{name}")) is None:
-        return None
-    try:
-        return convert(hint)
-    except (TypeError, ValueError, OverflowError) as error:
-        _ignored(request, name, error)
-        return None
+    if not params:
+        return _NO_HINTS
+
+    def read(name: str, convert: Callable[[Any], Any]) -> Any:
+        hint = params.get(f"flexcache_{name}")
+        try:
+            return None if hint is None else convert(hint)
+        except (TypeError, ValueError, OverflowError) as error:
+            _ignored(request, name, error)
+            return None
+
+    retention = {
+        "priority": read("priority", _between(int, -_HIGHEST_PRIORITY, _HIGHEST_PRIORITY)),
+        "ttl_s": read("ttl_s", _between(float, 0.0, _LONGEST_TTL_S)),
+    }
+    session_id, end = read("session_id", _session_id), {}
+    if session_id is not None:
+        over = read("session_over", _bool) or False
+        returns_in_s = read("returns_in_s", _returns_in_s)
+        if over and returns_in_s is not None:
+            _ignored(request, "session_over", "flexcache_returns_in_s says that it goes on")
+        elif over or returns_in_s is not None:
+            end = {"over": over, "returns_in_s": returns_in_s}
+    return Hints(
+        read("namespace", _namespace), session_id,
+        {name: hint for name, hint in retention.items() if hint is not None}, end,
+    )  # fmt: skip
 
 
 def _ignored(request: Any, name: str, reason: object) -> None:
@@ -111,12 +109,12 @@ def _ignored(request: Any, name: str, reason: object) -> None:
     )  # fmt: skip
 
 
-def _between(kind: type[T], lowest: Any, highest: Any) -> Callable[[Any], T]:
-    def convert(hint: Any) -> T:
-        value: Any = kind(hint)  # type: ignore[call-arg]
+def _between(kind: Callable[[Any], Any], lowest: Any, highest: Any) -> Callable[[Any], Any]:
+    def convert(hint: Any) -> Any:
+        value = kind(hint)
         if not lowest <= value <= highest:
             raise ValueError(f"must be {lowest} to {highest}")
-        return value  # type: ignore[no-any-return]
+        return value
 
     return convert
 
@@ -221,12 +219,27 @@ def to_vllm_events(changes: Iterable[Change], hashes: EventHashes) -> Iterator[K
             yield from to_vllm_events(change.removed, hashes)
 
 
-class Found(NamedTuple):
-    """A matched task, the tokens that it will load, and how many of them each tier supplies."""
+@dataclass(slots=True)
+class Get:
+    """An open get of a request.
+
+    Attributes:
+        num_computed: Tokens that the engine had when it asked; the get covers the following ones.
+        num_tokens: Tokens found; 0 if none.
+        sources: Tokens that each tier supplies.
+        name: What the request's KV was called when it was matched.
+        promised: The load, if the last answer to vLLM was that it runs within the request's first
+            step.
+    """
 
     task_id: int
+    num_computed: int
     num_tokens: int
     sources: dict[TierName, int]
+    matched_s: float
+    name: RequestName
+    launched: bool = False
+    promised: PromisedLoad | None = None
 
 
 class NoMatch(Enum):
@@ -281,32 +294,40 @@ class CacheCalls(TaskCalls):
         size = self._keys_per_position
         return hashes if size == 1 else hashes[size - 1 :: size]
 
-    def _named(self, request: Any) -> dict[str, Any]:
-        """Return what names a request's KV besides its keys, as arguments of the manager."""
-        name = self.names.of(request)
-        return {"weights": name.weights, "adapter": name.adapter or ""}
+    def _prompt(self, request: Any, hints: Hints = _NO_HINTS) -> dict[str, Any]:
+        """Return what names a request's KV, as arguments of the manager."""
+        name, namespace = self.names.of(request), self._namespace
+        if hints.namespace is not None:
+            namespace = (hints.namespace, *namespace)
+        return {
+            "namespace": namespace,
+            "block_keys": self.keys(request),
+            "session_id": hints.session_id,
+            "weights": name.weights,
+            "adapter": name.adapter or "",
+        }
+
+    def _may_find(self, request: Any) -> bool:
+        return self.is_open and self.names.of(request).adapter is not None
 
     def match(
         self, request: Any, num_computed: int, num_tokens: int, look_up: bool
-    ) -> Found | NoMatch:
+    ) -> Get | NoMatch:
         """Match a request's tokens ``[num_computed, num_tokens)``.
 
         Args:
             look_up: Whether the remote store may be asked first.
         """
-        if not self.is_open or self.names.of(request).adapter is None:
+        if not self._may_find(request):
             return NoMatch.FAILED
         try:
             matched = self.manager.get_match_by_tier(
                 request.all_token_ids,
                 range(num_computed, num_tokens),
-                namespace=self._namespace_of(request),
-                block_keys=self.keys(request),
                 request_info=self._info(request),
                 look_up=look_up,
-                session_id=read_session_id(request),
                 awaits_loads=True,
-                **self._named(request),
+                **self._prompt(request, read_hints(request)),
             )
         except (FlexCacheError, ValueError) as error:
             log_event(
@@ -316,12 +337,13 @@ class CacheCalls(TaskCalls):
         if matched is None:
             return NoMatch.UNDECIDED
         task_id, found, sources = matched
-        return Found(task_id, int(np.count_nonzero(found)), sources)
+        num_found, name = int(np.count_nonzero(found)), self.names.of(request)
+        return Get(task_id, num_computed, num_found, sources, time.monotonic(), name)
 
     def prefetch(self, request: Any, num_on_gpu: int) -> int | None:
         """Begin to bring a request's blocks to DRAM, unless vLLM has them; return the task, None if
         the remote store has yet to answer."""
-        if not self.is_open or self.names.of(request).adapter is None:
+        if not self._may_find(request):
             return None
         mask = np.ones(request.num_tokens, dtype=np.bool_)
         mask[: num_on_gpu * self._block_size] = False
@@ -329,25 +351,17 @@ class CacheCalls(TaskCalls):
             self.manager.prefetch_nowait,
             request.all_token_ids,
             mask,
-            namespace=self._namespace_of(request),
-            block_keys=self.keys(request),
-            session_id=read_session_id(request),
-            **self._named(request),
+            **self._prompt(request, read_hints(request)),
         )
         return task_id
 
     def look_up(self, request: Any) -> None:
         """Begin to ask the remote store about a request that vLLM will ask about."""
-        if not self.is_open or self.names.of(request).adapter is None:
-            return
-        safely(
-            self.manager.get_match_by_tier,
-            request.all_token_ids,
-            namespace=self._namespace_of(request),
-            block_keys=self.keys(request),
-            look_up="only",
-            **self._named(request),
-        )
+        if self._may_find(request):
+            safely(
+                self.manager.get_match_by_tier, request.all_token_ids, look_up="only",
+                **self._prompt(request, Hints(read_hints(request).namespace)),
+            )  # fmt: skip
 
     def may_store(self, request: Any) -> bool:
         """Return whether it is known by now what weights and adapter a request's KV is of."""
@@ -367,17 +381,15 @@ class CacheCalls(TaskCalls):
         """
         if not self.is_open:
             return None
+        hints = read_hints(request)
         try:
             task_id, wanted = self.manager.put_match(
                 request.all_token_ids,
                 range(first * self._block_size, stop * self._block_size),
-                namespace=self._namespace_of(request),
-                block_keys=self.keys(request),
                 tail_at=stop * self._block_size if has_tail else None,
                 request_info=self._info(request),
-                session_id=read_session_id(request),
-                **read_retention(request),
-                **self._named(request),
+                **hints.retention,
+                **self._prompt(request, hints),
             )
         except (FlexCacheError, ValueError) as error:
             log_event(
@@ -395,14 +407,9 @@ class CacheCalls(TaskCalls):
 
     def session_ended(self, request: Any) -> None:
         """Pass on what an ended request says of its session."""
-        end = read_session_end(request)
-        if end is not None and self.is_open:
-            safely(
-                self.manager.session_hint,
-                end.session_id,
-                over=end.over,
-                returns_in_s=end.returns_in_s,
-            )
+        hints = read_hints(request)
+        if hints.session_end and self.is_open:
+            safely(self.manager.session_hint, hints.session_id, **hints.session_end)
 
     def read_counters(self) -> Mapping[str, float] | None:
         """Read the counters that vLLM reports; None if the server does not answer."""
@@ -423,10 +430,6 @@ class CacheCalls(TaskCalls):
         except FlexCacheError:
             return None
         return loads["blocks"] * self._block_size, loads["seconds"]
-
-    def _namespace_of(self, request: Any) -> Sequence[str]:
-        namespace = read_namespace(request)
-        return self._namespace if namespace is None else (namespace, *self._namespace)
 
     def _info(self, request: Any) -> RequestInfo | None:
         """Describe a request for KV events and traces, if there are any."""

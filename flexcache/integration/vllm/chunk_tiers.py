@@ -4,156 +4,155 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from flexcache.cache.block_keys import EngineBlockKeys
+from flexcache.cache.block_keys import BlockKeys, EngineBlockKeys, PromptContent
 from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.tier import Lease, Tier
+from flexcache.cache.tiers import RemoteTier
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, OpId, OpKind, RootId, TaskId
 from flexcache.server.outbox import WorkerInstruction
-from flexcache.tasks.executors import Checksums, SlotChecksums
-from flexcache.tasks.instructions import DISK, REMOTE, ReplaceExecutor, RunLookUp, RunOp
+from flexcache.stats import ServerCounters
+from flexcache.tasks.executors import SlotChecksums
+from flexcache.tasks.instructions import (
+    DISK,
+    REMOTE,
+    Instruction,
+    ReplaceExecutor,
+    RunLookUp,
+    RunOp,
+)
+from flexcache.tasks.lookups import RemoteLookUps
 from flexcache.tasks.model import LOAD_TIER, WORKER_OF
 from flexcache.transfer.breaker import CircuitBreaker
-from flexcache.transfer.messages import BlockNames
+from flexcache.transfer.messages import BlockNames, Done, LookedUp, unpack_checksums
 from flexcache.transfer.scheduler import BlockIds, FairQueue, TransferOp, Urgency
 
 _SLOWEST_BYTES_PER_S = 1e8
 _ONE_OWNER = 0
+_BATCH = 16  # a bad chunk makes those after it in its op count as not loaded
+
+Item = TypeVar("Item")
 
 
-@dataclass(slots=True)
-class _Lane:
-    timeout_s: float
-    queue: FairQueue[TransferOp] = field(default_factory=FairQueue)
-    num_running: int = 0
+class Lane:
+    """Ops of one worker: some at a time, loads first, each with a deadline.
 
-
-class Lanes:
-    """Gives ops to workers.
-
-    Loads go first. Pure: calls and events with the time in, instructions out.
+    Pure: calls and events with the time in, instructions out.
 
     Args:
-        timeouts_s: Deadline of an op, for each worker.
+        timeout_s: Deadline of an op.
         block_bytes: Size of a block: large ops get more time.
         checksums: What reads from SSD are verified against.
         instructions: Receives `RunOp` and `ReplaceExecutor`.
-        max_ops_at_once: Ops that a worker is given before it has ended any.
+        max_ops_at_once: Ops that the worker is given before it has ended any.
+
+    Attributes:
+        worker: As given.
+        is_up: Whether there is the worker. Ops are only added while it is.
     """
 
     def __init__(
-        self,
-        timeouts_s: dict[str, float],
-        block_bytes: int,
-        checksums: SlotChecksums,
-        instructions: list[WorkerInstruction],
-        max_ops_at_once: int = 64,
-    ) -> None:
-        self._lanes = {worker: _Lane(timeout_s) for worker, timeout_s in timeouts_s.items()}
+        self, worker: str, timeout_s: float, block_bytes: int, checksums: SlotChecksums,
+        instructions: list[WorkerInstruction], max_ops_at_once: int = 64,
+    ) -> None:  # fmt: skip
+        self.worker = worker
+        self._timeout_s = timeout_s
         self._block_bytes = block_bytes
         self._checksums = checksums
         self._instructions = instructions
         self._max_ops_at_once = max_ops_at_once
-        self._up: set[str] = set()
+        self.is_up = False
+        self._waiting: FairQueue[TransferOp] = FairQueue()
         self._running: dict[OpId, TransferOp] = {}
         self._deadlines: list[tuple[float, OpId]] = []
 
-    def is_up(self, worker: str) -> bool:
-        return worker in self._up
-
-    def up(self, worker: str) -> None:
-        self._up.add(worker)
-
-    def down(self, worker: str) -> list[TransferOp]:
-        """Return all ops of a worker that is gone: they have moved nothing."""
-        self._up.discard(worker)
-        ended = [op for op in self._running.values() if WORKER_OF[op.kind] == worker]
-        for op in ended:
-            del self._running[op.op_id]
-        self._lanes[worker].num_running = 0
-        return ended + self.withdraw(worker)
-
-    def withdraw(self, worker: str) -> list[TransferOp]:
-        """Return the ops that have not had their turn: they will not be started."""
-        queue, waiting = self._lanes[worker].queue, []
-        while (op := queue.next()) is not None:
-            waiting.append(op)
-        return waiting
-
-    def num_waiting(self, worker: str) -> int:
+    @property
+    def num_waiting(self) -> int:
         """Number of ops that have not had their turn."""
-        return len(self._lanes[worker].queue)
+        return len(self._waiting)
 
     def add(self, ops: Sequence[TransferOp], now: float) -> None:
-        """Start ops as their turn comes. Their workers must be up."""
+        """Start ops as their turn comes."""
         for op in ops:
-            queue = self._lanes[WORKER_OF[op.kind]].queue
             urgency = Urgency.NEEDED if op.kind in LOAD_TIER else Urgency.STORE
-            queue.add(op.op_id, op, owner=_ONE_OWNER, urgency=urgency)
-        for worker in dict.fromkeys(WORKER_OF[op.kind] for op in ops):
-            self._fill(worker, now)
+            self._waiting.add(op.op_id, op, owner=_ONE_OWNER, urgency=urgency)
+        self._fill(now)
 
-    def done(self, worker: str, op_id: OpId, now: float) -> TransferOp | None:
-        """Return the op that a worker has ended; None if it is not one of its ops any more."""
-        op = self._running.get(op_id)
-        if op is None or WORKER_OF[op.kind] != worker:
-            return None
-        del self._running[op_id]
-        self._lanes[worker].num_running -= 1
-        self._fill(worker, now)
+    def done(self, op_id: int, now: float) -> TransferOp | None:
+        """Return the op that the worker has ended; None if it is not one of its ops any more."""
+        op = self._running.pop(OpId(op_id), None)
+        if op is not None:
+            self._fill(now)
         return op
 
+    def down(self) -> list[TransferOp]:
+        """Return all ops: their worker is gone, and they have moved nothing."""
+        self.is_up = False
+        ended = [*self._running.values(), *self.withdraw()]
+        self._running.clear()
+        return ended
+
+    def withdraw(self) -> list[TransferOp]:
+        """Return the ops that have not had their turn: they will not be started."""
+        return list(iter(self._waiting.next, None))
+
     def expire(self, now: float) -> None:
-        """Have workers replaced that missed an op's deadline."""
+        """Have the worker replaced if it missed an op's deadline."""
         while self._deadlines and self._deadlines[0][0] <= now:
             op = self._running.get(heapq.heappop(self._deadlines)[1])
             if op is not None:
                 reason = f"{op.kind.value} op {op.op_id} missed its deadline"
-                self._instructions.append(ReplaceExecutor(WORKER_OF[op.kind], reason))
+                self._instructions.append(ReplaceExecutor(self.worker, reason))
 
     def next_deadline(self) -> float | None:
         while self._deadlines and self._deadlines[0][1] not in self._running:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
-    def _fill(self, worker: str, now: float) -> None:
-        lane = self._lanes[worker]
-        while lane.num_running < self._max_ops_at_once and (op := lane.queue.next()) is not None:
-            lane.num_running += 1
+    def _fill(self, now: float) -> None:
+        while len(self._running) < self._max_ops_at_once:
+            if (op := self._waiting.next()) is None:
+                return
             self._running[op.op_id] = op
             extra_s = len(op) * self._block_bytes / _SLOWEST_BYTES_PER_S
-            heapq.heappush(self._deadlines, (now + lane.timeout_s + extra_s, op.op_id))
+            heapq.heappush(self._deadlines, (now + self._timeout_s + extra_s, op.op_id))
             expected = self._checksums.expected(op)
-            self._instructions.append(RunOp(worker, TaskId(0), op, expected, gated=False))
+            self._instructions.append(RunOp(self.worker, TaskId(0), op, expected, gated=False))
 
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold."""
-        for worker, lane in self._lanes.items():
-            num_running = sum(WORKER_OF[op.kind] == worker for op in self._running.values())
-            if num_running != lane.num_running:
-                raise InternalError(f"{worker}: {lane.num_running} ops counted, {num_running} run")
-            if worker not in self._up and (num_running or len(lane.queue)):
-                raise InternalError(f"{worker}: ops of a worker that is gone")
-            if len(lane.queue) and num_running < self._max_ops_at_once:
-                raise InternalError(f"{worker}: an op waits although it could run")
+        if not self.is_up and (self._running or self.num_waiting):
+            raise InternalError(f"{self.worker}: ops of a worker that is gone")
+        if self.num_waiting and len(self._running) < self._max_ops_at_once:
+            raise InternalError(f"{self.worker}: an op waits although it could run")
 
 
-_MAX_KEYS = 8192
-_TRIAL_KEY = BlockKey(b"flexcache-trial")
+class _ChunksAtStore(RemoteTier):
+    """Knowledge of chunks, each the only block of a prompt of its own.
 
+    The keys of a question are independent here: what is there says nothing of those before it.
+    """
 
-@dataclass(frozen=True, slots=True)
-class _Question:
-    keys: list[BlockKey]
-    deadline_s: float
-    is_trial: bool = False
+    def first_unknown(self, keys: BlockKeys, stop: int, now: float) -> int | None:
+        for position in range(stop):
+            if not self.index.contains(keys.root, key := keys.key(position)):
+                return None if self.is_absent(keys.root, key, now) else position
+        return None
+
+    def learn(
+        self, root: RootId, parent: BlockKey | None, keys: Sequence[BlockKey], first: int = 0,
+        content: PromptContent | None = None,
+    ) -> int:  # fmt: skip
+        for key in keys:
+            super().learn(root, None, [key])
+        return len(keys)
 
 
 class StorePresence:
@@ -176,25 +175,15 @@ class StorePresence:
     """
 
     def __init__(
-        self,
-        root: bytes,
-        capacity: int,
-        timeout_s: float,
-        absent_ttl_s: float,
+        self, root: RootId, capacity: int, timeout_s: float, absent_ttl_s: float,
         instructions: list[WorkerInstruction],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._root = root
-        self._capacity = capacity
-        self._timeout_s = timeout_s
-        self._absent_ttl_s = absent_ttl_s
         self._instructions = instructions
-        self._known: OrderedDict[BlockKey, float | None] = OrderedDict()
-        """None for a chunk that is there; for a missing one the time until which it is missing."""
-        self._noted: dict[str, dict[BlockKey, None]] = {}
-        self._ids = itertools.count(1)
-        self._open: dict[int, _Question] = {}
-        self._asked: set[BlockKey] = set()
+        self._known = _ChunksAtStore(absent_ttl_s, capacity)
         self.breaker = CircuitBreaker()
+        self._questions = RemoteLookUps(self._known, self.breaker, timeout_s)
+        self._noted: dict[str, dict[BlockKey, None]] = {}
         self.is_up = False
 
     @property
@@ -208,36 +197,34 @@ class StorePresence:
             asker: What one asker asks for in a step is one question: until the first chunk that is
                 missing.
         """
-        if not self.takes_part:
+        if self.is_there(key):
+            return True
+        if not self.takes_part or self._known.is_absent(self._root, key, now):
             return False
-        if key in self._known:
-            until = self._known[key]
-            if until is None or until > now:
-                return until is None
-            del self._known[key]
-        if key not in self._asked:
-            self._noted.setdefault(asker, {})[key] = None
+        self._noted.setdefault(asker, {})[key] = None
         return None
 
     def is_there(self, key: BlockKey) -> bool:
         """Whether a chunk was there when last heard of."""
-        return self.takes_part and key in self._known and self._known[key] is None
+        return self.takes_part and self._known.index.contains(self._root, key)
 
     def learn(self, key: BlockKey, is_there: bool, now: float) -> None:
-        """Remember that a chunk was stored, found, or not found."""
-        self._known[key] = None if is_there else now + self._absent_ttl_s
-        self._known.move_to_end(key)
-        while len(self._known) > self._capacity:
-            self._known.popitem(last=False)
+        """Remember that a chunk was stored, or that it did not come."""
+        self._known.advance(now)
+        if is_there:
+            self._known.learn(self._root, None, [key])
+        else:
+            self._known.discard(self._root, key)
+            self._known.learn_absent(self._root, key, now)
 
     def ask(self, now: float) -> None:
         """Ask the store about what was noted."""
         noted, self._noted = self._noted, {}
-        for keys in noted.values():
-            new = [key for key in keys if key not in self._asked][:_MAX_KEYS]
-            if new and self.takes_part:
-                self._asked.update(new)
-                self._put(_Question(new, now + self._timeout_s))
+        left: list[Instruction] = []
+        for keys in noted.values() if self.takes_part else ():
+            prompt = EngineBlockKeys(self._root, list(keys), len(keys))
+            self._questions.look_up(prompt, len(keys), now, left)
+        self._pass_on(left)
 
     def op_ended(self, is_well: bool, reason: str, now: float) -> None:
         """Inform the breaker how an op of the store went. What was under way when it opened is no
@@ -249,74 +236,36 @@ class StorePresence:
         else:
             self.breaker.failed(reason, now)
 
-    def answered(self, lookup_id: int, num_present: int, error: str | None, now: float) -> None:
+    def answered(self, answer: LookedUp, now: float) -> None:
         """Take an answer; one that comes too late is ignored."""
-        question = self._open.pop(lookup_id, None)
-        if question is None:
-            return
-        self._asked.difference_update(question.keys)
-        if error is not None:
-            self.breaker.failed(f"look-up: {error}", now)
-        else:
-            self.breaker.succeeded(now)
-        if question.is_trial:
-            return
-        num_present = min(max(0, num_present), len(question.keys))
-        for key in question.keys[:num_present]:
-            self.learn(key, True, now)
-        for key in question.keys[num_present : num_present + 1]:
-            self.learn(key, False, now)
-        if error is not None:
-            self._assume_absent(question.keys[num_present:], now)
+        self._known.advance(now)
+        self._questions.looked_up(answer.lookup_id, answer.num_present, answer.error, now, [])
 
     def tick(self, now: float) -> None:
         """Let deadlines pass, and try a store again that was given up."""
-        late = [number for number, q in self._open.items() if q.deadline_s <= now]
-        for number in late:
-            question = self._open.pop(number)
-            self._asked.difference_update(question.keys)
-            self._assume_absent(question.keys, now)
-            self.breaker.failed("no answer in time", now)
-        has_trial = any(question.is_trial for question in self._open.values())
-        if self.is_up and not has_trial and self.breaker.wants_trial(now):
-            self._put(_Question([_TRIAL_KEY], now + self._timeout_s, is_trial=True))
+        left: list[Instruction] = []
+        self._questions.tick(now, self.is_up, left)
+        self._pass_on(left)
 
     def went_down(self, reason: str, now: float) -> None:
         """The store's worker is gone: nothing that was asked will be answered."""
         self.is_up = False
         self.breaker.trip(reason, now)
-        self._open.clear()
-        self._asked.clear()
+        self._questions.give_up(now, [])
         self._noted.clear()
 
     def next_deadline(self) -> float | None:
-        times = [question.deadline_s for question in self._open.values()]
-        retry = self.breaker.next_deadline()
-        if retry is not None and self.is_up:
-            times.append(retry)
-        return min(times, default=None)
+        return self._questions.next_deadline(self.is_up)
 
-    def _assume_absent(self, keys: list[BlockKey], now: float) -> None:
-        for key in keys:
-            if key != _TRIAL_KEY and self._known.get(key, now) is not None:
-                self.learn(key, False, now)
-
-    def _put(self, question: _Question) -> None:
-        lookup_id = next(self._ids)
-        self._open[lookup_id] = question
-        self._instructions.append(RunLookUp(lookup_id, self._root, question.keys))
+    def _pass_on(self, left: Iterable[Instruction]) -> None:
+        """Leave the questions to the worker. That one has ended is seen by asking again."""
+        self._instructions += [each for each in left if isinstance(each, RunLookUp)]
 
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold."""
-        asked = [key for q in self._open.values() if not q.is_trial for key in q.keys]
-        if sorted(asked) != sorted(self._asked):
-            raise InternalError("a chunk is asked about twice, or by no question")
-        if len(self._known) > self._capacity:
-            raise InternalError("more chunks are remembered than allowed")
-
-
-Item = TypeVar("Item")
-_BATCH = 16  # a bad chunk makes those after it in its op count as not loaded
+        self._known.check()
+        if not self._questions.check():
+            raise InternalError("questions to the store cannot be found, or have no deadline")
 
 
 class JobEnd(NamedTuple):
@@ -348,7 +297,8 @@ class _Cargo:
 
 
 class ChunkTiers:
-    """The tiers of one engine. ``presence`` and ``lanes`` leave the instructions to its workers.
+    """The tiers of one engine. ``presence`` and ``lanes`` leave the instructions to its workers,
+    whose owner this is (`WorkerOwner`).
 
     Chunks are independent of each other: any may be there without those before it, so each is the
     only block of a prompt of its own, with the same index, leases, records and checksums as other
@@ -364,29 +314,24 @@ class ChunkTiers:
         root: Identity of what chunks of this engine's kind mean.
         ssd: The SSD tier; None without one.
         presence: The remote store; None without one.
-        lanes: Give ops to the workers.
+        lanes: Give ops to the workers; one for each of them.
         checksums: Checksums of the SSD tier's slots.
         max_storing: Chunks that may be on their way down. Further ones are dropped.
 
     Attributes:
-        lanes: As given.
+        counters: Deaths of workers, and messages of theirs that were refused.
         dropped: Chunks that were not stored or are lost, by reason.
         hits: Chunks that loads have brought, by worker.
     """
 
     def __init__(
-        self,
-        root: RootId,
-        ssd: Tier | None,
-        presence: StorePresence | None,
-        lanes: Lanes,
-        checksums: SlotChecksums,
-        max_storing: int,
-    ) -> None:
+        self, root: RootId, ssd: Tier | None, presence: StorePresence | None,
+        lanes: Sequence[Lane], checksums: SlotChecksums, max_storing: int,
+    ) -> None:  # fmt: skip
         self._root = root
         self._ssd = ssd
         self._presence = presence
-        self.lanes = lanes
+        self._lanes = {lane.worker: lane for lane in lanes}
         self._max_storing = max_storing
         self._checksums = checksums
         self._op_ids = itertools.count(1)
@@ -395,6 +340,7 @@ class ChunkTiers:
         self._ended: list[JobEnd] = []
         self._num_storing = 0
         self._going_to_store: set[BlockKey] = set()
+        self.counters = ServerCounters()
         self.dropped: Counter[str] = Counter()
         self.hits: Counter[str] = Counter()
 
@@ -402,7 +348,7 @@ class ChunkTiers:
 
     def look_up(self, asker: str, key: BlockKey, now: float) -> bool | None:
         """Return whether a chunk can be loaded; None if the remote store has yet to say."""
-        if self._ssd is not None and self.lanes.is_up(DISK):
+        if self._ssd is not None and self._lanes[DISK].is_up:
             self._ssd.advance(now)
             if self._ssd.match(_alone(self._root, key)).run is not None:
                 return True
@@ -478,7 +424,7 @@ class ChunkTiers:
     # -- events ----------------------------------------------------------------------------------
 
     def worker_up(self, worker: str) -> None:
-        self.lanes.up(worker)
+        self._lanes[worker].is_up = True
         if worker == REMOTE and self._presence is not None:
             self._presence.is_up = True
 
@@ -486,41 +432,39 @@ class ChunkTiers:
         """A worker is gone, and with it what it was moving."""
         if worker == REMOTE and self._presence is not None:
             self._presence.went_down(reason, now)
-        for op in self.lanes.down(worker):
+        for op in self._lanes[worker].down():
             self._op_ended(op, 0, False, now)
 
-    def op_done(
-        self, worker: str, op_id: int, num_ok: int, now: float, *, error: str | None = None,
-        bad_block: bool = False, checksums: Checksums | None = None,
-    ) -> None:  # fmt: skip
-        """A worker has moved the first ``num_ok`` chunks of an op; see `KVTaskEngine.op_done`."""
-        op = self.lanes.done(worker, OpId(op_id), now)
+    def op_done(self, worker: str, done: Done, now: float) -> None:
+        op = self._lanes[worker].done(done.op_id, now)
         if op is None:
             return
-        if checksums is not None:
-            covered = self._checksums.record(op, checksums)
+        num_ok = done.num_ok
+        if done.checksums:
+            covered = self._checksums.record(op, unpack_checksums(done.checksums))
             num_ok = num_ok if covered is None else min(num_ok, covered)
         num_ok = max(0, min(num_ok, len(op)))
         if worker == REMOTE and self._presence is not None:
-            is_well = num_ok == len(op) or bad_block
-            self._presence.op_ended(is_well, error or "not moved", now)
-        self._op_ended(op, num_ok, bad_block, now)
+            is_well = num_ok == len(op) or done.bad_block
+            self._presence.op_ended(is_well, done.error or "not moved", now)
+        self._op_ended(op, num_ok, done.bad_block, now)
         self._sync_store(now)
 
-    def looked_up(self, lookup_id: int, num_present: int, error: str | None, now: float) -> None:
+    def looked_up(self, answer: LookedUp, now: float) -> None:
         if self._presence is not None:
-            self._presence.answered(lookup_id, num_present, error, now)
+            self._presence.answered(answer, now)
             self._sync_store(now)
 
     def tick(self, now: float) -> None:
         """Let deadlines pass."""
-        self.lanes.expire(now)
+        for lane in self._lanes.values():
+            lane.expire(now)
         if self._presence is not None:
             self._presence.tick(now)
             self._sync_store(now)
 
     def next_deadline(self) -> float | None:
-        times = [self.lanes.next_deadline()]
+        times = [lane.next_deadline() for lane in self._lanes.values()]
         if self._presence is not None:
             times.append(self._presence.next_deadline())
         return min((time for time in times if time is not None), default=None)
@@ -528,14 +472,14 @@ class ChunkTiers:
     def _sync_store(self, now: float) -> None:
         """End what waits for a store that was given up, without waiting for deadlines."""
         if self._presence is not None and not self._presence.takes_part:
-            for op in self.lanes.withdraw(REMOTE):
+            for op in self._lanes[REMOTE].withdraw():
                 self._op_ended(op, 0, False, now)
 
     # -- ops -------------------------------------------------------------------------------------
 
     def _wants_on_ssd(self, key: BlockKey) -> bool:
         ssd = self._ssd
-        if ssd is None or not self.lanes.is_up(DISK) or ssd.index.contains(self._root, key):
+        if ssd is None or not self._lanes[DISK].is_up or ssd.index.contains(self._root, key):
             return False
         return not ssd.num_in_flight(_alone(self._root, key), 0, 1)
 
@@ -556,7 +500,7 @@ class ChunkTiers:
         return [self._op(OpKind.H2DISK, _ids([block]), lease.blocks.copy(), cargo)]
 
     def _pin(self, key: BlockKey) -> PrefixMatch | None:
-        if self._ssd is None or not self.lanes.is_up(DISK):
+        if self._ssd is None or not self._lanes[DISK].is_up:
             return None
         match = self._ssd.index.locate(self._root, key)
         if match.run is None:
@@ -582,7 +526,8 @@ class ChunkTiers:
 
     def _start(self, job: _Job, ops: list[TransferOp], now: float) -> None:
         job.num_open = len(ops)
-        self.lanes.add(ops, now)
+        for worker, lane in self._lanes.items():
+            lane.add([op for op in ops if WORKER_OF[op.kind] == worker], now)
         self._end_if_over(job, now)
 
     def _op_ended(self, op: TransferOp, num_ok: int, bad_block: bool, now: float) -> None:
@@ -628,10 +573,11 @@ class ChunkTiers:
 
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold."""
-        self.lanes.check()
+        for lane in self._lanes.values():
+            lane.check()
         if self._presence is not None:
             self._presence.check()
-            if not self._presence.takes_part and self.lanes.num_waiting(REMOTE):
+            if not self._presence.takes_part and self._lanes[REMOTE].num_waiting:
                 raise InternalError("ops wait for a store that was given up")
         if self._ssd is not None:
             self._ssd.check()

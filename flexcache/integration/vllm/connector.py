@@ -44,82 +44,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class WorkerHooks(KVConnectorBase_V1):  # type: ignore[misc]
-    """Hooks that vLLM calls in each worker process, around the model's steps."""
-
-    _worker: FlexCacheWorker
-
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._worker.register(kv_caches)
-
-    @property
-    def prefer_cross_layer_blocks(self) -> bool:
-        """Whether all layers shall be in one tensor. Asked by vLLM before 0.32."""
-        return prefers_one_tensor(self._vllm_config)
-
-    def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
-        """Register that tensor. Called by vLLM before 0.32 instead of `register_kv_caches`."""
-        config = self._vllm_config
-        layers = split_layers(kv_cache, attn_backend, config, self._kv_cache_config)
-        self._worker.register(layers)
-
-    @classmethod
-    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """True: copies end in `unregister_kv_caches`. Called by vLLM 0.33 and later."""
-        return True
-
-    def unregister_kv_caches(self) -> None:
-        self._worker.unregister()
-
-    def restore_kv_caches(self) -> None:
-        self._worker.restore()
-
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Begin copies while vLLM prepares the inputs of the step, if they may. Called at the
-        beginning of a step by vLLM 0.32 and later."""
-        metadata = kv_connector_metadata
-        if isinstance(metadata, FlexCacheMetadata) and not metadata.begins_late:
-            self._worker.begin_step(metadata)
-
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        super().bind_connector_metadata(connector_metadata)
-        assert isinstance(connector_metadata, FlexCacheMetadata)
-        self._worker.begin_step(connector_metadata)
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._worker.step_loads.before_step()
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        self._worker.step_loads.before_layer(layer_name)
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        """Do nothing: a put covers all layers of blocks that are complete."""
-
-    def wait_for_save(self) -> None:
-        """Do nothing: blocks are pinned until their put has ended."""
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, self._worker.take_received() or None
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Return the ended loads and those of them that failed. Called by vLLM 0.32 and later."""
-        results = super().get_transfer_results(finished_req_ids)
-        results.failed_recving |= self._worker.take_failed()
-        return results
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker.take_bad_blocks()
-
-    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self._worker.take_adapters()
-
-
 logger = logging.getLogger(__name__)
 
 
-class FlexCacheConnectorV1(WorkerHooks, GroupHooks):  # type: ignore[misc]
+class FlexCacheConnectorV1(KVConnectorBase_V1, GroupHooks):  # type: ignore[misc]
     """Delegates to the scheduler's or the worker's side; each process has one of them.
 
     For a model whose KV is of no use, both sides are an `UncachedConnector`.
@@ -232,6 +160,74 @@ class FlexCacheConnectorV1(WorkerHooks, GroupHooks):  # type: ignore[misc]
     def reset_cache(self) -> bool | None:
         return self._scheduler.reset()
 
+    # -- worker ----------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._worker.register(kv_caches)
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        """Whether all layers shall be in one tensor. Asked by vLLM before 0.32."""
+        return prefers_one_tensor(self._vllm_config)
+
+    def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
+        """Register that tensor. Called by vLLM before 0.32 instead of `register_kv_caches`."""
+        config = self._vllm_config
+        layers = split_layers(kv_cache, attn_backend, config, self._kv_cache_config)
+        self._worker.register(layers)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """True: copies end in `unregister_kv_caches`. Called by vLLM 0.33 and later."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        self._worker.unregister()
+
+    def restore_kv_caches(self) -> None:
+        self._worker.restore()
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Begin copies while vLLM prepares the inputs of the step, if they may. Called at the
+        beginning of a step by vLLM 0.32 and later."""
+        metadata = kv_connector_metadata
+        if isinstance(metadata, FlexCacheMetadata) and not metadata.begins_late:
+            self._worker.begin_step(metadata)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, FlexCacheMetadata)
+        self._worker.begin_step(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._worker.step_loads.before_step()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self._worker.step_loads.before_layer(layer_name)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Do nothing: a put covers all layers of blocks that are complete."""
+
+    def wait_for_save(self) -> None:
+        """Do nothing: blocks are pinned until their put has ended."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, self._worker.take_received() or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Return the ended loads and those of them that failed. Called by vLLM 0.32 and later."""
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving |= self._worker.take_failed()
+        return results
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.take_bad_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._worker.take_adapters()
+
     # -- both ------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> FlexCacheStats | None:
@@ -253,6 +249,9 @@ class FlexCacheConnectorV1(WorkerHooks, GroupHooks):  # type: ignore[misc]
         (self._scheduler if self.role is KVConnectorRole.SCHEDULER else self._worker).shutdown()
 
 
+def _do_nothing(self: Any, *arguments: Any, **options: Any) -> None: ...
+
+
 class UncachedConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Stores and loads nothing, for an engine that FlexCache is configured for in vain.
 
@@ -260,16 +259,13 @@ class UncachedConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """
 
     requires_kv_delivery = False
+    update_state_after_alloc = start_load_kv = wait_for_layer_load = _do_nothing
+    save_kv_layer = wait_for_save = unregister_kv_caches = restore_kv_caches = _do_nothing
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
         return 0, False
-
-    def update_state_after_alloc(
-        self, request: Request, blocks: Any, num_external_tokens: int
-    ) -> None:
-        pass
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return KVConnectorMetadata()
@@ -278,26 +274,6 @@ class UncachedConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return False, None
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        pass
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        pass
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        pass
-
-    def wait_for_save(self) -> None:
-        pass
-
-    def unregister_kv_caches(self) -> None:
-        pass
-
-    def restore_kv_caches(self) -> None:
-        pass
 
 
 def _log_where_vllm_does() -> None:

@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.platforms import current_platform
 
-from flexcache.client.client import local_endpoint
+from flexcache.client.transport import local_endpoint
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.config.sources import Layer, read_environment, require_block_size
 from flexcache.errors import ConfigError

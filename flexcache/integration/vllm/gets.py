@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,37 +27,15 @@ from flexcache.config import CacheConfig
 from flexcache.errors import InternalError
 from flexcache.ids import TierName
 from flexcache.integration.adapter import LayerwiseRule
-from flexcache.integration.vllm.calls import CacheCalls, NoMatch
+from flexcache.integration.vllm.calls import CacheCalls, Get, NoMatch
 from flexcache.integration.vllm.early_loads import EarlyLoads, EarlyLookUps
 from flexcache.integration.vllm.engine import is_served_by_sibling
 from flexcache.integration.vllm.groups import BlockTables, Tables
 from flexcache.integration.vllm.step_loads import StepBudget
 from flexcache.integration.vllm.weights import RequestName
 from flexcache.integration.vllm.worker import Load
-from flexcache.tasks.instructions import PromisedLoad
 
-
-@dataclass(slots=True)
-class Get:
-    """An open get of a request.
-
-    Attributes:
-        num_computed: Tokens that the engine had when it asked; the get covers the following ones.
-        num_tokens: Tokens found; 0 if none.
-        sources: Tokens that each tier supplies.
-        promised: The load, if the last answer to vLLM was that it runs within the request's first
-            step.
-        name: What the request's KV was called when it was matched.
-    """
-
-    task_id: int
-    num_computed: int
-    num_tokens: int
-    sources: dict[TierName, int]
-    matched_s: float
-    name: RequestName
-    launched: bool = False
-    promised: PromisedLoad | None = None
+_IDLE_WAIT_S = 0.001
 
 
 @dataclass(slots=True)
@@ -76,12 +54,19 @@ class RequestRecord:
 
 
 @dataclass(slots=True)
-class _Step:
-    """Content of the next step's metadata."""
+class Step:
+    """A step of the engine, from the first load for it until it has ended.
+
+    Attributes:
+        loads: Those in its metadata.
+        counts_on_ranks: Whether some of them run within it.
+        num_tokens: What it computes, once it was scheduled.
+    """
 
     loads: list[Load] = field(default_factory=list)
     counts_on_ranks: bool = False
-    """Whether loads run within it."""
+    num_tokens: int = 0
+    launched_s: float = 0.0
 
 
 class Gets:
@@ -120,21 +105,16 @@ class Gets:
         self._has_store = config.remote_url is not None
         """In a shared cache, not known before the store is first waited for."""
         self._requests: dict[str, RequestRecord] = {}
-        self._step = _Step()
+        self._step = Step()
         self._promised: dict[str, None] = {}
         """Requests whose get was promised since the last step was scheduled."""
-        self._under_way: deque[bool] = deque()
-        """Steps that have not ended, the oldest first: whether loads run within them."""
+        self._under_way: deque[Step] = deque()
+        """Steps that have not ended, the oldest first."""
         self._arrived: set[str] = set()
         """Requests whose load between steps has ended, and that no step has computed since."""
         self._gone: set[str] = set()
         """Those that ended before."""
         self.has_matched = False
-
-    @property
-    def has_undecided(self) -> bool:
-        """Whether vLLM waits for the remote store's answer about a request."""
-        return any(record.asked_s is not None for record in self._requests.values())
 
     # -- vLLM's questions ------------------------------------------------------------------------
 
@@ -145,9 +125,9 @@ class Gets:
         self.early_loads.arrived(request)
         if self._has_store:
             self.early.arrived(request)
-            self.look_up_early()
+            self._look_up_early()
 
-    def look_up_early(self) -> None:
+    def _look_up_early(self) -> None:
         for request in self.early.take_due(time.monotonic()):
             self._cache.look_up(request)
 
@@ -223,17 +203,15 @@ class Gets:
         now = time.monotonic()
         asked_s = now if record.asked_s is None else record.asked_s
         look_up = now - asked_s <= self._lookup_timeout_s  # steps may take longer
-        found = self._cache.match(request, num_computed, num_tokens, look_up)
-        record.asked_s = asked_s if found is NoMatch.UNDECIDED else None
+        get = self._cache.match(request, num_computed, num_tokens, look_up)
+        record.asked_s = asked_s if get is NoMatch.UNDECIDED else None
         # What is on its way early delays an answer, too.
-        self._has_store |= found is NoMatch.UNDECIDED and not self.early_loads.num_open
-        if isinstance(found, NoMatch):
+        self._has_store |= get is NoMatch.UNDECIDED and not self.early_loads.num_open
+        if isinstance(get, NoMatch):
             return None
         self.has_matched = True
-        task_id, num_found, sources = found
-        self.early_loads.is_on |= self._may_load_early and not sources.keys() <= {TierName.CPU}
-        name = self._cache.names.of(request)
-        return Get(task_id, num_computed, num_found, sources, time.monotonic(), name)
+        self.early_loads.is_on |= self._may_load_early and not get.sources.keys() <= {TierName.CPU}
+        return get
 
     def _withdraw(self, request_id: str) -> None:
         """Cancel a request's get, if vLLM has not acted on it."""
@@ -317,9 +295,16 @@ class Gets:
         gone, self._gone = self._gone, set()
         return started | dict.fromkeys(gone, False)
 
-    def take_step(self) -> list[Load]:
-        """Return the loads for the metadata of the step that vLLM has scheduled."""
-        step, self._step = self._step, _Step()
+    def take_step(self, num_scheduled: Mapping[str, int]) -> Step:
+        """Return the step that vLLM has scheduled, with so many tokens of each request."""
+        self.layerwise.step(num_scheduled)
+        self._look_up_early()
+        self.early_loads.begin()
+        self.budget.begin_step(len(num_scheduled))
+        step, self._step = self._step, Step()
+        step.num_tokens, step.launched_s = sum(num_scheduled.values()), time.monotonic()
+        if not step.num_tokens and any(r.asked_s is not None for r in self._requests.values()):
+            time.sleep(_IDLE_WAIT_S)  # spinning would delay the remote store's answer
         for load in step.loads:
             if load.promised is not None:
                 self._requests[load.request_id].get = None
@@ -327,15 +312,18 @@ class Gets:
             if (record := self._requests.get(request_id)) is not None:
                 self._cancel(record)
         self._promised.clear()
-        self._under_way.append(step.counts_on_ranks)
+        self._under_way.append(step)
         self._let_ranks_leave()
-        return step.loads
+        return step
 
-    def step_ended(self) -> None:
-        """The oldest of the steps has ended on every rank."""
-        if self._under_way:
-            self._under_way.popleft()
-            self._let_ranks_leave()
+    def step_ended(self, now: float) -> Step | None:
+        """Return the oldest of the steps: it has ended on every rank."""
+        if not self._under_way:
+            return None
+        step = self._under_way.popleft()
+        self._let_ranks_leave()
+        self.budget.steps.ended(step.num_tokens, step.launched_s, now)
+        return step
 
     def _let_ranks_leave(self) -> None:
         if not self.is_counting_on_ranks:
@@ -344,7 +332,7 @@ class Gets:
     @property
     def is_counting_on_ranks(self) -> bool:
         """Whether a load runs within a step that has not ended."""
-        return any(self._under_way)
+        return any(step.counts_on_ranks for step in self._under_way)
 
     def transfers_ended(self, received: Collection[str]) -> None:
         """End gets. On all ranks, those between steps of the requests ``received`` have ended."""

@@ -9,8 +9,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -68,10 +67,6 @@ _COUNTERS = {
 class FlexCacheStats(KVConnectorStats):  # type: ignore[misc]
     """Increases since the last report, by counter name."""
 
-    @classmethod
-    def between(cls, before: Mapping[str, float], after: Mapping[str, float]) -> FlexCacheStats:
-        return cls(increases(before, after))
-
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
 
@@ -120,9 +115,7 @@ class FlexCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 logger = logging.getLogger(__name__)
 
 _READY_TIMEOUT_S = 60.0
-_IDLE_WAIT_S = 0.001
 _STATS_INTERVAL_S = 5.0  # reading and passing them on takes longer than a put
-_MOST_STEPS_AHEAD = 8  # vLLM launches fewer before the first has ended
 _LOADS_INTERVAL_S = 0.1  # between readings of how fast loads are, where that takes no round trip
 
 
@@ -155,8 +148,6 @@ class FlexCacheScheduler:
         self.puts = Puts(self._cache, self._tables, PutPoints(block_size, interval))
         self._publishes = config.kv_events and place.endpoint is None
         self._prefill = PrefillRate() if config.skip_slow_loads else None
-        self._launched: deque[tuple[int, float]] = deque(maxlen=_MOST_STEPS_AHEAD)
-        """Tokens and times of the steps that vLLM has launched and not yet ended."""
         self._reported: Mapping[str, float] = {}
         self._has_news = False
         self._stats_due_s = 0.0
@@ -165,26 +156,27 @@ class FlexCacheScheduler:
         self._life = threading.Lock()  # held while the manager is made
         self._is_over = False
         self._opened: KVManager | None = None
-        make = partial(_make, model, place)
-        is_identified = when_identified(
-            partial(read_model_id, vllm_config), config, partial(self._open, make)
-        )
-        if not is_identified:
-            make(UNREAD, config)  # what is wrong with the settings is said at once
+        self._model, self._place = model, place
+        if not when_identified(partial(read_model_id, vllm_config), config, self._open):
+            self._make_manager(UNREAD, config)  # what is wrong with the settings is said at once
 
     @property
     def manager(self) -> KVManager:
         """The engine's cache, once it is open."""
         return self._cache.manager
 
-    def _open(
-        self, make: Callable[[str, CacheConfig], KVManager], model_id: str, config: CacheConfig
-    ) -> None:
+    def _make_manager(self, model_id: str, config: CacheConfig) -> KVManager:
+        model, place = dataclasses.replace(self._model, model_id=model_id), self._place
+        return KVManager(
+            model, config, endpoint=place.endpoint, dp_rank=place.dp_rank, engine_id=place.engine_id
+        )
+
+    def _open(self, model_id: str, config: CacheConfig) -> None:
         """Open the cache: the model is known by now."""
         with self._life:
             if self._is_over:
                 return
-            self._opened = make(model_id, config)
+            self._opened = self._make_manager(model_id, config)
         _start(self._opened)
         self._cache.open(self._opened)
 
@@ -225,27 +217,16 @@ class FlexCacheScheduler:
     def take_step(self, scheduled: Any) -> FlexCacheMetadata:
         """Return the metadata for the step that vLLM has scheduled."""
         num_scheduled_tokens: Mapping[str, int] = scheduled.num_scheduled_tokens
-        self.gets.layerwise.step(num_scheduled_tokens)
-        self.gets.look_up_early()
-        self.gets.early_loads.begin()
-        num_tokens = sum(num_scheduled_tokens.values())
-        now = time.monotonic()
-        self.gets.budget.begin_step(len(num_scheduled_tokens), num_tokens, now)
-        idle = num_tokens == 0
-        if idle and self.gets.has_undecided:
-            time.sleep(_IDLE_WAIT_S)  # spinning would delay the store's answer
-        loads = self.gets.take_step()
-        self._launched.append((0 if loads else num_tokens, now))
+        step = self.gets.take_step(num_scheduled_tokens)
         started = self.gets.take_started(num_scheduled_tokens)
         self._has_news |= self.puts.release()
         stores = self.puts.launch()
         self.puts.scheduled(scheduled)
-        return FlexCacheMetadata(loads, stores, idle, self._begins_late(scheduled), started)
-
-    def _begins_late(self, scheduled: Any) -> bool:
-        """Return whether copies have to wait until vLLM has prepared the inputs of the step: it
-        clears blocks then, and other connectors save what is in blocks before they are reused."""
-        return self._has_siblings or bool(getattr(scheduled, "new_block_ids_to_zero", None))
+        # vLLM clears blocks while it prepares the inputs of the step, and other connectors save
+        # what is in blocks before they are reused: copies have to wait until then.
+        clears = bool(getattr(scheduled, "new_block_ids_to_zero", None))
+        begins_late = self._has_siblings or clears
+        return FlexCacheMetadata(step.loads, stores, not step.num_tokens, begins_late, started)
 
     def adapters_loaded(self, digests: Mapping[int, str]) -> None:
         """Take what adapters the last step was computed with."""
@@ -289,18 +270,17 @@ class FlexCacheScheduler:
             "early_loads": self.gets.early_loads.num_begun,
             "cancelled_look_ups": self.gets.early.num_cancelled,
         }
-        stats = FlexCacheStats.between(self._reported, counters)
-        self._reported = counters
-        return stats
+        before, self._reported = self._reported, counters
+        return FlexCacheStats(increases(before, counters))
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return what the tiers stored and lost, for vLLM to publish with its own events. vLLM
         calls it once at the end of each step."""
         now = time.monotonic()
-        self.gets.step_ended()
-        self.gets.budget.end_step(now)
-        if self._launched and self._prefill is not None:
-            rate = self._prefill.batch_ended(*self._launched.popleft(), now)
+        step = self.gets.step_ended(now)
+        if step is not None and self._prefill is not None:
+            num_tokens = 0 if step.loads else step.num_tokens
+            rate = self._prefill.batch_ended(num_tokens, step.launched_s, now)
             if rate is not None:
                 self._cache.report_prefill(rate)
         if not self._publishes or not self._cache.is_open:
@@ -318,13 +298,6 @@ class FlexCacheScheduler:
             self._is_over = True
         if self._opened is not None:
             self._opened.shutdown()
-
-
-def _make(model: ModelConfig, place: Place, model_id: str, config: CacheConfig) -> KVManager:
-    return KVManager(
-        dataclasses.replace(model, model_id=model_id), config, endpoint=place.endpoint,
-        dp_rank=place.dp_rank, engine_id=place.engine_id,
-    )  # fmt: skip
 
 
 def _start(manager: KVManager) -> None:

@@ -45,7 +45,7 @@ from flexcache.errors import ConfigError
 from flexcache.ids import BlockKey, RootId, TierName
 from flexcache.integration.checkpoint import identify_adapter, identify_now
 from flexcache.integration.file_digests import FileDigests
-from flexcache.integration.vllm.chunk_tiers import ChunkTiers, Lanes, StorePresence
+from flexcache.integration.vllm.chunk_tiers import ChunkTiers, Lane, StorePresence
 from flexcache.integration.vllm.engine import (
     find_caller,
     locals_of_callers,
@@ -60,7 +60,6 @@ from flexcache.server.outbox import WorkerInstruction
 from flexcache.server.reactor import Reactor
 from flexcache.server.store import CacheStore, other_layout
 from flexcache.server.workers import WorkerPool
-from flexcache.stats import ServerCounters
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.remote import check_packages
@@ -68,7 +67,26 @@ from flexcache.storage.shards import KVIdentity, Shards
 from flexcache.storage.slot_index import Records
 from flexcache.tasks.executors import SlotChecksums
 from flexcache.tasks.instructions import DISK, REMOTE
-from flexcache.transfer.messages import Done, LookedUp, unpack_checksums
+
+logger = logging.getLogger(__name__)
+
+_READY_TIMEOUT_S = 60.0
+_REPLACE_AFTER_S = 1.0
+_STOP_TIMEOUT_S = 5.0
+_LOADED = "vllm:kv_offload_flexcache_loaded_chunks"
+_DROPPED = "vllm:kv_offload_flexcache_dropped_chunks"
+_METRICS = {
+    _LOADED: OffloadingCounterMetadata("Chunks loaded into vLLM's DRAM tier.", ("worker",)),
+    _DROPPED: OffloadingCounterMetadata("Chunks that were not stored.", ("reason",)),
+}
+_KEEP_WEIGHTS = {
+    "compute_weight_checksums", "get_model_inspection", "init_weight_transfer_engine",
+    "release_late_interaction_query_cache", "shutdown_weight_transfer_engine",
+    "synchronize_device", "update_max_model_len",
+}  # fmt: skip
+"""Calls of vLLM's to its workers that leave the weights alone. Any other may be an update: what
+worker extensions call theirs is not known."""
+_RESULTS = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.RETRY}
 
 
 def read_chunk_identity(spec: Any, chunk_bytes: int, settings: CacheConfig) -> KVIdentity:
@@ -116,12 +134,6 @@ def _find_vllm_config() -> VllmConfig:
     raise ConfigError("the model cannot be identified: this vLLM constructs its tiers otherwise")
 
 
-logger = logging.getLogger(__name__)
-
-_REPLACE_AFTER_S = 1.0
-_STOP_TIMEOUT_S = 5.0
-
-
 class TierHost:
     """Runs the tiers below a DRAM cache in existing memory.
 
@@ -160,8 +172,7 @@ class TierHost:
             self._context.term()
             self._lock.release()
             raise
-        self._owner = _Owner(self.tiers)
-        self._pool = WorkerPool(self._reactor, self._owner)
+        self._pool = WorkerPool(self._reactor, self.tiers)
         self._thread = threading.Thread(target=self._run, name="flexcache-offload", daemon=True)
 
     # -- calls -----------------------------------------------------------------------------------
@@ -224,7 +235,7 @@ class TierHost:
             self._pool.close()
         with self._changed:
             for worker in (DISK, REMOTE):
-                self._owner.worker_down(worker, "the tier has ended", time.monotonic())
+                self.tiers.worker_down(worker, "the tier has ended", time.monotonic())
             self._changed.notify_all()
 
     def _turn(self) -> None:
@@ -267,15 +278,15 @@ class TierHost:
             raise ConfigError(
                 "no tier below DRAM: set ssd_cache_gb and ssd_cache_dirs, or remote_url"
             )
-        timeouts = {
-            DISK: config.op_timeout_s,
-            REMOTE: config.remote_timeout_s + _REPLACE_AFTER_S,
-        }
         checksums = SlotChecksums(num_slots)
         if ssd is not None and self._store.disk_pool is not None:
             records = self._store.load_slots()
             _restore(ssd, checksums, self._store.disk_pool, records, identity, config)
-        lanes = Lanes(timeouts, memory.stride, checksums, self._instructions)
+        store_timeout_s = config.remote_timeout_s + _REPLACE_AFTER_S
+        lanes = [
+            Lane(worker, timeout_s, memory.stride, checksums, self._instructions)
+            for worker, timeout_s in ((DISK, config.op_timeout_s), (REMOTE, store_timeout_s))
+        ]
         max_storing = max(1, memory.num_blocks // 2)
         return ChunkTiers(root, ssd, presence, lanes, checksums, max_storing)
 
@@ -307,46 +318,6 @@ def _restore(
     report = restore_tier(ssd, records)
     if report.num_restored:
         log_event(logger, logging.INFO, "ssd_restored", blocks=report.num_restored)
-
-
-class _Owner:
-    """Passes what happens to workers on to the tiers. Implements `WorkerOwner`."""
-
-    def __init__(self, tiers: ChunkTiers) -> None:
-        self._tiers = tiers
-        self.counters = ServerCounters()
-
-    def worker_up(self, worker: str) -> None:
-        self._tiers.worker_up(worker)
-
-    def worker_down(self, worker: str, reason: str, now: float) -> None:
-        self._tiers.worker_down(worker, reason, now)
-
-    def op_done(self, worker: str, done: Done, now: float) -> None:
-        self._tiers.op_done(
-            worker, done.op_id, done.num_ok, now, error=done.error, bad_block=done.bad_block,
-            checksums=unpack_checksums(done.checksums) if done.checksums else None,
-        )  # fmt: skip
-
-    def looked_up(self, answer: LookedUp, now: float) -> None:
-        self._tiers.looked_up(answer.lookup_id, answer.num_present, answer.error, now)
-
-
-_READY_TIMEOUT_S = 60.0
-_LOADED = "vllm:kv_offload_flexcache_loaded_chunks"
-_DROPPED = "vllm:kv_offload_flexcache_dropped_chunks"
-_METRICS = {
-    _LOADED: OffloadingCounterMetadata("Chunks loaded into vLLM's DRAM tier.", ("worker",)),
-    _DROPPED: OffloadingCounterMetadata("Chunks that were not stored.", ("reason",)),
-}
-_KEEP_WEIGHTS = {
-    "compute_weight_checksums", "get_model_inspection", "init_weight_transfer_engine",
-    "release_late_interaction_query_cache", "shutdown_weight_transfer_engine",
-    "synchronize_device", "update_max_model_len",
-}  # fmt: skip
-"""Calls of vLLM's to its workers that leave the weights alone. Any other may be an update: what
-worker extensions call theirs is not known."""
-_RESULTS = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.RETRY}
 
 
 class FlexCacheSecondaryTier(SecondaryTierManager):  # type: ignore[misc]

@@ -50,31 +50,23 @@ _SIZES_PER_OCTAVE = 4  # of steps that are told apart
 _NUM_STEPS = 16  # recent ones, of each size
 _MIN_STEPS = 2  # one alone may have compiled something, or waited
 _NUM_LOADS = 16  # recent readings of the counters
-_MOST_STEPS_AHEAD = 8  # vLLM launches fewer before the first has ended
 
 
 class StepTimes:
     """Durations of steps of about the same number of tokens."""
 
     def __init__(self) -> None:
-        self._launched: deque[tuple[int, float]] = deque(maxlen=_MOST_STEPS_AHEAD)
-        """Tokens and times of the steps that were launched and have not ended."""
         self._last_end_s = 0.0
         self._seconds: defaultdict[int, deque[float]] = defaultdict(
             lambda: deque(maxlen=_NUM_STEPS)
         )
 
-    def begin(self, num_tokens: int, now: float) -> None:
-        """Record that a step of ``num_tokens`` is launched, maybe while others run."""
-        self._launched.append((num_tokens, now))
-
-    def end(self, now: float) -> None:
-        """Record that the oldest step has ended. It began when the one before it had."""
-        if self._launched:
-            num_tokens, launched_s = self._launched.popleft()
-            began_s, self._last_end_s = max(launched_s, self._last_end_s), now
-            if num_tokens:
-                self._seconds[_size(num_tokens)].append(now - began_s)
+    def ended(self, num_tokens: int, launched_s: float, now: float) -> None:
+        """Record that a step has ended. It was launched maybe while others ran, and began when the
+        one before it had ended."""
+        began_s, self._last_end_s = max(launched_s, self._last_end_s), now
+        if num_tokens:
+            self._seconds[_size(num_tokens)].append(now - began_s)
 
     def at_least(self, num_tokens: int) -> float:
         """Return how many seconds a step of ``num_tokens`` takes at least: as long as the fastest
@@ -146,7 +138,10 @@ class StepBudget:
             num_loaded: Tokens of the load.
             num_computed: Tokens that its request computes after it.
         """
-        self._read(now)
+        if self._read_s is None or now - self._read_s >= self._interval_s:
+            self._read_s = now
+            if (so_far := self._read_loads()) is not None:
+                self.loads.read(*so_far)
         seconds = self.loads.seconds(self._num_loaded + num_loaded)
         num_tokens = self._num_running + self._num_computed + num_computed
         return seconds is not None and seconds <= SHARE * self.steps.at_least(num_tokens)
@@ -156,23 +151,11 @@ class StepBudget:
         self._num_loaded += num_loaded
         self._num_computed += num_computed
 
-    def begin_step(self, num_requests: int, num_tokens: int, now: float) -> None:
+    def begin_step(self, num_requests: int) -> None:
         """Note that a step was scheduled, with the loads added to it. Its requests are expected to
         compute a token each in the next one."""
         self._num_loaded = self._num_computed = 0
         self._num_running = num_requests
-        self.steps.begin(num_tokens, now)
-
-    def end_step(self, now: float) -> None:
-        """Note that the step has ended."""
-        self.steps.end(now)
-
-    def _read(self, now: float) -> None:
-        if self._read_s is None or now - self._read_s >= self._interval_s:
-            self._read_s = now
-            so_far = self._read_loads()
-            if so_far is not None:
-                self.loads.read(*so_far)
 
 
 class StepLoads:

@@ -1,19 +1,113 @@
-"""A request and its answer, as Envoy reports them piece by piece. No I/O: takes messages and
-returns those to answer with."""
+"""Exchange of Envoy with the endpoint picker: a request and its answer, piece by piece.
+
+No I/O: takes messages and returns those to answer with.
+"""
 
 from __future__ import annotations
 
+import ipaddress
+import time
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
+from urllib.parse import urlsplit
 
 from flexcache.errors import InternalError, MissingDependencyError
 from flexcache.router.chooser import Arrival, Choice, Chooser, NotRouted, Outcome
+from flexcache.router.discovery import Resolve, resolve
 from flexcache.router.gateway import messages
-from flexcache.router.gateway.room import Room
-from flexcache.router.proxy.headers import MATCHED_TOKENS, ROUTING_HEADERS, WORKER
-from flexcache.router.proxy.usage import UsageReader
+from flexcache.router.listing import bracketed
+from flexcache.router.proxy.answers import (
+    MATCHED_TOKENS_HEADER,
+    ROUTING_HEADERS,
+    WORKER_HEADER,
+    UsageReader,
+)
 from flexcache.router.stored import IdReader, id_reader
+
+KEPT_S = 5.0
+
+
+class Destinations:
+    """Turns URLs into addresses. Those of names are looked up again every few seconds.
+
+    Args:
+        clock: Monotonic, in seconds.
+    """
+
+    def __init__(
+        self, *, resolve: Resolve = resolve, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._resolve = resolve
+        self._clock = clock
+        self._known: dict[str, tuple[str, float]] = {}
+
+    async def of(self, url: str) -> str:
+        """Return ``IP:PORT`` of an engine, an IPv6 address in brackets.
+
+        Raises:
+            OSError: Its name has no address.
+        """
+        address, until_s = self._known.get(url, ("", 0.0))
+        if address and self._clock() < until_s:
+            return address
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        until_s = float("inf")
+        if not _is_address(host):
+            host = (await self._resolve(host, port))[0]
+            until_s = self._clock() + KEPT_S
+        address = f"{bracketed(host)}:{port}"
+        self._known[url] = (address, until_s)
+        return address
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+class Room:
+    """Limits of a picker's memory.
+
+    Args:
+        max_body_bytes: Of one body.
+        max_held_bytes: Of all of them.
+
+    Attributes:
+        held_bytes: In use.
+    """
+
+    def __init__(self, max_body_bytes: int, max_held_bytes: int) -> None:
+        self.max_body_bytes = max_body_bytes
+        self.held_bytes = 0
+        self._max_held_bytes = max_held_bytes
+
+    @property
+    def is_full(self) -> bool:
+        return self.held_bytes > self._max_held_bytes
+
+    def take(self, num_bytes: int) -> None:
+        self.held_bytes += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        self.held_bytes -= num_bytes
+
+    def check(self, *, is_idle: bool) -> None:
+        """
+        Args:
+            is_idle: There is no request.
+
+        Raises:
+            InternalError: Bytes are held by no request.
+        """
+        if self.held_bytes < 0 or (is_idle and self.held_bytes):
+            raise InternalError(f"{self.held_bytes} bytes held, is_idle={is_idle}")
+
 
 try:
     from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
@@ -216,9 +310,9 @@ class Exchange:
             self._note_first_token()
         if headers.end_of_stream or self._answer_mode == ProcessingMode.NONE or was_moved:
             self._end(self._outcome)
-        added = {} if was_moved else {WORKER: choice.worker}
+        added = {} if was_moved else {WORKER_HEADER: choice.worker}
         if choice.matched_tokens is not None and not was_moved:
-            added[MATCHED_TOKENS] = str(choice.matched_tokens)
+            added[MATCHED_TOKENS_HEADER] = str(choice.matched_tokens)
         return [messages.headers_of_answer(messages.mutation(added))]
 
     def _take_answer_body(self, message: ProcessingRequest) -> _Replies:

@@ -1,11 +1,86 @@
-"""Answers that the proxy gives itself: errors, as JSON in OpenAI's form."""
+"""Answers of the proxy: header fields that pass, errors of its own, reported usage."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from aiohttp import web
+from aiohttp import hdrs, web
+from multidict import CIMultiDict, CIMultiDictProxy, istr
+
+from flexcache.router.chooser import UNKNOWN, Usage
+
+REQUEST_ID_HEADER = "x-request-id"
+WORKER_HEADER = "x-flexcache-worker"
+MATCHED_TOKENS_HEADER = "x-flexcache-matched-tokens"
+
+ROUTING_HEADERS = ("content-type", "x-session-id")
+"""Passed to the chooser."""
+
+# Fields that concern one connection only are not passed on (RFC 9110, 7.6.1): these, and those that
+# ``Connection`` names.
+_HOP_BY_HOP = tuple(
+    istr(name)
+    for name in (
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authentication-info",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    )
+)
+_NOT_TO_ENGINES = (*_HOP_BY_HOP, hdrs.HOST, hdrs.CONTENT_LENGTH, hdrs.EXPECT)
+"""`Host` and the body's length are the new request's own."""
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,200}")
+
+Headers = CIMultiDict[str] | CIMultiDictProxy[str]
+
+
+def is_request_id(value: str) -> bool:
+    """Return whether a client's request id may be passed on and logged."""
+    return _REQUEST_ID.fullmatch(value) is not None
+
+
+def headers_to_engine(headers: Headers, added: Mapping[str, str]) -> CIMultiDict[str]:
+    """Return the header fields of the request to an engine.
+
+    Args:
+        headers: The client's.
+        added: Replace the client's fields of the same name. With ``Authorization`` among them the
+            client's key is not passed on, however it was sent.
+    """
+    passed = _without(headers, _NOT_TO_ENGINES)
+    for name, value in added.items():
+        if name.lower() == "authorization":
+            passed.popall("x-api-key", None)
+        passed[name] = value
+    return passed
+
+
+def headers_to_client(headers: Headers) -> CIMultiDict[str]:
+    """Return the header fields of the answer."""
+    return _without(headers, _HOP_BY_HOP)
+
+
+def _without(headers: Headers, dropped: tuple[istr, ...]) -> CIMultiDict[str]:
+    kept = CIMultiDict(headers)
+    for line in headers.getall(hdrs.CONNECTION, ()):
+        for name in line.split(","):
+            kept.popall(name.strip(), None)
+    for name in dropped:
+        kept.popall(name, None)
+    return kept
+
 
 SERVER = "flexcache"
 """Value of ``Server``, where no engine has set one."""
@@ -31,7 +106,7 @@ def error_body(status: int, message: str) -> bytes:
     ).encode()
 
 
-def error(status: int, message: str, retry_after: str | None = None) -> web.Response:
+def error_answer(status: int, message: str, retry_after: str | None = None) -> web.Response:
     """Return an error answer.
 
     Args:
@@ -59,3 +134,60 @@ def broken_stream(message: str) -> bytes:
     """Return the last event of a stream that cannot be continued. The engine's last event may be
     incomplete, so an empty line ends it first."""
     return b"\n\ndata: " + error_body(502, message) + b"\n\n"
+
+
+_KEY = b'"usage"'
+_MAX_COUNT = 1 << 31
+_KEPT_CHUNKS = 16  # pieces as they come from the engine; the last event spans one or two
+_decode_first = json.JSONDecoder().raw_decode
+
+
+class UsageReader:
+    """Keeps the last pieces of an answer: usage is the end of a JSON answer, and in one of the last
+    events of a stream.
+
+    Attributes:
+        feed: Takes the next bytes of the answer, in a fraction of a microsecond.
+    """
+
+    __slots__ = ("_chunks", "feed")
+
+    def __init__(self) -> None:
+        self._chunks: deque[bytes] = deque(maxlen=_KEPT_CHUNKS)
+        self.feed: Callable[[bytes], None] = self._chunks.append
+
+    def read(self) -> Usage:
+        """Return the last usage that the answer reports."""
+        tail = b"".join(self._chunks)
+        end = len(tail)
+        while (start := tail.rfind(_KEY, 0, end)) >= 0:
+            usage = _read_at(tail, start + len(_KEY))
+            if usage is not None:
+                return usage
+            end = start
+        return UNKNOWN
+
+
+def _read_at(tail: bytes, position: int) -> Usage | None:
+    """Return the usage behind the key; None if there is none: ``null``, or text of the model."""
+    text = tail[position:].decode(errors="replace").lstrip()
+    if not text.startswith(":"):
+        return None
+    try:
+        usage, _ = _decode_first(text[1:].lstrip())
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(usage, dict):
+        return None
+    details = usage.get("prompt_tokens_details", usage.get("input_tokens_details"))
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    return Usage(
+        _count(cached if cached is not None else usage.get("cache_read_input_tokens")),
+        _count(usage.get("prompt_tokens", usage.get("input_tokens"))),
+        _count(usage.get("completion_tokens", usage.get("output_tokens"))),
+    )
+
+
+def _count(value: Any) -> int | None:
+    is_count = isinstance(value, int) and not isinstance(value, bool)
+    return value if is_count and 0 <= value <= _MAX_COUNT else None

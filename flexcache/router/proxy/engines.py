@@ -1,4 +1,4 @@
-"""The proxy's side towards engines: connections, and what counts as an answer."""
+"""Engines as the proxy sees them: connections, relayed answers, requests that concern all."""
 
 from __future__ import annotations
 
@@ -7,22 +7,130 @@ import errno
 import io
 import logging
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+from urllib.parse import unquote
 
 import aiohttp
-from aiohttp import ClientHandlerType, ClientRequest, ClientResponse
+import msgspec
+from aiohttp import ClientError, ClientHandlerType, ClientRequest, ClientResponse, web
 from multidict import CIMultiDict
 from yarl import URL
 
 from flexcache.logs import log_event
-from flexcache.router.chooser import Choice
-from flexcache.router.link.messages import WorkerAddress
-from flexcache.router.proxy.config import ProxyConfig
+from flexcache.router.chooser import Arrival, Choice
+from flexcache.router.messages import WorkerAddress
+from flexcache.router.proxy.answers import SERVER, WORKER_HEADER, error_answer, headers_to_engine
+from flexcache.router.settings import ProxyConfig
+from flexcache.router.tokens.body import named_model
+from flexcache.router.tokens.engines import read_answer
 from flexcache.router.waiting import OnceAMinute
 
 if TYPE_CHECKING:
     from aiohttp.connector import Connection
     from aiohttp.tracing import Trace
+
+
+SMALL_BYTES = 64 << 10
+"""An answer of this length at most goes to the client with its header in one packet."""
+
+_FRAMING_BYTES = 64  # of a chunk
+
+
+class EngineBroke(Exception):
+    """The connection to the engine broke, or it was silent for too long."""
+
+
+class ClientStalled(Exception):
+    """The client has not read its answer for too long."""
+
+
+async def read_whole(answer: ClientResponse) -> bytes:
+    """Return the body of a short answer.
+
+    Raises:
+        EngineBroke: It is incomplete.
+    """
+    try:
+        return await answer.read()
+    except (ClientError, asyncio.TimeoutError) as error:
+        raise EngineBroke(type(error).__name__) from error
+
+
+async def end_within(
+    response: web.StreamResponse,
+    transport: asyncio.WriteTransport | None,
+    size: int,
+    stall_s: float,
+) -> None:
+    """Send a short answer, which is prepared, to its end.
+
+    Args:
+        size: Of its body.
+        stall_s: How long the client may leave data unread.
+
+    Raises:
+        ClientStalled: See ``stall_s``.
+        ConnectionError: The client is gone.
+    """
+    if transport is None:
+        raise ConnectionResetError
+    most_unread = transport.get_write_buffer_limits()[1] // 2  # the header needs room too
+    if transport.get_write_buffer_size() + size < most_unread:
+        await response.write_eof()  # does not wait
+        return
+    try:
+        await asyncio.wait_for(response.write_eof(), stall_s)
+    except asyncio.TimeoutError:
+        raise ClientStalled from None
+
+
+async def relay(
+    answer: ClientResponse,
+    response: web.StreamResponse,
+    transport: asyncio.WriteTransport,
+    *,
+    feed: Callable[[bytes], None],
+    first_byte: Callable[[], None],
+    stall_s: float,
+) -> None:
+    """Pass the body of an answer on.
+
+    Args:
+        response: Prepared.
+        transport: The client's.
+        feed: Is given each piece before the client is.
+        first_byte: Called when the first piece has come.
+        stall_s: How long the client may leave data unread.
+
+    Raises:
+        EngineBroke: The body is incomplete.
+        ClientStalled: See ``stall_s``.
+        ConnectionError: The client is gone.
+    """
+    read, write = answer.content.readany, response.write
+    most_unread = transport.get_write_buffer_limits()[1] - _FRAMING_BYTES
+    is_first = True
+    while True:
+        try:
+            chunk = await read()
+        except (ClientError, asyncio.TimeoutError) as error:
+            raise EngineBroke(type(error).__name__) from error
+        if not chunk:
+            return
+        if is_first:
+            first_byte()
+            is_first = False
+        feed(chunk)
+        if transport.get_write_buffer_size() + len(chunk) < most_unread:
+            await write(chunk)  # does not wait
+            continue
+        try:
+            await asyncio.wait_for(write(chunk), stall_s)
+        except asyncio.TimeoutError:
+            raise ClientStalled from None
+
 
 logger = logging.getLogger(__name__)
 
@@ -207,3 +315,123 @@ class Engines:
 def _has_begun(error: BaseException | None) -> bool:
     """Return whether a part of the answer came before the connection was closed."""
     return isinstance(error, aiohttp.ServerDisconnectedError) and not isinstance(error.message, str)
+
+
+_MODELS = "/v1/models"
+_OF_VLLM = (
+    "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/sleep", "/wake_up",
+    "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/release_kv_cache_memory",
+    "/pause", "/resume", "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine",
+    "/start_weight_update", "/start_draft_weight_update", "/update_weights",
+    "/finish_weight_update", "/update_weight_version", "/weight_checker", "/collective_rpc",
+)  # fmt: skip
+_OF_SGLANG = (
+    "/load_lora_adapter", "/load_lora_adapter_from_tensors", "/unload_lora_adapter",
+    "/flush_cache", "/release_memory_occupation", "/resume_memory_occupation",
+    "/pause_generation", "/continue_generation", "/update_weights_from_disk",
+    "/update_weights_from_tensor", "/update_weights_from_distributed", "/update_weights_from_ipc",
+    "/begin_weight_update", "/end_weight_update", "/init_weights_update_group",
+    "/destroy_weights_update_group", "/update_weight_version", "/weights_checker",
+)  # fmt: skip
+_TO_ALL = frozenset(_OF_VLLM + _OF_SGLANG)
+"""Paths of changes: with one of several engines changed, answers would depend on the choice."""
+_METHODS = ("POST", "GET")
+"""SGLang makes some of these changes by GET."""
+_SHOWN = 300
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What an engine answered.
+
+    Attributes:
+        status: None: nothing.
+    """
+
+    url: str
+    status: int | None
+    body: bytes
+    content_type: str = "text/plain"
+
+    @property
+    def is_done(self) -> bool:
+        return self.status is not None and self.status < 300
+
+
+def is_for_all(method: str, target: str) -> bool:
+    """Return whether a request must reach every engine."""
+    return method in _METHODS and target.partition("?")[0] in _TO_ALL
+
+
+def list_models(book: EngineBook, target: str) -> web.Response | None:
+    """Return the models of all engines, or the one that is asked for; None: an engine may know."""
+    path = target.partition("?")[0]
+    if path != _MODELS and not path.startswith(f"{_MODELS}/"):
+        return None
+    cards, name = book.cards(), unquote(path[len(_MODELS) + 1 :])
+    if not cards or (name and name not in cards):
+        return None
+    listed = [msgspec.Raw(card) for card in cards.values()]
+    content = msgspec.Raw(cards[name]) if name else {"object": "list", "data": listed}
+    return web.Response(
+        body=msgspec.json.encode(content),
+        content_type="application/json",
+        headers={"Server": SERVER},
+    )
+
+
+async def send_to_all(
+    engines: Engines, book: EngineBook, arrival: Arrival, passed: CIMultiDict[str]
+) -> web.Response | None:
+    """Send a request to every engine; None: there is one at most.
+
+    With a ``model`` in its body it goes to the engines that serve this model.
+
+    Args:
+        passed: The header fields of the request.
+    """
+    model = named_model(arrival)
+    workers = {worker.url: worker for worker in book.addresses()}
+    able = {url: worker for url, worker in workers.items() if model in worker.models}
+    chosen = able or workers
+    if len(workers) <= 1:
+        return None
+    said = await asyncio.gather(
+        *(_send(engines, worker, arrival, passed) for worker in chosen.values())
+    )
+    book.models_changed()
+    failed = [each for each in said if not each.is_done]
+    if not failed:
+        first = said[0]
+        fields = {"Content-Type": first.content_type, WORKER_HEADER: ", ".join(chosen)}
+        return web.Response(status=first.status or 200, body=first.body, headers=fields)
+    shown = "; ".join(f"{each.url}: {_shown(each)}" for each in failed)
+    message = f"{len(failed)} of {len(said)} engines did not do it, the others did: {shown}"
+    return error_answer(failed[0].status or 502, message)
+
+
+async def _send(
+    engines: Engines, worker: WorkerAddress, arrival: Arrival, passed: CIMultiDict[str]
+) -> _Said:
+    choice = Choice(worker=worker.name, url=worker.url, headers=worker.headers, matched_tokens=None)
+    fields = headers_to_engine(passed, {**worker.headers, "Accept-Encoding": "identity"})
+    try:
+        answer = await engines.send(
+            choice, arrival.method, arrival.path, fields, arrival.body or None
+        )
+    except NotTaken as error:
+        return _Said(worker.url, error.status, str(error).encode())
+    except NoAnswer as error:
+        return _Said(worker.url, None, str(error).encode())
+    try:
+        body = await read_answer(answer)
+        return _Said(worker.url, answer.status, body, answer.headers.get("Content-Type", ""))
+    except Exception as error:  # it broke, or is too long
+        return _Said(worker.url, None, repr(error).encode())
+    finally:
+        answer.close()
+
+
+def _shown(said: _Said) -> str:
+    text = said.body.decode(errors="replace")[:_SHOWN]
+    return text if said.status is None else f"status {said.status}: {text}"

@@ -1,6 +1,6 @@
 """Finds the token ids of requests, as the engine will see them."""
 
-from flexcache.router.tokens.limits import TokenLimits
+from flexcache.router.tokens.local import TokenLimits
 from flexcache.router.tokens.tokenizers import Tokenizers
 
 __all__ = ["TokenLimits", "Tokenizers"]

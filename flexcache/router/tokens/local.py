@@ -1,25 +1,141 @@
-"""Makes the tokens of prompts in this process, in threads where it takes long."""
+"""Tokens made by the router itself, within limits."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
+import xxhash
 
+from flexcache.errors import InternalError
 from flexcache.router.tokens.body import (
     CHARS_PER_TOKEN,
     ChatBody,
     CompletionBody,
+    Prompt,
     UnknownPrompt,
     read_prompt,
 )
-from flexcache.router.tokens.limits import TokenLimits
-from flexcache.router.tokens.memo import TokenMemo
-from flexcache.router.tokens.model_files import ModelFiles
-from flexcache.router.tokens.prompt import Prompt
+from flexcache.router.tokens.text_tokenizer import ModelFiles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLimits:
+    """Beyond these, requests go by load.
+
+    Attributes:
+        max_body: Bytes of a body that is looked into.
+        max_braces: Braces and brackets in a body; each may be an object that the parser makes.
+        max_commas: Commas in a body, which separate the other values, unless it has token ids.
+        max_messages: Messages of a chat.
+        max_text: Characters of a prompt.
+        memo_bytes: Memory of remembered tokens.
+        threads: Threads for long texts, by default half the processors and at most 4; as many more
+            for short ones, which need not wait for them.
+        waiting_chars: Characters that may wait for or be in threads.
+        encode_deadline_s: Time to encode a prompt; then its known beginning has to do.
+        render_deadline_s: Time for an engine to render a prompt; then, too.
+        render_timeout_s: Time after which the engine's answer is given up.
+        rendering: Requests that may be at engines at a time.
+        check_every_s: Time between comparisons with the engine, for each kind of prompt.
+        refresh_every_s: Time between looks at the engines' lists of models.
+    """
+
+    max_body: int = 16 << 20
+    max_braces: int = 50_000
+    max_commas: int = 300_000
+    max_messages: int = 4096
+    max_text: int = 8 << 20
+    memo_bytes: int = 256 << 20
+    threads: int = max(1, min(4, (os.cpu_count() or 1) // 2))
+    waiting_chars: int = 32 << 20
+    encode_deadline_s: float = 2.0
+    render_deadline_s: float = 0.05
+    render_timeout_s: float = 30.0
+    rendering: int = 16
+    check_every_s: float = 60.0
+    refresh_every_s: float = 10.0
+
+
+_ENTRY_BYTES = 300
+"""What an entry takes beside its ids: key, array, place in the table."""
+
+
+class TokenMemo:
+    """Token ids by text, least recently used first out, bounded by bytes.
+
+    Texts are known by a 128-bit hash, so the text itself is not kept.
+
+    Args:
+        max_bytes: Bound on the memory of all entries.
+        seed: Seed of the hash. A client that does not know it cannot make texts that collide.
+    """
+
+    def __init__(self, max_bytes: int, seed: int) -> None:
+        self._max_bytes = max_bytes
+        self._seed = seed
+        self._entries: OrderedDict[bytes, np.ndarray] = OrderedDict()
+        self._bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all entries."""
+        return self._bytes
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def key(self, text: str, space: int) -> bytes:
+        """Compute the key of a text; texts of different spaces are different.
+
+        Raises:
+            UnicodeEncodeError: The text has half a surrogate pair.
+        """
+        return xxhash.xxh3_128_digest(text.encode(), self._seed ^ space)
+
+    def get(self, key: bytes) -> np.ndarray | None:
+        """Return the ids of a text, and note that they were used."""
+        ids = self._entries.get(key)
+        if ids is not None:
+            self._entries.move_to_end(key)
+        return ids
+
+    def put(self, key: bytes, ids: np.ndarray) -> None:
+        """Remember the ids of a text."""
+        old = self._entries.pop(key, None)
+        if old is not None:
+            self._bytes -= _size(old)
+        self._entries[key] = ids
+        self._bytes += _size(ids)
+        while self._bytes > self._max_bytes:
+            _, dropped = self._entries.popitem(last=False)
+            self._bytes -= _size(dropped)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._entries.clear()
+        self._bytes = 0
+
+    def check(self) -> None:
+        """Check the accounts.
+
+        Raises:
+            InternalError: They are wrong.
+        """
+        held = sum(map(_size, self._entries.values()))
+        if held != self._bytes or held > self._max_bytes:
+            raise InternalError(f"segment memo counts {self._bytes} bytes, holds {held}")
+
+
+def _size(ids: np.ndarray) -> int:
+    return ids.nbytes + _ENTRY_BYTES
+
 
 _T = TypeVar("_T")
 

@@ -1,27 +1,333 @@
-"""Renders chat templates as transformers does, within bounds."""
+"""Chat templates: rendered as transformers does, within bounds, from messages as vLLM makes them.
+
+vLLM's chat_utils (0.32) is the source of the rules: a template that loops over a message's content
+gets a list of parts ("openai"), any other a string; media become placeholders there.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
 
 import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+import msgspec
+from jinja2 import nodes
 
 from flexcache.router.tokens.body import ChatBody, UnknownPrompt
-from flexcache.router.tokens.content_format import content_format
-from flexcache.router.tokens.conversation import (
-    CUT,
-    Message,
-    conversation,
-    has_media,
-    tools_for_template,
-)
+
+ContentFormat = Literal["string", "openai"]
+Message = dict[str, Any]
+
+CUT = "\ue0f7flexcache:cut\ue0f7"
+"""Stands where the known part of a prompt with media ends."""
+
+_TEXT_PARTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+_MEDIA = {
+    "image_url": "image",
+    "input_image": "image",
+    "image_pil": "image",
+    "image_embeds": "image",
+    "audio_url": "audio",
+    "input_audio": "audio",
+    "audio_embeds": "audio",
+    "video_url": "video",
+    "video_embeds": "video",
+}
+_BILLING_HEADER = "x-anthropic-billing-header"
+
+
+def has_media(messages: list[Message]) -> bool:
+    """Tell whether any message has a part that is not text."""
+    return any(
+        isinstance(part, dict) and part.get("type") not in _TEXT_PARTS
+        for message in messages
+        if isinstance(content := message.get("content"), list)
+        for part in content
+    )
+
+
+def conversation(
+    messages: list[Message],
+    content_format: ContentFormat,
+    *,
+    developer_role: bool,
+    media: Literal["keep", "drop"] = "keep",
+) -> list[Message]:
+    """Make the template's messages.
+
+    The first message with media begins with `CUT`.
+
+    Args:
+        messages: The request's.
+        developer_role: The template knows it; otherwise developers become the system.
+        media: Whether the template sees the media at all.
+
+    Raises:
+        UnknownPrompt: The engine refuses such messages, or they are of no known shape.
+    """
+    cut = False
+    result = []
+    for message in messages:
+        parts, found = _parts(message, media)
+        if found and not cut:
+            parts.insert(0, {"type": "text", "text": CUT})
+            cut = True
+        result.append(_message(message, parts, content_format))
+    if not developer_role and any(message["role"] == "developer" for message in result):
+        result = _one_system([_as_system(message) for message in result])
+    return result
+
+
+def _parts(message: Message, media: str) -> tuple[list[Message], bool]:
+    content = message.get("content")
+    if content is None:
+        return [], False
+    if isinstance(content, str):
+        content = [content]
+    if not isinstance(content, list):
+        raise UnknownPrompt("content")
+    parts: list[Message] = []
+    found = False
+    for part in content:
+        if isinstance(part, str):
+            part = {"type": "text", "text": part}
+        if not isinstance(part, dict):
+            raise UnknownPrompt("content")
+        kind = part.get("type")
+        if kind in _TEXT_PARTS:
+            text = part.get(_TEXT_PARTS[kind])
+            if text is None and kind in ("text", "refusal"):
+                continue
+            if not isinstance(text, str):
+                raise UnknownPrompt("content")
+            if message.get("role") == "system" and text.startswith(_BILLING_HEADER):
+                text = text.partition("\n")[2]
+                if not text:
+                    continue
+            parts.append({"type": "text", "text": text})
+        elif kind in _MEDIA:
+            found = True
+            if media == "keep":
+                parts.append({"type": _MEDIA[kind]})
+        else:
+            raise UnknownPrompt("content")
+    return parts, found
+
+
+def _message(message: Message, parts: list[Message], content_format: ContentFormat) -> Message:
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise UnknownPrompt("role")
+    content: Any = parts
+    texts = [part["text"] for part in parts if part["type"] == "text"]
+    if content_format == "string":
+        content = "\n".join(text for text in texts if text)
+    elif role == "tool" and len(texts) == len(parts):
+        content = "\n".join(texts)
+    result: Message = {"role": role, "content": content}
+    if role == "assistant":
+        calls = message.get("tool_calls")
+        if calls:
+            result["tool_calls"] = [_tool_call(call) for call in calls]
+        reasoning = message.get("reasoning")
+        if reasoning is None:
+            reasoning = message.get("reasoning_content")
+        if reasoning is not None:
+            result["reasoning"] = result["reasoning_content"] = reasoning
+    elif role == "tool" and "tool_call_id" in message:
+        result["tool_call_id"] = message["tool_call_id"]
+    for key in ("name", "task"):
+        if isinstance(message.get(key), str):
+            result[key] = message[key]
+    if role == "developer":
+        result["tools"] = message.get("tools")
+    return result
+
+
+def _tool_call(call: Any) -> Message:
+    """Arguments come as JSON text and templates want a mapping. What is none becomes empty."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or call.get("type", "function") != "function":
+        raise UnknownPrompt("tool_calls")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) and arguments:
+        try:
+            arguments = msgspec.json.decode(arguments)
+        except msgspec.DecodeError:
+            arguments = {}
+    if not isinstance(arguments, dict):
+        arguments = {}
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _as_system(message: Message) -> Message:
+    if message["role"] != "developer":
+        return message
+    return {**{k: v for k, v in message.items() if k != "tools"}, "role": "system"}
+
+
+def _one_system(messages: list[Message]) -> list[Message]:
+    """Merge system messages into one at the front, unless there is only that one."""
+    texts = []
+    others = []
+    for message in messages:
+        if message["role"] != "system":
+            others.append(message)
+            continue
+        content = message["content"]
+        if isinstance(content, list):
+            content = "\n".join(part["text"] for part in content if "text" in part)
+        if content:
+            texts.append(content)
+    systems = len(messages) - len(others)
+    if systems == 0 or (systems == 1 and messages[0]["role"] == "system"):
+        return messages
+    return [{"role": "system", "content": "\n\n".join(texts)}, *others]
+
+
+def tools_for_template(tools: list[Message] | None) -> list[Message] | None:
+    """Make the template's tools: the fields in the engine's order, absent ones as None.
+
+    Raises:
+        UnknownPrompt: The engine refuses them.
+    """
+    if tools is None:
+        return None
+    result = []
+    for tool in tools:
+        function = tool.get("function")
+        if not isinstance(function, dict) or tool.get("type", "function") != "function":
+            raise UnknownPrompt("tools")
+        made = {key: function.get(key) for key in ("name", "description", "parameters")}
+        defer = tool.get("defer_loading")
+        optional = {
+            "strict": function.get("strict"),
+            "defer_loading": function.get("defer_loading", defer),
+        }
+        made |= {key: value for key, value in optional.items() if value is not None}
+        entry: Message = {"type": "function", "function": made}
+        if defer is not None:
+            entry["defer_loading"] = defer
+        result.append(entry)
+    return result
+
+
+def content_format(template: nodes.Template) -> ContentFormat:
+    """Tell the form of content for a parsed template, by vLLM's rule.
+
+    A template that loops over ``message.content`` (under any name, also inside a macro that is
+    given it) expects parts; so does one that loops over a variable called ``content`` outside
+    macros.
+    """
+    messages = _loops_over(template, _names_of(template))
+    over_content = any(_is_over_content(template, loop, messages) for loop in _fors(template))
+    return "openai" if over_content else "string"
+
+
+def _fors(root: nodes.Node) -> Iterator[nodes.For]:
+    return root.find_all(nodes.For)
+
+
+def _bare(node: nodes.Node | None) -> nodes.Node | None:
+    """Strip filters, tests and slices."""
+    while isinstance(node, (nodes.Filter, nodes.Test, nodes.Getitem)):
+        if isinstance(node, nodes.Getitem) and not isinstance(node.arg, nodes.Slice):
+            break
+        node = node.node
+    return node
+
+
+def _is_name(node: nodes.Node | None, names: set[str]) -> bool:
+    node = _bare(node)
+    return isinstance(node, nodes.Name) and node.ctx == "load" and node.name in names
+
+
+def _is_content_of(node: nodes.Node | None, names: set[str]) -> bool:
+    node = _bare(node)
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content" and _is_name(node.node, names)
+    if isinstance(node, nodes.Getitem):
+        return (
+            isinstance(node.arg, nodes.Const)
+            and node.arg.value == "content"
+            and _is_name(node.node, names)
+        )
+    return False
+
+
+def _names_of(template: nodes.Template) -> set[str]:
+    """Find the names under which the template knows the messages."""
+    names = {"messages"}
+    while True:
+        more = {
+            assign.target.name
+            for assign in template.find_all(nodes.Assign)
+            if isinstance(assign.target, nodes.Name) and _is_name(assign.node, names)
+        }
+        if more <= names:
+            return names
+        names |= more
+
+
+def _loops_over(template: nodes.Template, names: set[str]) -> set[str]:
+    """Find the loop variables that hold one message."""
+    return {
+        loop.target.name
+        for loop in _fors(template)
+        if isinstance(loop.target, nodes.Name) and _is_name(loop.iter, names)
+    }
+
+
+def _is_over_content(template: nodes.Template, loop: nodes.For, messages: set[str]) -> bool:
+    if _is_content_of(loop.iter, messages):
+        return True
+    if not isinstance(loop.iter, nodes.Name):
+        return False
+    around = [
+        macro
+        for macro in template.find_all(nodes.Macro)
+        if any(inner is loop for inner in _fors(macro))
+    ]
+    if not around:
+        return loop.iter.name == "content"
+    return any(loop.iter.name in _content_arguments(template, macro, messages) for macro in around)
+
+
+def _content_arguments(
+    template: nodes.Template, macro: nodes.Macro, messages: set[str]
+) -> set[str]:
+    """Find the parameters of a macro that are given a message's content."""
+    names = [argument.name for argument in macro.args]
+    given = set()
+    for call in template.find_all(nodes.Call):
+        if not isinstance(call.node, nodes.Name) or call.node.name != macro.name:
+            continue
+        given |= {
+            name
+            for name, value in zip(names, call.args, strict=False)
+            if _is_content_of(value, messages)
+        }
+        given |= {
+            keyword.key
+            for keyword in call.kwargs
+            if isinstance(keyword, nodes.Keyword)
+            and keyword.key in names
+            and _is_content_of(keyword.value, messages)
+        }
+    return given
+
 
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 _RESERVED = frozenset(

@@ -1,4 +1,4 @@
-"""Finds the token ids of requests: the request has them, or they are made here or by an engine."""
+"""Tokenizers of a router: find the tokens of requests."""
 
 from __future__ import annotations
 
@@ -7,39 +7,173 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from flexcache.counters import Histogram
 from flexcache.logs import log_event
-from flexcache.router.chooser import Arrival
-from flexcache.router.request import RouteRequest
+from flexcache.router.chooser import Arrival, RouteRequest
 from flexcache.router.stats import TokenizerStats
 from flexcache.router.tokens.asked import AskedTokens
 from flexcache.router.tokens.body import (
     CHAT_PATH,
+    COMPLETION_PATH,
     Body,
     ChatBody,
     CompletionBody,
     Kind,
+    Prompt,
     UnknownPrompt,
     count_structure,
+    named_model,
     read_body,
     read_prompt,
 )
-from flexcache.router.tokens.comparison import Comparison
-from flexcache.router.tokens.engines import Engines, open_session
-from flexcache.router.tokens.limits import TokenLimits
-from flexcache.router.tokens.local import LocalTokens
-from flexcache.router.tokens.named_model import named_model
-from flexcache.router.tokens.prompt import Prompt
-from flexcache.router.tokens.registry import ModelRegistry
-from flexcache.router.tokens.served import ServedModel
-from flexcache.router.tokens.ways import Way
+from flexcache.router.tokens.engines import Engines, NotRendered, open_session
+from flexcache.router.tokens.local import LocalTokens, TokenLimits
+from flexcache.router.tokens.models import ModelRegistry, ServedModel, Way
 from flexcache.router.waiting import Turns, is_set_within
 
+_TEXT = (
+    "  Ünïcode, 数字 1234567 and\ttabs;\n\n  def f(x):\n      return x ** 2  # 'quoted' \"text\"\n"
+)
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Tell the weather at a place",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "enum": ["Zürich", "Oslo"]}},
+            "required": ["city"],
+        },
+    },
+}
+_TURNS: list[dict[str, Any]] = [
+    {"role": "user", "content": _TEXT},
+    {"role": "assistant", "content": f"An answer. {_TEXT}"},
+    {"role": "user", "content": [{"type": "text", "text": "Go"}, {"type": "text", "text": "on"}]},
+]
+_CHATS = [
+    [{"role": "system", "content": f"You are a system.{_TEXT}"}, *_TURNS],
+    _TURNS,
+    _TURNS[:1],
+]
+
+
+def probes(kind: Kind, model: str) -> tuple[str, list[bytes]]:
+    """Make requests of a kind.
+
+    Returns:
+        Their path, and bodies, the most telling first. Not every template takes each of them.
+    """
+    if kind is Kind.COMPLETION:
+        return COMPLETION_PATH, [_body(model, prompt=_TEXT)]
+    if kind is Kind.CHAT:
+        return CHAT_PATH, [_body(model, messages=chat) for chat in _CHATS]
+    with_tools = {"tools": [_TOOL], "tool_choice": "none"}
+    return CHAT_PATH, [_body(model, messages=chat, **with_tools) for chat in _CHATS]
+
+
+def _body(model: str, **fields: Any) -> bytes:
+    return msgspec.json.encode({"model": model, "max_tokens": 1, **fields})
+
+
 logger = logging.getLogger(__name__)
+
+_MAX_BODY = 1 << 20  # of a request that is compared: an engine takes a second for it
+
+
+class Comparison:
+    """Runs comparisons beside the requests, one for each kind and period."""
+
+    def __init__(self, local: LocalTokens, asked: AskedTokens, limits: TokenLimits) -> None:
+        self._local = local
+        self._asked = asked
+        self._every_s = limits.check_every_s
+        self._next: dict[tuple[str, Kind], float] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._samples = Turns("comparisons")
+
+    def sample(
+        self, model: ServedModel, path: str, raw: bytes, body: ChatBody | CompletionBody, now: float
+    ) -> None:
+        """Compare a request in the background if it is time to.
+
+        Args:
+            now: Seconds, of any clock.
+        """
+        key = (model.name, body.kind)
+        due = self._next.setdefault(key, now + self._every_s)
+        if now < due or len(raw) > _MAX_BODY or not model.engines:
+            return
+        self._next[key] = now + self._every_s
+        task = asyncio.create_task(self._compare_sample(model, path, raw))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _compare_sample(self, model: ServedModel, path: str, raw: bytes) -> None:
+        with self._samples.turn():
+            await self._compare(model, path, raw, None)
+
+    async def probe(self, model: ServedModel, url: str) -> None:
+        """Compare probes of every kind that is made here with one engine's tokens."""
+        for kind in Kind:
+            if not model.ways.has_local(kind):
+                continue
+            path, bodies = probes(kind, model.name)
+            for raw in bodies:
+                if await self._compare(model, path, raw, url):
+                    break
+
+    async def _compare(self, model: ServedModel, path: str, raw: bytes, url: str | None) -> bool:
+        """Compare one request.
+
+        Returns:
+            Whether it could be compared.
+        """
+        if model.files is None:
+            return False
+        try:
+            body = read_body(path, raw)
+            if not isinstance(body, (ChatBody, CompletionBody)):
+                return False
+            made = await self._local.tokens(model.files, body, len(raw))
+            if made.num_tokens > len(made.ids):
+                return False  # not all is known: media
+            theirs = await self._asked.render(model, path, raw, body, url)
+        except (UnknownPrompt, NotRendered):
+            return False
+        ours = made.ids
+        equal = len(ours) == len(theirs) and bool((ours == theirs).all())
+        before = model.ways.way(body.kind)
+        model.ways.compared(body.kind, equal)
+        if model.ways.way(body.kind) is not before:
+            log_event(
+                logger,
+                logging.WARNING if not equal else logging.INFO,
+                "router_tokens_differ" if not equal else "router_tokens_agree_again",
+                model=model.name,
+                prompts=body.kind.value,
+                from_token=None if equal else _first_difference(ours, theirs),
+                now=model.ways.way(body.kind).value,
+            )
+        return True
+
+    async def close(self) -> None:
+        """Give up what is being compared."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _first_difference(ours: np.ndarray, theirs: np.ndarray) -> int:
+    shared = min(len(ours), len(theirs))
+    differing = np.flatnonzero(ours[:shared] != theirs[:shared])
+    return int(differing[0]) if len(differing) else shared
+
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 

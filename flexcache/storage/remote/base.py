@@ -1,11 +1,9 @@
 """The contract of a remote store: named objects that other hosts see too.
 
-A store moves bytes without knowing their content, which `objects` defines. An object is
-passed as *parts*, memoryviews that are contiguous in the object but not in memory, so that a store
-that can gather and scatter copies nothing.
-
-Parts lie in the host pool, which belongs to this host alone. A library that shows memory to the
-network is given `BounceMemory` instead.
+A store moves bytes without knowing their content, which `objects` defines. An object is passed as
+*parts*, memoryviews that are contiguous in the object but not in memory, so that a store that can
+gather and scatter copies nothing. Parts lie in the host pool, which belongs to this host alone: a
+library that shows memory to the network must not see them (`mooncake.BounceMemory`).
 
 Calls block, may come from several threads at once, and return a result for each object. The names
 in a batch are distinct. A deadline is an absolute `time.monotonic`. A store starts nothing after it
@@ -16,27 +14,19 @@ process must be replaced.
 from __future__ import annotations
 
 import logging
-import mmap
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from itertools import accumulate, takewhile
-from queue import Empty, LifoQueue
-
-import numpy as np
-import xxhash
+from itertools import takewhile
 
 from flexcache.errors import ConfigError, FlexCacheError, MissingDependencyError
 from flexcache.logs import log_event
+from flexcache.storage.pieces import Parts
 
 logger = logging.getLogger(__name__)
-
-Parts = Sequence[memoryview]
-"""One object's bytes, each part contiguous and of type uint8."""
 
 
 class StoreUnavailableError(FlexCacheError):
@@ -55,7 +45,7 @@ class Status(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ObjectOutcome:
     """Result for one object. If ``status`` is OK, ``num_bytes`` is the size read or written.
 
     ``digest`` is the `checksum` of what was read into all parts but the first, the header, from a
@@ -68,19 +58,18 @@ class Outcome:
     digest: int | None = None
 
 
-MISSING = Outcome(Status.MISSING, reason="not in the store")
+MISSING = ObjectOutcome(Status.MISSING, reason="not in the store")
+TOO_LATE = ObjectOutcome(Status.FAILED, reason="the deadline has passed")
 
 
-def failed(reason: str) -> Outcome:
-    return Outcome(Status.FAILED, reason=reason)
+def failed(reason: str) -> ObjectOutcome:
+    return ObjectOutcome(Status.FAILED, reason=reason)
 
 
-def too_large(num_bytes: int, room: int) -> Outcome:
-    return Outcome(Status.TOO_LARGE, reason=f"{num_bytes} bytes where at most {room} are expected")
-
-
-STEP_BYTES = 512 << 10
-"""Size of a copy or read that, with its checksum, stays within a core's cache."""
+def too_large(num_bytes: int, room: int) -> ObjectOutcome:
+    return ObjectOutcome(
+        Status.TOO_LARGE, reason=f"{num_bytes} bytes where at most {room} are expected"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +97,7 @@ class RemoteStore(ABC):
     @abstractmethod
     def read_into(
         self, names: Sequence[str], parts: Sequence[Parts], deadline: float
-    ) -> list[Outcome]:
+    ) -> list[ObjectOutcome]:
         """Read each object into its parts, in order. A smaller object leaves the last ones alone.
 
         Nothing is written to the parts after this has returned. Parts of objects that were not
@@ -118,7 +107,7 @@ class RemoteStore(ABC):
     @abstractmethod
     def write_from(
         self, names: Sequence[str], parts: Iterable[Parts], deadline: float
-    ) -> list[Outcome]:
+    ) -> list[ObjectOutcome]:
         """Store each object; a reader sees all of it or none.
 
         If the name already exists this succeeds, and the store keeps either the old object or the
@@ -135,120 +124,8 @@ class RemoteStore(ABC):
         """Release the store. No call may be running. Idempotent."""
 
 
-class BounceMemory:
-    """Rooms of memory for a library that shows memory to the network; it is given no other.
-
-    Anyone who reaches the library's ports may read and write it, at any moment. So nothing that
-    lies here is believed: what has arrived is copied out first and checked then, and checksums of
-    what is sent are made from the original. Thread-safe.
-
-    Args:
-        room_bytes: Size of a room: of all that one call of the library moves.
-        num_rooms: How many calls there can be at once; further ones wait.
-        register: Shows the memory to the library, by address and size.
-    """
-
-    def __init__(
-        self, room_bytes: int, num_rooms: int, register: Callable[[int, int], object]
-    ) -> None:
-        memory = memoryview(b"")
-        if room_bytes:
-            memory = memoryview(mmap.mmap(-1, room_bytes * num_rooms))
-            register(address_of(memory), len(memory))
-        # The room that was used last comes first: it is in the processor's cache.
-        self._free: LifoQueue[memoryview] = LifoQueue()
-        for number in range(num_rooms):
-            self._free.put(memory[number * room_bytes :][:room_bytes])
-
-    @contextmanager
-    def room(self, deadline: float) -> Iterator[memoryview | None]:
-        """Lend a room; None if none became free before the deadline.
-
-        The library must be done with it at the end.
-        """
-        try:
-            room = self._free.get(timeout=seconds_until(deadline))
-        except Empty:
-            yield None
-            return
-        try:
-            yield room
-        finally:
-            self._free.put(room)
-
-
 def seconds_until(deadline: float) -> float:
     return max(0.0, deadline - time.monotonic())
-
-
-def address_of(memory: memoryview | mmap.mmap) -> int:
-    """Return where memory that is contiguous begins."""
-    return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
-
-
-def num_bytes_of(parts: Parts) -> int:
-    return sum(part.nbytes for part in parts)
-
-
-def first_bytes(parts: Parts, num_bytes: int) -> list[memoryview]:
-    """Return the front of the parts."""
-    front = []
-    for part in parts:
-        if num_bytes:
-            front.append(part[:num_bytes])
-            num_bytes -= len(front[-1])
-    return front
-
-
-def cut(memory: memoryview, sizes: Sequence[int]) -> list[memoryview]:
-    """Cut pieces of these sizes from the front of the memory.
-
-    Raises:
-        ValueError: It is smaller than their sum.
-    """
-    ends = list(accumulate(sizes))
-    if sum(sizes) > len(memory):
-        raise ValueError(f"{sum(sizes)} bytes in one call, of at most {len(memory)}")
-    return [memory[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-
-
-def scatter(data: memoryview, parts: Parts) -> list[memoryview]:
-    """Copy the bytes into the parts, in order; return the room that is left. There must be room for
-    all of them."""
-    left = []
-    for part in parts:
-        count = min(len(part), len(data))
-        part[:count] = data[:count]
-        data = data[count:]
-        if count < len(part):
-            left.append(part[count:])
-    return left
-
-
-def scatter_checked(data: memoryview, parts: Parts) -> int:
-    """Copy the bytes as `scatter`; return the `checksum` of the copies behind the first part."""
-    digest = xxhash.xxh3_64()
-    for number, part in enumerate(first_bytes(parts, len(data))):
-        for start in range(0, len(part), STEP_BYTES):
-            copy = part[start : start + STEP_BYTES]
-            _copy(copy, data[: len(copy)])
-            data = data[len(copy) :]
-            if number > 0:
-                digest.update(copy)
-    return digest.intdigest()
-
-
-def gather(parts: Parts, room: memoryview) -> memoryview:
-    """Copy the parts to the front of the memory, in order; return what they fill."""
-    filled = cut(room, [num_bytes_of(parts)])[0]
-    for part, target in zip(parts, cut(filled, [len(part) for part in parts]), strict=True):
-        _copy(target, part)
-    return filled
-
-
-def _copy(target: memoryview, source: memoryview) -> None:
-    """Copy, but for memoryviews' own assignment without the interpreter lock."""
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 _FIRST_LOOK = 8
@@ -275,13 +152,15 @@ class StepwiseStore(RemoteStore):
         return len(names)
 
     @abstractmethod
-    def _look(self, names: Sequence[str], deadline: float) -> list[Outcome]:
+    def look(self, names: Sequence[str], deadline: float) -> list[ObjectOutcome]:
         """Return for each name whether it exists."""
 
-    def _steps(self, names: Sequence[str], deadline: float) -> Iterator[tuple[int, list[Outcome]]]:
+    def _steps(
+        self, names: Sequence[str], deadline: float
+    ) -> Iterator[tuple[int, list[ObjectOutcome]]]:
         start, step = 0, _FIRST_LOOK
         while start < len(names):
-            found = self._look(names[start : start + step], deadline)
+            found = self.look(names[start : start + step], deadline)
             yield start, found
             start += step
             step *= 2

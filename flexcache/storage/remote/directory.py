@@ -18,61 +18,58 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import SplitResult, unquote
 
 import xxhash
 
+from flexcache.config.remote_url import RemoteUrl, StoreKind, StoreLimits, choice_option, register
+from flexcache.config.values import read_path
 from flexcache.storage.machine import make_directory
+from flexcache.storage.pieces import STEP_BYTES, Parts, first_bytes, num_bytes_of
 from flexcache.storage.remote.base import (
     MISSING,
-    STEP_BYTES,
-    Outcome,
-    Parts,
+    TOO_LATE,
+    ObjectOutcome,
     Status,
     StepwiseStore,
     StoreUnavailableError,
     failed,
-    first_bytes,
-    num_bytes_of,
     seconds_until,
     too_large,
 )
-
-_LATE = failed("the deadline has passed")
 
 
 class DirectoryStore(StepwiseStore):
     """Files below a directory; up to ``concurrency`` of a batch are moved at once.
 
-    Args:
-        is_shared: Let the directory's group read the files, for hosts that run as other users.
+    With ``access=group`` the directory's group may read them, for hosts that run as other users.
 
     Raises:
         StoreUnavailableError: The directory cannot be used now, such as a share that is not
             mounted yet.
     """
 
-    def __init__(
-        self, directory: Path, name: str, concurrency: int, is_shared: bool = False
-    ) -> None:
-        self.name = name
-        self._directory = directory
-        self._concurrency = concurrency
+    def __init__(self, url: RemoteUrl, limits: StoreLimits) -> None:
+        self.name = url.name
+        self._directory = Path(url.location)
+        self._concurrency = limits.concurrency
+        is_shared = url.options.get("access") == "group"
         self._file_mode, self._directory_mode = (0o640, 0o750) if is_shared else (0o600, 0o700)
         try:
-            make_directory(directory, self._directory_mode)
-            os.scandir(directory).close()
+            make_directory(self._directory, self._directory_mode)
+            os.scandir(self._directory).close()
         except OSError as error:
-            raise StoreUnavailableError(f"{name}: {error.strerror}") from None
-        self._helpers = ThreadPoolExecutor(concurrency, "flexcache-directory")
+            raise StoreUnavailableError(f"{self.name}: {error.strerror}") from None
+        self._helpers = ThreadPoolExecutor(limits.concurrency, "flexcache-directory")
 
     def read_into(
         self, names: Sequence[str], parts: Sequence[Parts], deadline: float
-    ) -> list[Outcome]:
+    ) -> list[ObjectOutcome]:
         return self._each(_read, names, deadline, parts)
 
     def write_from(
         self, names: Sequence[str], parts: Iterable[Parts], deadline: float
-    ) -> list[Outcome]:
+    ) -> list[ObjectOutcome]:
         return self._each(self._write, names, deadline, list(parts))
 
     def discard(self, names: Sequence[str], deadline: float) -> None:
@@ -81,10 +78,10 @@ class DirectoryStore(StepwiseStore):
     def close(self) -> None:
         self._helpers.shutdown()
 
-    def _look(self, names: Sequence[str], deadline: float) -> list[Outcome]:
+    def look(self, names: Sequence[str], deadline: float) -> list[ObjectOutcome]:
         return self._each(_look, names, deadline)
 
-    def _write(self, path: str, parts: Parts) -> Outcome:
+    def _write(self, path: str, parts: Parts) -> ObjectOutcome:
         temporary = f"{path}#{os.urandom(8).hex()}"
         try:
             fd = _create(temporary)
@@ -105,17 +102,17 @@ class DirectoryStore(StepwiseStore):
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
-        return Outcome(Status.OK, num_bytes_of(parts))
+        return ObjectOutcome(Status.OK, num_bytes_of(parts))
 
     def _each(
         self,
-        action: Callable[..., Outcome],
+        action: Callable[..., ObjectOutcome],
         names: Sequence[str],
         deadline: float,
         *arguments: Sequence[Any],
-    ) -> list[Outcome]:
+    ) -> list[ObjectOutcome]:
         """Apply an action to each file, in this thread and in helpers."""
-        outcomes = [_LATE] * len(names)
+        outcomes = [TOO_LATE] * len(names)
         places = iter(range(len(names)))
         lock = threading.Lock()
 
@@ -144,11 +141,11 @@ class DirectoryStore(StepwiseStore):
         return outcomes
 
 
-def _look(path: str) -> Outcome:
-    return Outcome(Status.OK, os.stat(path).st_size)
+def _look(path: str) -> ObjectOutcome:
+    return ObjectOutcome(Status.OK, os.stat(path).st_size)
 
 
-def _read(path: str, parts: Parts) -> Outcome:
+def _read(path: str, parts: Parts) -> ObjectOutcome:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size, room = os.fstat(fd).st_size, num_bytes_of(parts)
@@ -161,12 +158,12 @@ def _read(path: str, parts: Parts) -> Outcome:
             while start < len(part):
                 count = os.preadv(fd, [part[start : start + STEP_BYTES]], position)
                 if count == 0:  # the file has become shorter
-                    return Outcome(Status.OK, position)
+                    return ObjectOutcome(Status.OK, position)
                 if number > 0:
                     digest.update(part[start : start + count])
                 start += count
                 position += count
-        return Outcome(Status.OK, position, digest=digest.intdigest())
+        return ObjectOutcome(Status.OK, position, digest=digest.intdigest())
     finally:
         os.close(fd)
 
@@ -175,6 +172,32 @@ def _create(path: str) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
 
-def _remove(path: str) -> Outcome:
+def _remove(path: str) -> ObjectOutcome:
     os.unlink(path)
-    return Outcome(Status.OK)
+    return ObjectOutcome(Status.OK)
+
+
+def _fits(split: SplitResult) -> bool:
+    if split.netloc or not split.path.startswith("/"):
+        return False
+    read_path("remote_url", unquote(split.path))
+    return True
+
+
+def _problem(url: RemoteUrl) -> str | None:
+    """Check a shared directory without creating it: the share may not be mounted."""
+    if not os.path.isdir(url.location):
+        return "no such directory"
+    return None if os.access(url.location, os.W_OK | os.X_OK) else "must be writable"
+
+
+register(
+    "file",
+    StoreKind(
+        open=DirectoryStore,
+        form="file:///DIRECTORY, an absolute path",
+        fits=_fits,
+        options={"access": choice_option("user", "group")},
+        problem=_problem,
+    ),
+)

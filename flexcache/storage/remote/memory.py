@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import takewhile
 
+from flexcache.config.remote_url import StoreKind, register
+from flexcache.storage.pieces import Parts, num_bytes_of, scatter
 from flexcache.storage.remote.base import (
     MISSING,
-    Outcome,
-    Parts,
-    Presence,
-    RemoteStore,
+    TOO_LATE,
+    ObjectOutcome,
     Status,
-    failed,
-    num_bytes_of,
-    scatter,
+    StepwiseStore,
     seconds_until,
     too_large,
 )
 
-_LATE = failed("the deadline has passed")
 
-
-class MemoryStore(RemoteStore):
+class MemoryStore(StepwiseStore):
     """A store that is never full and ends with the process."""
 
     name = "memory"
@@ -30,40 +25,35 @@ class MemoryStore(RemoteStore):
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
 
-    def count_present(self, names: Sequence[str], deadline: float) -> Presence:
+    def look(self, names: Sequence[str], deadline: float) -> list[ObjectOutcome]:
         if seconds_until(deadline) <= 0:
-            return Presence(0, _LATE.reason)
-        return Presence(sum(1 for _ in takewhile(self.objects.__contains__, names)))
-
-    def first_present(self, names: Sequence[str], deadline: float) -> int:
-        if seconds_until(deadline) <= 0:
-            return len(names)
-        return next((i for i, name in enumerate(names) if name in self.objects), len(names))
+            return [TOO_LATE for _ in names]
+        return [ObjectOutcome(Status.OK) if name in self.objects else MISSING for name in names]
 
     def read_into(
         self, names: Sequence[str], parts: Sequence[Parts], deadline: float
-    ) -> list[Outcome]:
+    ) -> list[ObjectOutcome]:
         if seconds_until(deadline) <= 0:
-            return [_LATE for _ in names]
+            return [TOO_LATE for _ in names]
         return [self._read(name, room) for name, room in zip(names, parts, strict=True)]
 
-    def _read(self, name: str, parts: Parts) -> Outcome:
+    def _read(self, name: str, parts: Parts) -> ObjectOutcome:
         data = self.objects.get(name)
         if data is None:
             return MISSING
         if len(data) > num_bytes_of(parts):
             return too_large(len(data), num_bytes_of(parts))
         scatter(memoryview(data), parts)
-        return Outcome(Status.OK, len(data))
+        return ObjectOutcome(Status.OK, len(data))
 
     def write_from(
         self, names: Sequence[str], parts: Iterable[Parts], deadline: float
-    ) -> list[Outcome]:
+    ) -> list[ObjectOutcome]:
         if seconds_until(deadline) <= 0:
-            return [_LATE for _ in names]
+            return [TOO_LATE for _ in names]
         new = {name: b"".join(content) for name, content in zip(names, parts, strict=True)}
         self.objects |= new
-        return [Outcome(Status.OK, len(content)) for content in new.values()]
+        return [ObjectOutcome(Status.OK, len(content)) for content in new.values()]
 
     def discard(self, names: Sequence[str], deadline: float) -> None:
         for name in names:
@@ -71,3 +61,13 @@ class MemoryStore(RemoteStore):
 
     def close(self) -> None:
         """Do nothing: there is nothing to release."""
+
+
+register(
+    "memory",
+    StoreKind(
+        open=lambda url, limits: MemoryStore(),
+        form="memory://",
+        fits=lambda split: not (split.netloc or split.path),
+    ),
+)

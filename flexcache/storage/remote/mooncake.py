@@ -15,32 +15,38 @@ the object's checksum reveals a change.
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import re
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from importlib.metadata import packages_distributions, version
 from itertools import takewhile
+from queue import Empty, LifoQueue
 from typing import Any, TypeVar
 
-from flexcache.config.remote_url import RemoteUrl
+from flexcache.config.remote_url import (
+    RemoteUrl,
+    StoreKind,
+    StoreLimits,
+    choice_option,
+    number_option,
+    register,
+    text_option,
+)  # fmt: skip
 from flexcache.errors import MissingDependencyError
+from flexcache.storage.pieces import Parts, address_of, cut, gather, num_bytes_of, scatter_checked
 from flexcache.storage.remote.base import (
     MISSING,
-    BounceMemory,
-    Outcome,
-    Parts,
+    TOO_LATE,
+    ObjectOutcome,
     Presence,
     RemoteStore,
     Status,
     StoreUnavailableError,
-    address_of,
-    cut,
     failed,
-    gather,
-    num_bytes_of,
-    scatter_checked,
     seconds_until,
     too_large,
 )
@@ -50,13 +56,55 @@ _RPCS_PER_OP = 3  # a put is announced, moved and completed
 _LOCAL_BUFFER_BYTES = 16 << 20
 _ROOMS = 3  # one for each thread of the remote worker: two move in one direction at most
 _NICENESS = 10
+_DOCTOR_TIMEOUT_S = 3.0
 _SAFE_SINCE = (0, 3, 12)  # since then it refuses addresses that were not registered
 _PRESENT = 1
 _NO_SPACE = -200
 _BAD_SIZE = -600
 _NOT_FOUND = -704
 _UNREACHABLE = (-900, -901)
-_TOO_LATE = failed("the deadline has passed")
+
+
+class BounceMemory:
+    """Rooms of memory for a library that shows memory to the network; it is given no other.
+
+    Anyone who reaches the library's ports may read and write it, at any moment. So nothing that
+    lies here is believed: what has arrived is copied out first and checked then, and checksums of
+    what is sent are made from the original. Thread-safe.
+
+    Args:
+        room_bytes: Size of a room: of all that one call of the library moves.
+        num_rooms: How many calls there can be at once; further ones wait.
+        register: Shows the memory to the library, by address and size.
+    """
+
+    def __init__(
+        self, room_bytes: int, num_rooms: int, register: Callable[[int, int], object]
+    ) -> None:
+        memory = memoryview(b"")
+        if room_bytes:
+            memory = memoryview(mmap.mmap(-1, room_bytes * num_rooms))
+            register(address_of(memory), len(memory))
+        # The room that was used last comes first: it is in the processor's cache.
+        self._free: LifoQueue[memoryview] = LifoQueue()
+        for number in range(num_rooms):
+            self._free.put(memory[number * room_bytes :][:room_bytes])
+
+    @contextmanager
+    def room(self, deadline: float) -> Iterator[memoryview | None]:
+        """Lend a room; None if none became free before the deadline.
+
+        The library must be done with it at the end.
+        """
+        try:
+            room = self._free.get(timeout=seconds_until(deadline))
+        except Empty:
+            yield None
+            return
+        try:
+            yield room
+        finally:
+            self._free.put(room)
 
 
 class MooncakeStore(RemoteStore):
@@ -67,15 +115,14 @@ class MooncakeStore(RemoteStore):
         StoreUnavailableError: The master does not answer.
     """
 
-    def __init__(self, url: RemoteUrl, call_bytes: int, timeout_s: float) -> None:
+    def __init__(self, url: RemoteUrl, limits: StoreLimits) -> None:
         self.name = url.name
-        host, _, port = url.location.rstrip("/").rpartition(":")
-        self._master = (host.strip("[]"), int(port))
-        self._connect_timeout_s = timeout_s / _RPCS_PER_OP
+        self._master = _master_of(url)
+        self._connect_timeout_s = limits.timeout_s / _RPCS_PER_OP
         self._is_suspect = False
         self._reading = _Turns("flexcache-mooncake-read")
         self._writing = _Turns("flexcache-mooncake-write")
-        api = _load_client(timeout_s)
+        api = _load_client(limits.timeout_s)
         own_host = self._try_master()
         options = url.options
         self._client: Any = api.MooncakeDistributedStore()
@@ -93,7 +140,7 @@ class MooncakeStore(RemoteStore):
         )
         if result != 0:
             raise StoreUnavailableError(f"{self.name}: setup failed (error {result})")
-        self._bounce = BounceMemory(call_bytes, _ROOMS, self._register)
+        self._bounce = BounceMemory(limits.call_bytes, _ROOMS, self._register)
         self._placement = api.ReplicateConfig()
         self._placement.replica_num = int(options.get("replicas", "1"))
         soft_pin_s = float(options.get("soft_pin_s", "0"))
@@ -119,7 +166,7 @@ class MooncakeStore(RemoteStore):
 
     def read_into(
         self, names: Sequence[str], parts: Sequence[Parts], deadline: float
-    ) -> list[Outcome]:
+    ) -> list[ObjectOutcome]:
         problem = self._problem(deadline)
         if problem:
             return [failed(problem) for _ in names]
@@ -127,17 +174,17 @@ class MooncakeStore(RemoteStore):
             return []
         with self._bounce.room(deadline) as memory:
             if memory is None:
-                return [_TOO_LATE for _ in names]
+                return [TOO_LATE for _ in names]
             rooms = cut(memory, [num_bytes_of(each) for each in parts])
             get = self._client.batch_get_into
             results = self._reading.take(deadline, get, list(names), *_addresses_and_sizes(rooms))
             if results is None:
-                return [_TOO_LATE for _ in names]
+                return [TOO_LATE for _ in names]
             outcomes = []
             for name, room, result, target in zip(names, rooms, results, parts, strict=True):
                 if result >= 0:
                     digest = scatter_checked(room[:result], target)
-                    outcomes.append(Outcome(Status.OK, result, digest=digest))
+                    outcomes.append(ObjectOutcome(Status.OK, result, digest=digest))
                 elif result == _BAD_SIZE and (size := self._size(name)) > len(room):
                     outcomes.append(too_large(size, len(room)))
                 else:
@@ -146,7 +193,7 @@ class MooncakeStore(RemoteStore):
 
     def write_from(
         self, names: Sequence[str], parts: Iterable[Parts], deadline: float
-    ) -> list[Outcome]:
+    ) -> list[ObjectOutcome]:
         problem = self._problem(deadline)
         if problem:
             return [failed(problem) for _ in names]
@@ -154,7 +201,7 @@ class MooncakeStore(RemoteStore):
             return []
         with self._bounce.room(deadline) as memory:
             if memory is None:
-                return [_TOO_LATE for _ in names]
+                return [TOO_LATE for _ in names]
             rooms: list[memoryview] = []
             for content in parts:
                 rooms.append(gather(content, memory))
@@ -162,9 +209,9 @@ class MooncakeStore(RemoteStore):
             put, buffers = self._client.batch_put_from, _addresses_and_sizes(rooms)
             results = self._writing.take(deadline, put, list(names), *buffers, self._placement)
             if results is None:
-                return [_TOO_LATE for _ in names]
+                return [TOO_LATE for _ in names]
             return [
-                Outcome(Status.OK, len(room)) if result == 0 else self._failure(result)
+                ObjectOutcome(Status.OK, len(room)) if result == 0 else self._failure(result)
                 for room, result in zip(rooms, results, strict=True)
             ]
 
@@ -192,7 +239,7 @@ class MooncakeStore(RemoteStore):
                 return int(replica.get_memory_descriptor().buffer_descriptor.size)
         return 0
 
-    def _failure(self, code: int) -> Outcome:
+    def _failure(self, code: int) -> ObjectOutcome:
         if code == _NOT_FOUND:
             return MISSING
         if code == _NO_SPACE:
@@ -205,7 +252,7 @@ class MooncakeStore(RemoteStore):
     def _problem(self, deadline: float) -> str | None:
         """Return why the client should not be called now; None if it may be."""
         if seconds_until(deadline) <= 0:
-            return _TOO_LATE.reason
+            return TOO_LATE.reason
         if self._is_suspect:
             try:
                 self._try_master()
@@ -281,3 +328,41 @@ class _Turns:
 
 def _addresses_and_sizes(rooms: Sequence[memoryview]) -> tuple[list[int], list[int]]:
     return [address_of(room) for room in rooms], [len(room) for room in rooms]
+
+
+def _problem(url: RemoteUrl) -> str | None:
+    """Check only that the master accepts connections: a whole client would join the cluster."""
+    try:
+        socket.create_connection(_master_of(url), _DOCTOR_TIMEOUT_S).close()
+    except OSError as failure:
+        return f"the master does not accept connections ({failure.strerror or failure})"
+    return None
+
+
+def _master_of(url: RemoteUrl) -> tuple[str, int]:
+    host, _, port = url.location.rstrip("/").rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+register(
+    "mooncake",
+    StoreKind(
+        open=MooncakeStore,
+        form="mooncake://HOST:PORT, the address of the master",
+        fits=lambda split: bool(split.hostname and split.port and split.path in ("", "/")),
+        options={
+            "metadata": text_option,
+            "protocol": choice_option("tcp", "rdma"),
+            "device": text_option,
+            "segment_gb": number_option(0, 1e6),
+            "hostname": text_option,
+            "replicas": choice_option(*"12345678"),
+            "soft_pin_s": number_option(0, 86400),
+        },
+        package="mooncake",
+        extra="mooncake",
+        problem=_problem,
+        caution="; anyone who reaches Mooncake's ports can read and replace what is in the store "
+        "(docs/remote.md says how to fence them)",
+    ),
+)

@@ -16,19 +16,26 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from flexcache.config.remote_url import RemoteUrl
+from flexcache.config.remote_url import (
+    OptionCheck,
+    RemoteUrl,
+    StoreKind,
+    StoreLimits,
+    endpoint_option,
+    register,
+    text_option,
+)  # fmt: skip
 from flexcache.errors import ConfigError, MissingDependencyError
+from flexcache.storage.pieces import Parts, num_bytes_of, scatter
 from flexcache.storage.remote.base import (
     MISSING,
-    Outcome,
-    Parts,
+    TOO_LATE,
+    ObjectOutcome,
     RemoteStore,
     Status,
     StepwiseStore,
     StoreUnavailableError,
     failed,
-    num_bytes_of,
-    scatter,
     seconds_until,
     too_large,
 )
@@ -43,7 +50,7 @@ _NO_BUCKET_CODES = ("NoSuchBucket", "ContainerNotFound")  # of S3 and GCS, of Az
 _NO_BUCKET = "the bucket or container does not exist: create it, or correct remote_url"
 
 
-def open_object_store(url: RemoteUrl, timeout_s: float, concurrency: int) -> RemoteStore:
+def open_object_store(url: RemoteUrl, limits: StoreLimits) -> RemoteStore:
     """Open a cloud store. The usual environment variables supply credentials.
 
     Raises:
@@ -57,7 +64,7 @@ def open_object_store(url: RemoteUrl, timeout_s: float, concurrency: int) -> Rem
         raise MissingDependencyError(
             "obstore is not installed; install the extra: pip install '.[object-store]'"
         ) from error
-    limit = timedelta(seconds=timeout_s)
+    limit = timedelta(seconds=limits.timeout_s)
     settings: dict[str, Any] = dict(url.options)
     if "account" in settings:
         settings["account_name"] = settings.pop("account")
@@ -74,7 +81,7 @@ def open_object_store(url: RemoteUrl, timeout_s: float, concurrency: int) -> Rem
         )
     except BaseError as error:
         raise ConfigError(f"remote_url = {url.name!r}: {_first_line(error)}") from None
-    return ObjectStore(client, url.name, concurrency)
+    return ObjectStore(client, url.name, limits.concurrency)
 
 
 class ObjectStore(StepwiseStore):
@@ -92,12 +99,12 @@ class ObjectStore(StepwiseStore):
 
     def read_into(
         self, names: Sequence[str], parts: Sequence[Parts], deadline: float
-    ) -> list[Outcome]:
+    ) -> list[ObjectOutcome]:
         return self._each(self._read, list(zip(names, parts, strict=True)), deadline)
 
     def write_from(
         self, names: Sequence[str], parts: Iterable[Parts], deadline: float
-    ) -> list[Outcome]:
+    ) -> list[ObjectOutcome]:
         return self._each(self._write, list(zip(names, parts, strict=True)), deadline)
 
     def discard(self, names: Sequence[str], deadline: float) -> None:
@@ -106,17 +113,17 @@ class ObjectStore(StepwiseStore):
     def close(self) -> None:
         """Do nothing: connections close with the last reference."""
 
-    def _look(self, names: Sequence[str], deadline: float) -> list[Outcome]:
+    def look(self, names: Sequence[str], deadline: float) -> list[ObjectOutcome]:
         return self._each(self._head, [(name,) for name in names], deadline)
 
-    async def _head(self, name: str) -> Outcome:
+    async def _head(self, name: str) -> ObjectOutcome:
         try:
             meta = await self._api.head_async(self._client, name)
         except FileNotFoundError:  # in a bucket that is missing, so is every object
             await self._require_bucket(name)
             raise
         self._has_bucket = True
-        return Outcome(Status.OK, meta["size"])
+        return ObjectOutcome(Status.OK, meta["size"])
 
     async def _require_bucket(self, name: str) -> None:
         """Raise `StoreUnavailableError` if the bucket does not exist: only the body of an answer,
@@ -130,7 +137,7 @@ class ObjectStore(StepwiseStore):
                 raise StoreUnavailableError(_NO_BUCKET) from None
         self._has_bucket = True
 
-    async def _read(self, name: str, parts: Parts) -> Outcome:
+    async def _read(self, name: str, parts: Parts) -> ObjectOutcome:
         room = num_bytes_of(parts)
         found = await self._api.get_async(self._client, name)
         _, size = found.range
@@ -144,41 +151,41 @@ class ObjectStore(StepwiseStore):
             if count > size:  # whatever the header said, the body need not end
                 return too_large(count, size)
             left = scatter(data, left)
-        return Outcome(Status.OK, count)
+        return ObjectOutcome(Status.OK, count)
 
-    async def _write(self, name: str, parts: Parts) -> Outcome:
+    async def _write(self, name: str, parts: Parts) -> ObjectOutcome:
         try:
             await self._api.put_async(self._client, name, iter(parts), use_multipart=False)
         except FileNotFoundError:
             self._has_bucket = False  # look-ups ask again whether there is one
             return failed(_NO_BUCKET)
-        return Outcome(Status.OK, num_bytes_of(parts))
+        return ObjectOutcome(Status.OK, num_bytes_of(parts))
 
-    async def _delete(self, name: str) -> Outcome:
+    async def _delete(self, name: str) -> ObjectOutcome:
         await self._api.delete_async(self._client, name)
-        return Outcome(Status.OK)
+        return ObjectOutcome(Status.OK)
 
     def _each(
         self,
-        action: Callable[..., Awaitable[Outcome]],
+        action: Callable[..., Awaitable[ObjectOutcome]],
         arguments: Sequence[tuple[Any, ...]],
         deadline: float,
-    ) -> list[Outcome]:
+    ) -> list[ObjectOutcome]:
         """Apply an action to each object, ``concurrency`` at a time, within the deadline."""
         free = asyncio.Semaphore(self._concurrency)
 
-        async def guarded(*each: Any) -> Outcome:
+        async def guarded(*each: Any) -> ObjectOutcome:
             try:
                 async with free:
                     return await action(*each)
             except FileNotFoundError:
                 return MISSING
             except asyncio.CancelledError:
-                return failed("the deadline has passed")
+                return TOO_LATE
             except Exception as error:  # obstore's own classes, or system errors it translated
                 return failed(_first_line(error))
 
-        async def all_of_them() -> list[Outcome]:
+        async def all_of_them() -> list[ObjectOutcome]:
             tasks = [asyncio.ensure_future(guarded(*each)) for each in arguments]
             _, late = await asyncio.wait(tasks, timeout=seconds_until(deadline))
             for task in late:
@@ -195,3 +202,21 @@ def _first_line(error: BaseException) -> str:
     said, _, answer = line.partition("<")
     code = re.search("<Code>([^<]{1,80})</Code>", f"<{answer}")
     return said[:_MOST_REASON].strip() + (f" {code[1]}" if code else "")
+
+
+_OPTIONS: dict[str, dict[str, OptionCheck]] = {
+    "s3": {"endpoint": endpoint_option, "region": text_option},
+    "gs": {},
+    "az": {"account": text_option, "endpoint": endpoint_option},
+}
+for _scheme, _options in _OPTIONS.items():
+    register(
+        _scheme,
+        StoreKind(
+            open=open_object_store,
+            form=f"{_scheme}://BUCKET/PREFIX",
+            options=_options,
+            package="obstore",
+            extra="object-store",
+        ),
+    )

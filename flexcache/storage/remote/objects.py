@@ -25,17 +25,8 @@ import xxhash
 
 from flexcache.errors import FlexCacheError, MissingDependencyError
 from flexcache.storage.compression import Codec, Compressor, open_compressor
-from flexcache.storage.pieces import checksum
-from flexcache.storage.remote.base import (
-    Outcome,
-    Parts,
-    RemoteStore,
-    Status,
-    StoreUnavailableError,
-    cut,
-    first_bytes,
-    num_bytes_of,
-)
+from flexcache.storage.pieces import Parts, checksum, cut, first_bytes, num_bytes_of
+from flexcache.storage.remote.base import ObjectOutcome, RemoteStore, Status, StoreUnavailableError
 
 MAGIC = b"FlexCa\r\n"
 FORMAT_VERSION = 2
@@ -171,7 +162,7 @@ _LARGEST_BATCH = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class BlocksMoved:
     """The first ``num_ok`` blocks were moved; the next one failed with ``error``.
 
     ``bad_block``: that one is missing from the store, or damaged.
@@ -203,7 +194,7 @@ class BlockMover:
     def load(
         self, store: RemoteStore, root: bytes, keys: Sequence[bytes], blocks: Sequence[Parts],
         deadline: float,
-    ) -> Moved:  # fmt: skip
+    ) -> BlocksMoved:  # fmt: skip
         """Fill the blocks, up to the first that cannot be read. Removes a damaged object."""
         for start, names in self._batches(root, keys):
             batch = blocks[start : start + len(names)]
@@ -214,17 +205,17 @@ class BlockMover:
                     self._accept(outcome, root, keys[start + i], headers[i], batch[i])
                 except DamagedObjectError as error:
                     store.discard([names[i]], deadline)
-                    return Moved(start + i, f"{names[i]}: {error}", bad_block=True)
+                    return BlocksMoved(start + i, f"{names[i]}: {error}", bad_block=True)
                 except UnreadableObjectError as error:
-                    return Moved(start + i, f"{names[i]}: {error}", bad_block=True)
+                    return BlocksMoved(start + i, f"{names[i]}: {error}", bad_block=True)
                 except StoreUnavailableError as error:
-                    return Moved(start + i, f"{names[i]}: {error}")
-        return Moved(len(keys))
+                    return BlocksMoved(start + i, f"{names[i]}: {error}")
+        return BlocksMoved(len(keys))
 
     def save(
         self, store: RemoteStore, root: bytes, keys: Sequence[bytes], blocks: Sequence[Parts],
         deadline: float,
-    ) -> Moved:  # fmt: skip
+    ) -> BlocksMoved:  # fmt: skip
         """Store the blocks, up to the first that cannot be stored."""
         for start, names in self._batches(root, keys):
             parts = (
@@ -233,8 +224,8 @@ class BlockMover:
             )
             for i, outcome in enumerate(store.write_from(names, parts, deadline)):
                 if outcome.status is not Status.OK:
-                    return Moved(start + i, f"{names[i]}: {outcome.reason}")
-        return Moved(len(keys))
+                    return BlocksMoved(start + i, f"{names[i]}: {outcome.reason}")
+        return BlocksMoved(len(keys))
 
     def _batches(self, root: bytes, keys: Sequence[bytes]) -> Iterator[tuple[int, list[str]]]:
         size = len(self._headers)
@@ -242,7 +233,7 @@ class BlockMover:
             yield start, [object_name(root, key) for key in keys[start : start + size]]
 
     def _accept(
-        self, outcome: Outcome, root: bytes, key: bytes, header: memoryview, pieces: Parts
+        self, outcome: ObjectOutcome, root: bytes, key: bytes, header: memoryview, pieces: Parts
     ) -> None:
         if outcome.status is Status.FAILED:
             raise StoreUnavailableError(outcome.reason)

@@ -29,11 +29,11 @@ from flexcache.ids import OpKind
 from flexcache.logs import log_event
 from flexcache.storage.block_io import Direction
 from flexcache.storage.pieces import PAGE_BYTES, align_up, checksum
-from flexcache.transfer.copier import CopyPermit, Lane
+from flexcache.transfer.copier import Addresses, CopyLane, CopyPermit, Runs
 from flexcache.transfer.copy_ways import describe
 from flexcache.transfer.cuda_copier import CudaCopier
 from flexcache.transfer.direct.cufile import CuFile, DeviceFiles
-from flexcache.transfer.direct.ops import Addresses, Transfer, Transferred
+from flexcache.transfer.direct.ops import Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +63,9 @@ def check_reads(files: DeviceFiles, fds: Sequence[int], checksum_of: ChecksumOf)
     for fd in fds:
         before = _read_page(fd)
         transfer = Transfer(0, 0, Direction.READ, fd, 0, PAGE_BYTES, _NOWHERE, _NOWHERE)
-        error = files.move(transfer, 0).error
-        if error is not None:
-            raise StorageError(error)
+        files.move(transfer)
+        if transfer.error is not None:
+            raise StorageError(transfer.error)
         page = _read_page(fd)
         # The server may have written it meanwhile.
         if checksum_of(0, PAGE_BYTES) not in (
@@ -105,7 +105,7 @@ def _read_page(fd: int) -> bytes:
 Transfers = list[Transfer]
 Then = Callable[[Transfers], None]
 
-_LANES = {Direction.READ: Lane.LOADS, Direction.WRITE: Lane.STORES}
+_LANES = {Direction.READ: CopyLane.LOADS, Direction.WRITE: CopyLane.STORES}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,7 +118,7 @@ class _Batch:
 
 
 class CudaDirectIO:
-    """Reads and writes by cuFile; see `direct_io.DirectIO`.
+    """Reads and writes by cuFile; see `DirectIO`.
 
     Args:
         copier: The attached copier of the device, which is closed after this.
@@ -143,13 +143,11 @@ class CudaDirectIO:
         self._block_bytes = block_bytes
         self._permit = permit
         self._free = [block_bytes * place for place in range(depth)]
-        self._places: dict[int, int] = {}
-        """Offsets in the buffer, by token."""
-        self._checksums: dict[int, int] = {}
+        self._on_their_way: list[Transfer] = []
         self._lanes = list(_LANES.values())
         """Those to wait for when closing."""
         self._batches: list[_Batch] = []
-        self._ended: list[Transferred] = []
+        self._ended: list[Transfer] = []
         try:
             self._kernel = _load_kernel()
             library = CuFile.load()
@@ -179,23 +177,23 @@ class CudaDirectIO:
 
     def submit(self, transfers: Sequence[Transfer]) -> None:
         for transfer in transfers:
-            self._places[transfer.token] = self._free.pop()
-        for transfer in transfers:
+            transfer.place = self._free.pop()
+            self._on_their_way.append(transfer)
             if transfer.direction is Direction.READ:
-                self._files.start(transfer, self._places[transfer.token])
+                self._files.start(transfer)
         writes = [each for each in transfers if each.direction is Direction.WRITE]
         self._queue(self._permitted(writes), self._gather)
 
-    def reap(self) -> list[Transferred]:
+    def reap(self) -> list[Transfer]:
         arrived = []
-        for transfer, moved in self._files.take_ended():
-            if moved.error is None and transfer.direction is Direction.READ:
+        for transfer in self._files.take_ended():
+            if transfer.error is None and transfer.direction is Direction.READ:
                 arrived.append(transfer)
                 continue
-            if moved.error is not None:
+            if transfer.error is not None:
                 # raises if the device is lost
                 torch.cuda.Event().record(self._streams[_LANES[transfer.direction]])
-            self._end(transfer, moved.error, moved.is_bad)
+            self._end(transfer)
         self._queue(arrived, self._sum_up)
         done = [batch for batch in self._batches if batch.done.query()]
         self._batches = [batch for batch in self._batches if batch not in done]
@@ -215,11 +213,11 @@ class CudaDirectIO:
 
     def check(self) -> None:
         """Raise `AssertionError` unless all is consistent."""
-        places = [*self._free, *self._places.values()]
+        places = [*self._free, *(transfer.place for transfer in self._on_their_way)]
         assert sorted(places) == [self._block_bytes * place for place in range(self.depth)]
-        queued = [each.token for batch in self._batches for each in batch.transfers]
+        queued = [each for batch in self._batches for each in batch.transfers]
         assert len(queued) == len(set(queued))
-        assert self._places.keys() >= {*queued, *self._checksums}
+        assert set(self._on_their_way) >= set(queued)
 
     # -- steps, queued on the device; each returns what follows ------------------------------------
 
@@ -268,12 +266,13 @@ class CudaDirectIO:
         right = []
         for transfer, each in zip(transfers, found, strict=True):
             if transfer.direction is Direction.WRITE:
-                self._checksums[transfer.token] = each
-                self._files.start(transfer, self._places[transfer.token])
+                transfer.checksum = each
+                self._files.start(transfer)
             elif each == transfer.expected:
                 right.append(transfer)
             else:
-                self._end(transfer, "checksum mismatch", is_bad=True)
+                transfer.fail("checksum mismatch", is_bad=True)
+                self._end(transfer)
         self._queue(self._permitted(right), self._scatter)
 
     def _copy(self, transfers: Transfers, kind: OpKind) -> None:
@@ -281,7 +280,7 @@ class CudaDirectIO:
         runs = [self._runs(transfer, padded=kind is OpKind.D2H) for transfer in transfers]
         in_kv, in_buffer, sizes = map(np.concatenate, zip(*runs, strict=True))
         to, start = (in_kv, in_buffer) if kind is OpKind.H2D else (in_buffer, in_kv)
-        self._copier.start(to, start, sizes, kind, None)
+        self._copier.start(Runs(to, start, sizes), kind, None)
 
     def _runs(self, transfer: Transfer, padded: bool) -> tuple[Addresses, Addresses, Addresses]:
         """Return where a block's runs are among the KV tensors and in the buffer, and their sizes.
@@ -303,32 +302,36 @@ class CudaDirectIO:
         for transfer in transfers:
             self._permit.task_id = transfer.task_id
             if self._permit.is_revoked:
-                self._end(transfer, str(TaskRevokedError()))
+                transfer.fail(str(TaskRevokedError()))
+                self._end(transfer)
             else:
                 permitted.append(transfer)
         return permitted
 
     def _end_all(self, transfers: Transfers, error: str | None = None) -> None:
         for transfer in transfers:
-            self._end(transfer, error)
+            transfer.error = error
+            self._end(transfer)
 
-    def _end(self, transfer: Transfer, error: str | None = None, is_bad: bool = False) -> None:
-        self._free.append(self._places.pop(transfer.token))
-        found = self._checksums.pop(transfer.token, 0)
-        self._ended.append(Transferred(transfer.token, error, 0 if error else found, is_bad))
+    def _end(self, transfer: Transfer) -> None:
+        if transfer.error is not None:
+            transfer.checksum = 0
+        self._on_their_way.remove(transfer)
+        self._free.append(transfer.place)
+        self._ended.append(transfer)
 
     def _place(self, transfer: Transfer) -> int:
-        return self._address + self._places[transfer.token]
+        return self._address + transfer.place
 
     # -- opening -----------------------------------------------------------------------------------
 
     def _make_buffer(self) -> torch.Tensor:
         """Return memory for the blocks in flight, a page of zeros behind them, and to align it."""
         size = self.depth * self._block_bytes
-        with torch.cuda.stream(self._streams[Lane.STORES]):
+        with torch.cuda.stream(self._streams[CopyLane.STORES]):
             memory = torch.empty(size + 2 * PAGE_BYTES, dtype=torch.uint8, device=self._device)
             memory[size:].copy_(torch.zeros(2 * PAGE_BYTES, dtype=torch.uint8))
-        self._streams.settle(Lane.STORES)
+        self._streams.settle(CopyLane.STORES)
         return memory
 
     def _test(self, fds: Sequence[int]) -> None:
@@ -342,14 +345,14 @@ class CudaDirectIO:
 
     def _checksum_of(self, offset: int, length: int) -> int:
         places = np.array([self._address + offset], np.int64)
-        with torch.cuda.stream(self._streams[Lane.LOADS]):
+        with torch.cuda.stream(self._streams[CopyLane.LOADS]):
             lanes = self._kernel.start(places, length, self._spaces[Direction.READ])
-        self._streams.settle(Lane.LOADS)
+        self._streams.settle(CopyLane.LOADS)
         return int(self._kernel.finish(lanes, length)[0])
 
     def _copy_now(self, to: Addresses, start: Addresses, sizes: Addresses, kind: OpKind) -> None:
-        self._copier.start(to, start, sizes, kind, None)
-        self._streams.settle(Lane.of(kind, urgent=False))
+        self._copier.start(Runs(to, start, sizes), kind, None)
+        self._streams.settle(CopyLane.of(kind, urgent=False))
 
 
 def _load_kernel() -> ModuleType:

@@ -22,7 +22,7 @@ from typing import Any
 from flexcache.errors import MissingDependencyError
 from flexcache.logs import log_event
 from flexcache.storage.block_io import Direction
-from flexcache.transfer.direct.ops import BAD_BLOCK_ERRORS, Transfer, Transferred
+from flexcache.transfer.direct.ops import BAD_BLOCK_ERRORS, Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -255,7 +255,7 @@ class DeviceFiles:
     ) -> None:  # fmt: skip
         self._library = library
         self._address = address
-        self._ended: deque[tuple[Transfer, Transferred]] = deque()
+        self._ended: deque[Transfer] = deque()
         self._closing: list[Callable[[], object]] = []
         self._handles: dict[int, int] = {}
         try:
@@ -273,42 +273,40 @@ class DeviceFiles:
         self._threads = ThreadPoolExecutor(depth, "flexcache-cufile")
         self._closing.append(partial(self._threads.shutdown, wait=True))
 
-    def start(self, transfer: Transfer, offset: int) -> None:
-        """Start to move a transfer's part of its file, at an offset of the memory."""
-        self._threads.submit(self._run, transfer, offset)
+    def start(self, transfer: Transfer) -> None:
+        """Start to move a transfer's part of its file, from or to its place in the memory."""
+        self._threads.submit(self._run, transfer)
 
-    def take_ended(self) -> list[tuple[Transfer, Transferred]]:
-        """Return what has ended since the last call, each with how it ended in the memory."""
+    def take_ended(self) -> list[Transfer]:
+        """Return what has ended since the last call: so far, in the memory."""
         ended = []
         while self._ended:
             ended.append(self._ended.popleft())
         return ended
 
-    def move(self, transfer: Transfer, offset: int) -> Transferred:
+    def move(self, transfer: Transfer) -> None:
         """Move it now."""
         is_read = transfer.direction is Direction.READ
         call = self._library.read if is_read else self._library.write
-        handle = self._handles[transfer.fd]
+        handle, length = self._handles[transfer.fd], transfer.length
         try:
-            moved = call(handle, self._address, transfer.length, transfer.offset, offset)
+            moved = call(handle, self._address, length, transfer.offset, transfer.place)
         except OSError as error:
-            text, is_bad = error.strerror or str(error), error.errno in BAD_BLOCK_ERRORS
-            return Transferred(transfer.token, text, is_bad=is_bad)
+            transfer.fail(error.strerror or str(error), error.errno in BAD_BLOCK_ERRORS)
         except Exception as error:  # whatever it is, it belongs to this transfer
-            return Transferred(transfer.token, str(error))
-        if moved == transfer.length:
-            return Transferred(transfer.token, None)
-        text = f"{moved} of {transfer.length} bytes moved"
-        return Transferred(transfer.token, text, is_bad=True)
+            transfer.fail(str(error))
+        else:
+            if moved != length:
+                transfer.fail(f"{moved} of {length} bytes moved", is_bad=True)
 
-    def _run(self, transfer: Transfer, offset: int) -> None:
+    def _run(self, transfer: Transfer) -> None:
         try:
             self._bind()  # by each I/O: an initializer that raises would end no I/O
         except Exception as error:  # a lost device, say
-            moved = Transferred(transfer.token, str(error))
+            transfer.fail(str(error))
         else:
-            moved = self.move(transfer, offset)
-        self._ended.append((transfer, moved))
+            self.move(transfer)
+        self._ended.append(transfer)
 
     def close(self) -> None:
         """Wait for I/O in flight and release everything. Never raises. Idempotent."""

@@ -13,23 +13,19 @@ import errno
 import mmap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count
-from typing import NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from flexcache.errors import InternalError, NoDirectPathError, TaskRevokedError
 from flexcache.storage.block_io import Completion, Direction, Request, ThreadedBlockIO
 from flexcache.storage.layout import BlockLayout
-from flexcache.storage.pieces import checksum
+from flexcache.storage.pieces import address_of, checksum
 from flexcache.transfer.block_op import BlockOp, BlockOpQueue
-from flexcache.transfer.copier import Copier, CopyPermit, Fence
+from flexcache.transfer.copier import Addresses, ComputePoint, Copier, CopyPermit
 from flexcache.transfer.cpu_copier import load_copy_runs
 from flexcache.transfer.messages import Done, Execute
-
-Addresses = npt.NDArray[np.int64]
 
 BAD_BLOCK_ERRORS = frozenset(
     {errno.EIO, errno.ENODATA, errno.EREMOTEIO, errno.EUCLEAN, errno.EBADMSG, errno.EILSEQ}
@@ -37,19 +33,27 @@ BAD_BLOCK_ERRORS = frozenset(
 """Errors of a read by which Linux says that the medium or the file system has lost the bytes."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Transfer:
-    """A rank's part of a block: consecutive bytes of a file, scattered over KV tensors.
+    """A rank's part of a block: consecutive bytes of a file, scattered over KV tensors; and how it
+    ended.
+
+    Ended without an ``error`` all of it was moved, and bytes that were read have the expected
+    checksum and are in the KV tensors.
 
     Attributes:
+        token: What the caller knows it by.
         task_id: Its task, for the permit.
         offset: Where it begins in the file; in whole pages, as is ``length``.
         addresses: Its runs in the KV tensors, in the order of the bytes in the file.
         sizes: Theirs. What follows them up to ``length`` is padding: zeros when written.
         expected: Checksum of the ``length`` bytes to be read; 0 for a write.
+        place: Where it is in the buffer, while it is on its way.
+        checksum: That of the bytes written.
+        is_bad: Whether what the file holds is at fault, not the way there.
     """
 
-    token: int
+    token: Any
     task_id: int
     direction: Direction
     fd: int
@@ -58,26 +62,14 @@ class Transfer:
     addresses: Addresses
     sizes: Addresses
     expected: int = 0
-
-
-class Transferred(NamedTuple):
-    """How a transfer ended.
-
-    Without an ``error`` all of it was moved, and bytes that were read have the expected checksum
-    and are in the KV tensors. ``checksum`` is that of the bytes written. ``is_bad``: what the file
-    holds is at fault, not the way there.
-    """
-
-    token: int
-    error: str | None
+    place: int = 0
     checksum: int = 0
+    error: str | None = None
     is_bad: bool = False
 
+    def fail(self, error: str, is_bad: bool = False) -> None:
+        self.error, self.is_bad = error, is_bad
 
-# ------------------------------------------------------------------------------------------------
-# Interface of direct I/O: bytes between a rank's KV tensors and files, past the host pool.
-#
-# The implementations do not import this module; each satisfies `DirectIO` structurally.
 
 _MAX_IN_FLIGHT = 32
 _MAX_BYTES = 16 << 20  # in flight: enough to keep an SSD busy, in the engine's own process
@@ -97,7 +89,7 @@ class DirectIO(Protocol):
         """Start transfers. The caller keeps no more than ``depth`` unfinished, and starts them only
         when the engine's compute is done with their blocks."""
 
-    def reap(self) -> list[Transferred]:
+    def reap(self) -> list[Transfer]:
         """Return what has ended since the last call. Never blocks."""
 
     def close(self) -> None:
@@ -130,15 +122,11 @@ def open_direct_io(
     raise NoDirectPathError(f"blocks on {device.type} cannot go past DRAM")
 
 
-# ------------------------------------------------------------------------------------------------
-# Direct I/O for KV tensors in host memory.
-#
-# A block goes through a page-aligned buffer, as direct I/O demands. So no byte of it reaches the KV
-# tensors before it is verified, and none after its task was revoked.
-
-
 class CpuDirectIO:
-    """Reads and writes on threads; see `direct_io.DirectIO`.
+    """Direct I/O for KV tensors in host memory, on threads.
+
+    A block goes through a page-aligned buffer, as direct I/O demands. So no byte of it reaches the
+    KV tensors before it is verified, and none after its task was revoked.
 
     Args:
         block_bytes: The most that a transfer moves.
@@ -148,7 +136,6 @@ class CpuDirectIO:
     def __init__(self, block_bytes: int, depth: int, permit: CopyPermit) -> None:
         self.depth = depth
         self.through_host = ""  # there is no other memory
-        self._block_bytes = block_bytes
         self._permit = permit
         self._io = ThreadedBlockIO(depth)
         self._copy = load_copy_runs()
@@ -156,83 +143,74 @@ class CpuDirectIO:
         memory.madvise(mmap.MADV_DONTFORK)  # a write by the parent would move pages in mid-read
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)  # a device takes one large piece faster than many
-        self._buffers = memoryview(memory)
-        self._buffers_address = int(np.frombuffer(self._buffers, np.uint8).ctypes.data)
-        self._free = list(range(depth))
-        self._in_flight: dict[int, tuple[Transfer, int]] = {}  # and its buffer
-        self._ended: list[Transferred] = []
+        self._buffer = memoryview(memory)
+        self._address = address_of(self._buffer)
+        self._free = list(range(0, depth * block_bytes, block_bytes))
+        self._ended: list[Transfer] = []
 
     def submit(self, transfers: Sequence[Transfer]) -> None:
         for transfer in transfers:
-            buffer = self._free.pop()
+            transfer.place = self._free.pop()
             try:
-                self._start(transfer, buffer)
+                self._start(transfer)
             except TaskRevokedError as error:
-                self._free.append(buffer)
-                self._ended.append(Transferred(transfer.token, str(error)))
+                transfer.fail(str(error))
+                self._end(transfer)
 
-    def _start(self, transfer: Transfer, buffer: int) -> None:
+    def _start(self, transfer: Transfer) -> None:
         self._require_permit(transfer)
+        room = self._room(transfer)
         if transfer.direction is Direction.WRITE:
-            self._gather(transfer, buffer)
-        self._in_flight[transfer.token] = transfer, buffer
-        pieces = [self._bytes(transfer, buffer)]
-        self._io.submit(
-            [Request(transfer.token, transfer.direction, transfer.fd, transfer.offset, pieces)]
-        )
+            runs = self._runs_in_buffer(transfer)
+            self._copy(runs, transfer.addresses, transfer.sizes, self._permit)
+            num_used = int(transfer.sizes.sum())
+            room[num_used:] = bytes(transfer.length - num_used)
+        request = Request(transfer, transfer.direction, transfer.fd, transfer.offset, [room])
+        self._io.submit([request])
 
-    def reap(self) -> list[Transferred]:
+    def reap(self) -> list[Transfer]:
+        for completion in self._io.reap():
+            transfer: Transfer = completion.token
+            try:
+                self._judge(transfer, completion)
+            except TaskRevokedError as error:
+                transfer.fail(str(error))
+            finally:
+                self._end(transfer)
         ended, self._ended = self._ended, []
-        return ended + [self._end(completion) for completion in self._io.reap()]
+        return ended
 
-    def _end(self, completion: Completion) -> Transferred:
-        transfer, buffer = self._in_flight.pop(completion.token)
-        try:
-            return self._judge(transfer, buffer, completion)
-        finally:
-            self._free.append(buffer)
+    def _end(self, transfer: Transfer) -> None:
+        self._free.append(transfer.place)
+        self._ended.append(transfer)
 
-    def _judge(self, transfer: Transfer, buffer: int, completion: Completion) -> Transferred:
-        token, result = transfer.token, completion.result
-        problem = completion.problem(transfer.length)
+    def _judge(self, transfer: Transfer, completion: Completion) -> None:
+        problem, result = completion.problem(transfer.length), completion.result
         if problem is not None:
-            is_bad = result >= 0 or -result in BAD_BLOCK_ERRORS
-            return Transferred(token, problem, is_bad=is_bad)
-        found = checksum([self._bytes(transfer, buffer)])
+            transfer.fail(problem, is_bad=result >= 0 or -result in BAD_BLOCK_ERRORS)
+            return
+        found = checksum([self._room(transfer)])
         if transfer.direction is Direction.WRITE:
-            return Transferred(token, None, found)
-        if found != transfer.expected:
-            return Transferred(token, "checksum mismatch", is_bad=True)
-        try:
-            self._scatter(transfer, buffer)
-        except TaskRevokedError as error:
-            return Transferred(token, str(error))
-        return Transferred(token, None)
+            transfer.checksum = found
+        elif found != transfer.expected:
+            transfer.fail("checksum mismatch", is_bad=True)
+        else:
+            self._require_permit(transfer)
+            runs = self._runs_in_buffer(transfer)
+            self._copy(transfer.addresses, runs, transfer.sizes, self._permit)
 
     def _require_permit(self, transfer: Transfer) -> None:
         self._permit.task_id = transfer.task_id
         self._permit.check()
 
-    def _bytes(self, transfer: Transfer, buffer: int) -> memoryview:
+    def _room(self, transfer: Transfer) -> memoryview:
         """Return the memory that the file's bytes are read into or written from."""
-        start = buffer * self._block_bytes
-        return self._buffers[start : start + transfer.length]
+        return self._buffer[transfer.place : transfer.place + transfer.length]
 
-    def _gather(self, transfer: Transfer, buffer: int) -> None:
-        places = self._places(transfer, buffer)
-        self._copy(places, transfer.addresses, transfer.sizes, self._permit)
-        num_used = int(transfer.sizes.sum())
-        self._bytes(transfer, buffer)[num_used:] = bytes(transfer.length - num_used)
-
-    def _scatter(self, transfer: Transfer, buffer: int) -> None:
-        self._require_permit(transfer)
-        places = self._places(transfer, buffer)
-        self._copy(transfer.addresses, places, transfer.sizes, self._permit)
-
-    def _places(self, transfer: Transfer, buffer: int) -> Addresses:
-        """Return where each run is in a buffer."""
-        start = self._buffers_address + buffer * self._block_bytes
-        places: Addresses = start + np.cumsum(transfer.sizes) - transfer.sizes
+    def _runs_in_buffer(self, transfer: Transfer) -> Addresses:
+        """Return where each run is in the buffer."""
+        ends = self._address + transfer.place + np.cumsum(transfer.sizes)
+        places: Addresses = ends - transfer.sizes
         return places
 
     def close(self) -> None:
@@ -269,19 +247,18 @@ class DirectOps:
         self._permit = permit
         self.failure: str | None = None
         self._refused: list[Done] = []
-        self._behind: list[tuple[BlockOp, Fence]] = []
+        self._behind: list[tuple[BlockOp, ComputePoint]] = []
         """Ops whose blocks the engine's compute may still use."""
         self._queue = BlockOpQueue()
         self._ops: dict[int, BlockOp] = {}
-        self._tokens = count()
-        self._in_flight: dict[int, tuple[BlockOp, int]] = {}
+        self._num_in_flight = 0
 
     @property
     def op_ids(self) -> list[int]:
         """Ops that have not ended."""
         return [*self._ops, *(done.op_id for done in self._refused)]
 
-    def execute(self, message: Execute, after: Fence | None) -> None:
+    def execute(self, message: Execute, after: ComputePoint | None) -> None:
         """Take an op, which starts when the engine's compute has passed ``after``."""
         op = BlockOp.of(message)
         try:
@@ -330,13 +307,14 @@ class DirectOps:
 
     def _move(self) -> None:
         for ended in self._io.reap():
-            op, position = self._in_flight.pop(ended.token)
+            op, position = ended.token
+            self._num_in_flight -= 1
             op.checksums[position] = ended.checksum
             self._end(op, position, ended)
         self._release()
         self._fill()
 
-    def _end(self, op: BlockOp, position: int, ended: Transferred) -> None:
+    def _end(self, op: BlockOp, position: int, ended: Transfer) -> None:
         op.end(position, ended.error, ended.is_bad)
         is_suspect = ended.error is not None or op.direction is Direction.WRITE
         if is_suspect and self._is_revoked(op):
@@ -358,19 +336,18 @@ class DirectOps:
 
     def _fill(self) -> None:
         transfers = []
-        while len(self._in_flight) < self._io.depth and (op := self._queue.next()) is not None:
-            position, token = op.begin_next(), next(self._tokens)
-            self._in_flight[token] = op, position
-            transfers.append(self._transfer(token, op, position))
+        while self._num_in_flight < self._io.depth and (op := self._queue.next()) is not None:
+            self._num_in_flight += 1
+            transfers.append(self._transfer(op, op.begin_next()))
         if transfers:
             self._io.submit(transfers)
 
-    def _transfer(self, token: int, op: BlockOp, position: int) -> Transfer:
+    def _transfer(self, op: BlockOp, position: int) -> Transfer:
         fd, offset = self._locate(int(op.slots[position]))
         [addresses] = self._layout.gpu_addresses(op.blocks[position : position + 1])
         is_read = op.direction is Direction.READ
         return Transfer(
-            token, op.task_id, op.direction, fd, offset, self._length,
+            (op, position), op.task_id, op.direction, fd, offset, self._length,
             addresses, self._layout.sizes, int(op.expected[position]) if is_read else 0,
         )  # fmt: skip
 
@@ -380,9 +357,8 @@ class DirectOps:
 
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold."""
-        if len(self._in_flight) > self._io.depth:
-            raise InternalError(f"{len(self._in_flight)} blocks in flight, of {self._io.depth}")
-        for op in self._ops.values():
-            in_flight = sum(op is other for other, _ in self._in_flight.values())
-            if op.in_flight != in_flight:
-                raise InternalError(f"op {op.op_id}: {op.in_flight} in flight, not {in_flight}")
+        counted = sum(op.in_flight for op in self._ops.values())
+        if counted != self._num_in_flight or counted > self._io.depth:
+            raise InternalError(
+                f"{self._num_in_flight} blocks in flight, of {counted}, at most {self._io.depth}"
+            )

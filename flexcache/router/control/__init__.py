@@ -1,1 +1,0 @@
-"""The control API: what changes or shows a router's state, on a port of its own."""

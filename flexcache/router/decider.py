@@ -1,0 +1,581 @@
+"""Decider: reads tokens, waits for room, chooses a worker, follows the request to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+from urllib.parse import urlsplit
+
+from flexcache.counters import Histogram
+from flexcache.errors import InternalError
+from flexcache.logs import log_event
+from flexcache.router.chooser import (
+    UNKNOWN,
+    Arrival,
+    Choice,
+    Decided,
+    Decision,
+    Ended,
+    NotRouted,
+    Outcome,
+    RouteRequest,
+    RouterEvent,
+    Skipped,
+    Usage,
+)
+from flexcache.router.fleet import WorkerSpec, WorkerState, listed_name
+from flexcache.router.load import Work
+from flexcache.router.messages import RunningRequest, WorkerAddress
+from flexcache.router.roster import Roster
+from flexcache.router.router import KVRouter
+from flexcache.router.stats import QueueStats
+from flexcache.router.stored import StoredIds
+from flexcache.router.tokens.body import named_model
+from flexcache.router.waiting import is_set_within
+
+T = TypeVar("T")
+
+_SHORTEST_RETRY_S = 1.0
+
+
+@dataclass(eq=False, slots=True)
+class _Turn:
+    kind: Hashable
+    since: float
+    event: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class WaitingLine:
+    """A bounded queue. Whenever `wake` is called, the first of each kind tries, in the order of
+    arrival; those behind it wait for it. Requests of other kinds do not, since other workers than
+    the busy ones may serve them.
+
+    A request that leaves, because its client did or its time is over, holds nothing: whatever an
+    attempt reserves is returned at once.
+
+    Args:
+        size: Requests that may wait.
+        timeout_s: How long each may wait.
+
+    Attributes:
+        refused: Number of requests refused, by reason: ``full`` or ``expired``.
+    """
+
+    def __init__(self, size: int, timeout_s: float) -> None:
+        self.size = size
+        self.refused = {"full": 0, "expired": 0}
+        self._timeout_s = timeout_s
+        self._turns: dict[Hashable, OrderedDict[_Turn, None]] = {}
+        """By kind."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self._turns.values()))
+
+    async def place(self, attempt: Callable[[], T | None], kind: Hashable = None) -> T:
+        """Wait for the turn and for an attempt that succeeds.
+
+        Args:
+            attempt: Returns None while every worker is busy.
+            kind: Of two requests of one kind, the attempts of both succeed, or of neither.
+
+        Returns:
+            What the attempt returned.
+
+        Raises:
+            NotRouted: With 429: too many wait, or the wait was too long. What the attempt raises.
+        """
+        if kind not in self._turns and (result := attempt()) is not None:
+            return result
+        loop = asyncio.get_running_loop()
+        if len(self) >= self.size:
+            self.refused["full"] += 1
+            raise NotRouted(429, "too many requests wait for a worker", self._retry_after_s(kind))
+        turn = _Turn(kind, loop.time())
+        turns = self._turns.setdefault(kind, OrderedDict())
+        turns[turn] = None
+        deadline = loop.call_later(self._timeout_s, turn.event.set)
+        try:
+            while True:
+                await turn.event.wait()
+                turn.event.clear()
+                if next(iter(turns)) is turn and (result := attempt()) is not None:
+                    return result
+                if loop.time() >= deadline.when():
+                    self.refused["expired"] += 1
+                    message = f"every worker was busy for {self._timeout_s:g} s"
+                    raise NotRouted(429, message, self._retry_after_s(kind))
+        finally:
+            deadline.cancel()
+            del turns[turn]
+            if not turns:
+                del self._turns[kind]
+            self.wake()
+
+    def wake(self) -> None:
+        """Let the first of each kind try: a worker may have room."""
+        heads = [next(iter(turns)) for turns in self._turns.values()]
+        for turn in sorted(heads, key=lambda turn: turn.since):
+            turn.event.set()
+
+    def _retry_after_s(self, kind: Hashable) -> float:
+        """Return how long the first of its kind has waited: what a new request would wait."""
+        head = next(iter(self._turns.get(kind, ())), None)
+        waited_s = 0.0 if head is None else asyncio.get_running_loop().time() - head.since
+        return max(_SHORTEST_RETRY_S, waited_s)
+
+    def check(self) -> None:
+        """
+        Raises:
+            InternalError: More wait than may, or not in the order of arrival.
+        """
+        for kind, turns in self._turns.items():
+            since = [turn.since for turn in turns]
+            if not since or since != sorted(since):
+                raise InternalError(f"line of {kind}: {since}")
+        if len(self) > self.size:
+            raise InternalError(f"line of {len(self)} of {self.size}")
+
+
+_KEPT = 1000
+_QUIET_S = 10.0
+
+
+class _Watcher:
+    def __init__(self) -> None:
+        self.events: deque[RouterEvent] = deque()
+        self.num_skipped = 0
+        self.has_events = asyncio.Event()
+
+
+class Watchers:
+    """Hands every event to all that watch; one that reads too slowly is skipped over events.
+
+    Args:
+        kept: Events kept for one that is slow.
+    """
+
+    def __init__(self, kept: int = _KEPT) -> None:
+        self._kept = kept
+        self._watchers: set[_Watcher] = set()
+
+    def __len__(self) -> int:
+        return len(self._watchers)
+
+    def publish(self, event: RouterEvent) -> None:
+        for watcher in self._watchers:
+            if len(watcher.events) >= self._kept:
+                watcher.num_skipped += 1
+                continue
+            watcher.events.append(event)
+            watcher.has_events.set()
+
+    async def watch(self) -> AsyncGenerator[RouterEvent | None, None]:
+        """Yield the events from now on, until the caller stops; None if it was quiet for long."""
+        watcher = _Watcher()
+        self._watchers.add(watcher)
+        try:
+            while True:
+                await is_set_within(watcher.has_events, _QUIET_S)
+                watcher.has_events.clear()
+                if not watcher.events:
+                    yield None
+                while watcher.events:
+                    event = watcher.events.popleft()
+                    yield event
+                    if watcher.num_skipped and not watcher.events:
+                        count, watcher.num_skipped = watcher.num_skipped, 0
+                        yield Skipped(time=event.time, count=count)
+        finally:
+            self._watchers.discard(watcher)
+
+
+logger = logging.getLogger(__name__)
+
+RANK_HEADER = "X-data-parallel-rank"
+_RETRY_S = 2.0
+_BYTES_PER_TOKEN = 4
+_WAITS_S = (0.001, 0.01, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+
+
+class ReadRequest(Protocol):
+    """Finds the tokens of a request."""
+
+    async def __call__(self, arrival: Arrival) -> RouteRequest: ...
+
+
+class AnswerObserver(Protocol):
+    """Compares what was predicted of answers with what the engines reported."""
+
+    def __call__(
+        self, worker: str, num_tokens: int, predicted_tokens: int, cached_tokens: int | None
+    ) -> None: ...
+
+
+class LifeObserver(Protocol):
+    """Follows the requests of a decider, to tell its peers."""
+
+    def began(self, request: RunningRequest) -> None: ...
+
+    def first_token(self, request_id: str) -> None: ...
+
+    def ended(self, request_id: str) -> None: ...
+
+
+@dataclass(slots=True)
+class Running:
+    """A request at a worker.
+
+    Attributes:
+        owner: Process that will report its end; empty: this one.
+        expires_s: When it is given up; None: never.
+        num_tokens: Length of the prompt.
+        predicted_tokens: Predicted cached tokens; None if its tokens are unknown.
+        ttft_s: Predicted; None if it is unknown.
+    """
+
+    worker: str
+    owner: str
+    since_s: float
+    num_tokens: int
+    predicted_tokens: int | None = None
+    ttft_s: float | None = None
+    expires_s: float | None = None
+    first_token_s: float | None = None
+
+
+class Decider:
+    """Implements `Chooser`. For one event loop.
+
+    Args:
+        routing: Knows caches and load.
+        roster: Knows which workers take requests.
+        read: Finds tokens. Whatever it raises, the request goes by load.
+        line: Where requests wait while every worker is busy.
+        engine_headers: Added to every request to an engine, its key for example.
+        clock: Monotonic, in seconds.
+
+    Attributes:
+        observer: Is notified of the life of requests.
+        on_answer: Called with each complete answer to a prompt whose tokens are known.
+        on_decision: Called with each decision; must return at once.
+        on_models_changed: Called when engines may serve other models than before.
+    """
+
+    def __init__(
+        self,
+        routing: KVRouter,
+        roster: Roster,
+        read: ReadRequest,
+        line: WaitingLine,
+        *,
+        engine_headers: Mapping[str, str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.routing = routing
+        self.roster = roster
+        self.line = line
+        self.watchers = Watchers()
+        self.running: dict[str, Running] = {}
+        self.stored_ids = StoredIds()
+        self.num_ended = dict.fromkeys(Outcome, 0)
+        self.clock = clock
+        self._read = read
+        self._engine_headers = dict(engine_headers or {})
+        self.observer: LifeObserver | None = None
+        self.on_answer: AnswerObserver | None = None
+        self.on_decision: Callable[[Decision], None] | None = None
+        self.on_models_changed: Callable[[], None] | None = None
+        self._num_without_worker = 0
+        self._waits_s = Histogram(_WAITS_S)
+        self._is_reading = True
+
+    # -- the contract ------------------------------------------------------------------------------
+
+    async def choose(
+        self, arrival: Arrival, *, owner: str = "", lease_s: float | None = None
+    ) -> Choice:
+        """Choose a worker; waits while all are busy.
+
+        Args:
+            owner: Process that will report the end.
+            lease_s: The request is given up after this long; None: never.
+
+        Raises:
+            NotRouted: There is none, or none that has what the request names.
+            ValueError: A request with this id is running.
+        """
+        only = arrival.only
+        if only is None:
+            url = await self.stored_ids.find(arrival, self.roster.urls)
+            only = None if url is None else (urlsplit(url).netloc,)
+        request = await self.read(arrival)
+        return await self.place(
+            request, arrival.tried, only=only, owner=owner, lease_s=lease_s,
+            attempt=len(arrival.tried),
+        )  # fmt: skip
+
+    async def read(self, arrival: Arrival) -> RouteRequest:
+        """Return what decides where a request goes; without tokens if they cannot be found."""
+        try:
+            request = await self._read(arrival)
+        except Exception as error:  # a fault in a tokenizer must not stop routing
+            if self._is_reading:
+                log_event(
+                    logger, logging.ERROR, "tokens_failed", error=repr(error),
+                    effect="requests go by load", exc_info=True,
+                )  # fmt: skip
+            self._is_reading = False
+            num_tokens = len(arrival.body) // _BYTES_PER_TOKEN
+            return RouteRequest(
+                request_id=arrival.request_id,
+                num_tokens=num_tokens,
+                model=named_model(arrival),
+            )
+        self._is_reading = True
+        return request
+
+    async def place(
+        self,
+        request: RouteRequest,
+        tried: tuple[str, ...] = (),
+        *,
+        only: tuple[str, ...] | None = None,
+        owner: str = "",
+        lease_s: float | None = None,
+        attempt: int = 0,
+    ) -> Choice:
+        """Choose a worker for a request that was read; see `choose`.
+
+        Args:
+            attempt: How often it was sent to a worker before.
+        """
+        decision = await self.decide(
+            request, tried, only=only, owner=owner, lease_s=lease_s, attempt=attempt
+        )
+        predicted = None if request.token_ids is None else decision.matched_tokens
+        return self.choice(decision, predicted)
+
+    async def decide(
+        self,
+        request: RouteRequest,
+        tried: tuple[str, ...] = (),
+        *,
+        only: tuple[str, ...] | None = None,
+        owner: str = "",
+        lease_s: float | None = None,
+        attempt: int = 0,
+    ) -> Decision:
+        """Choose a worker as `place` does; returns why, and what is expected there."""
+        arrived_s = self.clock()
+        model = request.model and listed_name(request.model, self.routing.fleet.models)
+        kind = (model, tried, only)
+        decision = await self.line.place(lambda: self._try(request, tried, only), kind)
+        now = self.clock()
+        self._waits_s.observe(now - arrived_s)
+        predicted = None if request.token_ids is None else decision.matched_tokens
+        self.running[request.request_id] = Running(
+            decision.worker, owner, now, request.num_tokens, predicted, decision.ttft_s,
+            expires_s=None if lease_s is None else now + lease_s,
+        )  # fmt: skip
+        self._note_begin(request.request_id)
+        if self.on_decision is not None:
+            with _logged("on_decision"):
+                self.on_decision(decision)
+        if self.watchers:
+            self.watchers.publish(_decided(request, decision, now - arrived_s, attempt))
+        return decision
+
+    def _try(
+        self, request: RouteRequest, tried: tuple[str, ...], only: tuple[str, ...] | None
+    ) -> Decision | None:
+        """Choose and reserve; None while every worker is busy."""
+        if request.request_id in self.running:
+            raise ValueError(f"request {request.request_id!r} is running")
+        if not self.roster.num_up:
+            self._num_without_worker += 1
+            raise NotRouted(503, "no worker is up", _RETRY_S)
+        named = None if only is None else self.roster.at(only)
+        if named is not None and not any(self.roster.is_up(name) for name in named):
+            self._num_without_worker += 1
+            raise NotRouted(503, "none of the workers that may be chosen is up", _RETRY_S)
+        decision = self.routing.choose(request, self.clock(), tried=tried, only=named)
+        if decision is None and self.routing.fleet.eligible(request.model, only=named) is None:
+            self._num_without_worker += 1
+            raise NotRouted(503, f"no worker that serves {request.model!r} is up", _RETRY_S)
+        return decision
+
+    def choice(self, decision: Decision, matched_tokens: int | None) -> Choice:
+        """Return how to reach the worker of a decision."""
+        spec = self.roster.spec(decision.worker)
+        others = [self.roster.spec(name).url for name in decision.others if name in self.roster]
+        return Choice(
+            worker=decision.worker, url=spec.url, headers=self._headers_for(spec),
+            matched_tokens=matched_tokens, others=tuple(dict.fromkeys(others)),
+        )  # fmt: skip
+
+    def _headers_for(self, spec: WorkerSpec) -> dict[str, str]:
+        if spec.data_parallel_rank is None:
+            return dict(self._engine_headers)
+        return {**self._engine_headers, RANK_HEADER: str(spec.data_parallel_rank)}
+
+    def first_token(self, request_id: str, *, tells_time: bool = True) -> None:
+        """Note the first byte of an answer's body; see `Chooser`."""
+        running = self.running.get(request_id)
+        if running is None or running.first_token_s is not None:
+            return
+        now = self.clock()
+        with _logged("first_token"):
+            self.routing.first_token(request_id, now, tells_time=tells_time)
+        if not tells_time:  # its end follows
+            return
+        running.first_token_s = now
+        if self.observer is not None:
+            self.observer.first_token(request_id)
+        self.line.wake()
+
+    def ended(self, request_id: str, outcome: Outcome, usage: Usage = UNKNOWN) -> None:
+        """Note that a request ended at its worker; an unknown one is ignored."""
+        running = self.running.pop(request_id, None)
+        if running is None:
+            return
+        now = self.clock()
+        self.num_ended[outcome] += 1
+        with _logged("ended"):
+            self.routing.ended(request_id, now, cached_tokens=usage.cached_tokens)
+        self.roster.ended(running.worker, outcome, now)
+        if self.observer is not None:
+            self.observer.ended(request_id)
+        self.line.wake()
+        predicted = running.predicted_tokens
+        if self.on_answer and outcome is Outcome.DONE and predicted is not None:
+            self.on_answer(running.worker, running.num_tokens, predicted, usage.cached_tokens)
+        if self.watchers:
+            ttft_s = _since(running.first_token_s, running.since_s)
+            event = Ended(
+                time=time.time(), request_id=request_id, worker=running.worker,
+                outcome=outcome.value, predicted_tokens=predicted,
+                predicted_ttft_s=running.ttft_s, ttft_s=ttft_s, total_s=now - running.since_s,
+                **usage._asdict(),
+            )  # fmt: skip
+            self.watchers.publish(event)
+
+    # -- requests of proxies -----------------------------------------------------------------------
+
+    def describe(self, request_id: str) -> RunningRequest:
+        """Return a running request as its proxy may announce it again."""
+        running = self.running[request_id]
+        work = self.routing.work(request_id) or Work(0, 0)
+        has_first_token = running.first_token_s is not None
+        return RunningRequest(request_id, running.worker, work, has_first_token)
+
+    def _note_begin(self, request_id: str) -> None:
+        if self.observer is not None:
+            self.observer.began(self.describe(request_id))
+
+    def adopt(self, request: RunningRequest, owner: str) -> None:
+        """Count a request that was sent to a worker without this decider."""
+        now = self.clock()
+        name = request.request_id
+        self.running[name] = Running(request.worker, owner, now, request.work.num_tokens)
+        self.routing.follow(owner, name, request.worker, request.work, now)
+        self._note_begin(name)
+        if request.has_first_token:
+            self.first_token(name)
+
+    def models(self) -> set[str]:
+        """Return the names of the models that workers serve, or served before they went."""
+        return self.routing.fleet.models
+
+    def cards(self) -> dict[str, bytes]:
+        """See `EngineBook`."""
+        return self.roster.cards()
+
+    def stored(self, url: str, ids: Iterable[str]) -> None:
+        """See `Chooser`."""
+        self.stored_ids.note(url, ids)
+
+    def models_changed(self) -> None:
+        """See `EngineBook`."""
+        if self.on_models_changed is not None:
+            self.on_models_changed()
+
+    def addresses(self) -> list[WorkerAddress]:
+        """Return the workers that take requests."""
+        return [
+            WorkerAddress(
+                spec.name, spec.url, self._headers_for(spec), self.roster.models(spec.name)
+            )
+            for spec in self.roster.specs
+            if self.roster.state(spec.name) is WorkerState.UP
+        ]
+
+    def end_all(self, owner: str) -> int:
+        """End the requests of a process that is gone; returns their number."""
+        theirs = [name for name, running in self.running.items() if running.owner == owner]
+        for name in theirs:
+            self.ended(name, Outcome.ABORTED)
+        return len(theirs)
+
+    def expire(self) -> None:
+        """End requests whose lease is over, and let the first in line try: waits have shortened."""
+        now = self.clock()
+        late = [
+            name
+            for name, running in self.running.items()
+            if running.expires_s is not None and running.expires_s <= now
+        ]
+        for name in late:
+            self.ended(name, Outcome.ABORTED)
+        self.routing.expire(now)
+        self.line.wake()
+
+    # -- reports -----------------------------------------------------------------------------------
+
+    def queue_stats(self) -> QueueStats:
+        return QueueStats(
+            waiting=len(self.line),
+            capacity=self.line.size,
+            waits_s=self._waits_s.snapshot(),
+            refused={**self.line.refused, "no_worker": self._num_without_worker},
+        )
+
+    def check(self) -> None:
+        """
+        Raises:
+            InternalError: Its parts do not fit together.
+        """
+        self.routing.check()
+        self.roster.check()
+        self.line.check()
+        for name, running in self.running.items():
+            if running.expires_s is not None and running.expires_s < running.since_s:
+                raise InternalError(f"request {name!r} expired before it began")
+
+
+@contextmanager
+def _logged(call: str) -> Iterator[None]:
+    """Log a fault in what learns from an answer: the answer itself must not suffer."""
+    try:
+        yield
+    except Exception:
+        log_event(logger, logging.ERROR, "routing_failed", call=call, exc_info=True)
+
+
+def _since(moment_s: float | None, start_s: float) -> float | None:
+    return None if moment_s is None else moment_s - start_s
+
+
+def _decided(request: RouteRequest, decision: Decision, queued_s: float, attempt: int) -> Decided:
+    matched = {tier.value: tokens for tier, tokens in decision.matched.items()}
+    return Decided(
+        time=time.time(), request_id=request.request_id, worker=decision.worker,
+        reason=decision.reason, num_tokens=decision.num_tokens,
+        matched=None if request.token_ids is None else matched, ttft_s=decision.ttft_s,
+        queued_s=queued_s, attempt=attempt,
+    )  # fmt: skip

@@ -1,1 +1,0 @@
-"""The process that decides: it knows the workers, their caches and their load."""

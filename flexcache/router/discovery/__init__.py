@@ -1,1 +1,0 @@
-"""Where the router learns its workers from: options, a file, DNS, Kubernetes."""

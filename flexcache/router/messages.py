@@ -1,0 +1,243 @@
+"""Messages between the processes of a router, and between routers: msgpack over ZMQ.
+
+Proxies (DEALER) and decider (ROUTER):
+
+    proxy                          decider
+    Hello(pid, running)       ->
+                              <-   Welcome(pid, workers)
+    Choose(request)           ->
+                              <-   Chosen | Refused
+    FirstToken, End           ->
+    Stored, ModelsChanged     ->
+    Beat(counters)            ->
+                              <-   Workers, when they change; Alive after each beat
+
+Every `Choose` is answered, unless `End` comes first. A proxy says hello again when the decider was
+replaced, and names its running requests; the new decider counts them as load.
+
+Other routers follow the life of a router's requests in batches of events. A snapshot of all running
+requests comes every few seconds, so what a follower missed for good is right again after the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from flexcache.router.chooser import UNKNOWN, Usage
+from flexcache.router.load import Work
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, gc=False):
+    pass
+
+
+class RunningRequest(msgspec.Struct, frozen=True, gc=False):
+    """A request at a worker.
+
+    Attributes:
+        work: What it is expected to cost.
+        has_first_token: Whether its answer has begun.
+    """
+
+    request_id: str
+    worker: str
+    work: Work
+    has_first_token: bool = False
+
+
+class WorkerAddress(msgspec.Struct, frozen=True):
+    """A worker as a proxy needs it while the decider is away.
+
+    Attributes:
+        models: Names of the models and adapters that it serves; empty: unknown.
+    """
+
+    name: str
+    url: str
+    headers: dict[str, str]
+    models: frozenset[str]
+
+
+class ProxyCounters(msgspec.Struct, frozen=True):
+    """What a proxy counts, since its start.
+
+    Attributes:
+        is_serving: Whether it accepts connections.
+    """
+
+    is_serving: bool = False
+    open_requests: int = 0
+    retries: int = 0
+    rejected: dict[str, int] = {}
+    unsupervised: int = 0
+
+
+class Hello(_Message, frozen=True):
+    """
+    Attributes:
+        pid: Process to watch.
+        stored: What engines keep, as far as this proxy saw: id to the engine's URL.
+    """
+
+    pid: int
+    running: list[RunningRequest]
+    stored: Mapping[str, str] = {}
+
+
+class Choose(_Message, frozen=True):
+    """Fields of an `Arrival`."""
+
+    request_id: str
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+    tried: tuple[str, ...]
+
+
+class FirstToken(_Message, frozen=True):
+    """Arguments of `Chooser.first_token`."""
+
+    request_id: str
+    tells_time: bool = True
+
+
+class End(_Message, frozen=True):
+    """A request ended, or is no longer wanted. Fields of `Chooser.ended`."""
+
+    request_id: str
+    outcome: str
+    usage: Usage = UNKNOWN
+
+
+class Moved(_Message, frozen=True):
+    """A request that the proxy placed itself, since the decider's answer did not come or came too
+    late."""
+
+    running: RunningRequest
+
+
+class Stored(_Message, frozen=True):
+    """Arguments of `Chooser.stored`."""
+
+    url: str
+    ids: list[str]
+
+
+class ModelsChanged(_Message, frozen=True):
+    """Engines may serve other models than before."""
+
+
+class Beat(_Message, frozen=True):
+    counters: ProxyCounters
+
+
+class Welcome(_Message, frozen=True):
+    """
+    Attributes:
+        pid: Process to watch.
+        workers: Those that take requests.
+        models: Names of all models that are known, also of those that none of them serves.
+        cards: What they say of each model that they serve.
+    """
+
+    pid: int
+    workers: list[WorkerAddress]
+    models: set[str]
+    cards: dict[str, bytes]
+
+
+class Workers(_Message, frozen=True):
+    """Fields of a `Welcome`."""
+
+    workers: list[WorkerAddress]
+    models: set[str]
+    cards: dict[str, bytes]
+
+
+class Chosen(_Message, frozen=True):
+    """Fields of a `Choice`, and what to name the request with in a later `Hello`."""
+
+    running: RunningRequest
+    url: str
+    headers: dict[str, str]
+    matched_tokens: int | None
+    others: tuple[str, ...]
+
+
+class Refused(_Message, frozen=True):
+    """Fields of `NotRouted`."""
+
+    request_id: str
+    status: int
+    message: str
+    retry_after_s: float | None
+
+
+class Alive(_Message, frozen=True):
+    pass
+
+
+ToDecider = Hello | Choose | FirstToken | End | Moved | Stored | ModelsChanged | Beat
+ToProxy = Welcome | Workers | Chosen | Refused | Alive
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_decider = msgspec.msgpack.Decoder(ToDecider).decode
+decode_to_proxy = msgspec.msgpack.Decoder(ToProxy).decode
+
+BEAT_S = 0.5
+"""Time between beats."""
+DECIDER_TIMEOUT_S = 3.0
+"""A decider silent for this long is considered away."""
+PROXY_LEASE_S = 10.0
+"""The requests of a proxy that is silent for this long are ended."""
+
+TOPIC = "router-sync"
+
+
+class Began(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """A request was sent to a worker."""
+
+    request: RunningRequest
+
+
+class AnswerBegan(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Its first token came."""
+
+    request_id: str
+
+
+class Over(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """It ended, for whatever reason."""
+
+    request_id: str
+
+
+class Snapshot(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """All running requests; there are no others."""
+
+    requests: list[RunningRequest]
+
+
+Life = Began | AnswerBegan | Over | Snapshot | Alive
+
+_encode_batch = msgspec.msgpack.Encoder().encode
+_decode_batch = msgspec.msgpack.Decoder(tuple[float, list[Life]]).decode
+
+
+def encode_life(ts: float, events: Sequence[Life]) -> bytes:
+    """Return the payload of a batch. With the time no two are equal, which would hide a restart."""
+    return _encode_batch((ts, events))
+
+
+def decode_life(payload: bytes) -> list[Life]:
+    """
+    Raises:
+        ValueError: The payload is not a batch.
+    """
+    try:
+        return _decode_batch(payload)[1]
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"not a batch of a router: {error}") from None

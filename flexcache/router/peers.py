@@ -1,0 +1,321 @@
+"""Peers: other routers before the same engines, whose running requests count here too."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from flexcache.errors import ConfigError, InternalError
+from flexcache.events.publisher import Address, BatchPublisher
+from flexcache.events.subscriber import BatchNews, BatchSubscriber, Lost, Received
+from flexcache.logs import log_event
+from flexcache.router.load import Work
+from flexcache.router.messages import (
+    TOPIC,
+    Alive,
+    AnswerBegan,
+    Began,
+    Life,
+    Over,
+    RunningRequest,
+    Snapshot,
+    decode_life,
+    encode_life,
+)
+from flexcache.router.stats import PeerStats
+from flexcache.router.waiting import is_set_within
+
+LEASE_S = 10.0
+"""The requests of a router that is silent for this long are dropped."""
+
+
+class LoadBook(Protocol):
+    """The part of `KVRouter` that counts load."""
+
+    def follow(self, owner: str, request_id: str, worker: str, work: Work, now: float) -> bool: ...
+
+    def first_token(self, request_id: str, now: float) -> None: ...
+
+    def ended(self, request_id: str, now: float) -> None: ...
+
+
+class Peer:
+    """Another router.
+
+    Args:
+        name: Its endpoint.
+        book: Counts its requests.
+    """
+
+    def __init__(self, name: str, book: LoadBook) -> None:
+        self.name = name
+        self._book = book
+        self._requests: dict[str, tuple[str, bool]] = {}
+        """Worker of each request that counts, and whether its answer has begun. One at a worker
+        that is not known here yet is left out, and counts from a later snapshot on."""
+        self._heard_s: float | None = None
+        self._num_batches = 0
+        self._num_gaps = 0
+        self._is_known = False
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all its requests are known: nothing was lost since its last snapshot."""
+        return self._is_known
+
+    def apply(self, events: Sequence[Life], now: float) -> None:
+        """Apply a batch."""
+        self._heard_s = now
+        self._num_batches += 1
+        for event in events:
+            match event:
+                case Began(request):
+                    self._begin(request, now)
+                case AnswerBegan(request_id):
+                    self._answer(request_id, now)
+                case Over(request_id):
+                    self._end(request_id, now)
+                case Snapshot(requests):
+                    self._is_known = True
+                    self._replace(requests, now)
+
+    def lost(self) -> None:
+        """Note that batches were lost for good: a snapshot will follow."""
+        self._num_gaps += 1
+        self._is_known = False
+
+    def restarted(self, now: float) -> None:
+        """Note that the router restarted: its requests of before are unknown to it."""
+        self._replace([], now)
+
+    def expire(self, now: float) -> bool:
+        """Drop the requests of a router that is silent; returns whether it was given up now."""
+        if self._heard_s is None or now - self._heard_s < LEASE_S:
+            return False
+        self._heard_s = None
+        self._replace([], now)
+        return True
+
+    def stats(self, now: float) -> PeerStats:
+        return PeerStats(
+            is_up=self._heard_s is not None,
+            requests=len(self._requests),
+            batches=self._num_batches,
+            gaps=self._num_gaps,
+            last_batch_age_s=None if self._heard_s is None else max(0.0, now - self._heard_s),
+        )
+
+    def check(self, in_flight: set[str]) -> None:
+        """Compare with the ids in flight that begin with this peer's name.
+
+        Raises:
+            InternalError: Others count as load than run.
+        """
+        known = {self._local(name) for name in self._requests}
+        if known != in_flight:
+            raise InternalError(f"peer {self.name}: {known ^ in_flight}")
+
+    def _local(self, request_id: str) -> str:
+        """Return the name of a request here: ids of several routers may be equal."""
+        return f"{self.name} {request_id}"
+
+    def _begin(self, request: RunningRequest, now: float) -> None:
+        self._end(request.request_id, now)  # a retry has the same id, and its end may be lost
+        local = self._local(request.request_id)
+        if not self._book.follow(self.name, local, request.worker, request.work, now):
+            return
+        self._requests[request.request_id] = (request.worker, False)
+        if request.has_first_token:
+            self._answer(request.request_id, now)
+
+    def _answer(self, request_id: str, now: float) -> None:
+        worker, has_begun = self._requests.get(request_id, ("", True))
+        if not has_begun:
+            self._requests[request_id] = (worker, True)
+            self._book.first_token(self._local(request_id), now)
+
+    def _end(self, request_id: str, now: float) -> None:
+        if self._requests.pop(request_id, None) is not None:
+            self._book.ended(self._local(request_id), now)
+
+    def _replace(self, requests: Sequence[RunningRequest], now: float) -> None:
+        named = {request.request_id: request for request in requests}
+        for request_id in self._requests.keys() - named.keys():
+            self._end(request_id, now)
+        for request_id, request in named.items():
+            known = self._requests.get(request_id)
+            if known == (request.worker, False) and request.has_first_token:
+                self._answer(request_id, now)
+            elif known != (request.worker, request.has_first_token):
+                self._begin(request, now)
+
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.2
+_REPLAY_S = 1.0
+
+
+class Follower:
+    """Follows other routers, from `start` to `close`.
+
+    Args:
+        pairs: ``ENDPOINT,REPLAY`` of each.
+        book: Counts their requests.
+
+    Raises:
+        ConfigError: On `start`: an address cannot be used.
+    """
+
+    def __init__(self, pairs: Sequence[str], book: LoadBook) -> None:
+        self._peers = [Peer(pair.partition(",")[0], book) for pair in pairs]
+        self._replays = [pair.partition(",")[2] for pair in pairs]
+        self._threads: list[threading.Thread] = []
+        self._caught_up = [asyncio.Event() for _ in pairs]
+        self._is_closing = False
+
+    def start(self) -> None:
+        """Follow from now on; what was published before is requested."""
+        loop = asyncio.get_running_loop()
+        subscribers = []
+        try:
+            for peer, replay in zip(self._peers, self._replays, strict=True):
+                subscribers.append(
+                    BatchSubscriber(
+                        peer.name, decode_life, replay, TOPIC, replay_timeout_s=_REPLAY_S
+                    )
+                )
+        except ConfigError:
+            for subscriber in subscribers:
+                subscriber.close()
+            raise
+        for subscriber, peer, caught_up in zip(
+            subscribers, self._peers, self._caught_up, strict=True
+        ):
+            thread = threading.Thread(
+                target=self._follow, args=(subscriber, peer, caught_up, loop),
+                name="flexcache-router-peer", daemon=True,
+            )  # fmt: skip
+            thread.start()
+            self._threads.append(thread)
+
+    async def caught_up(self, timeout_s: float) -> bool:
+        """Wait until all requests of the other routers are known; False: one did not tell them."""
+        found = [is_set_within(event, timeout_s) for event in self._caught_up]
+        return all(await asyncio.gather(*found))
+
+    async def close(self) -> None:
+        """Stop following. Idempotent."""
+        self._is_closing = True
+        for thread in self._threads:
+            await asyncio.to_thread(thread.join)
+        self._threads.clear()
+
+    def expire(self, now: float) -> None:
+        """Drop the requests of routers that are silent."""
+        for peer in self._peers:
+            if peer.expire(now):
+                log_event(logger, logging.WARNING, "peer_lost", peer=peer.name)
+
+    def stats(self, now: float) -> dict[str, PeerStats]:
+        return {peer.name: peer.stats(now) for peer in self._peers}
+
+    def _follow(
+        self,
+        subscriber: BatchSubscriber[list[Life]],
+        peer: Peer,
+        caught_up: asyncio.Event,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        """Run on a thread of its own."""
+        with subscriber:
+            while not self._is_closing:
+                news = subscriber.receive(0)
+                try:
+                    if news is None and not caught_up.is_set():
+                        loop.call_soon_threadsafe(_set_if_known, peer, caught_up)
+                    news = news or subscriber.receive(_POLL_S)
+                    if news is not None:
+                        loop.call_soon_threadsafe(_take, peer, news)
+                except RuntimeError:  # the event loop is closed
+                    return
+
+
+def _set_if_known(peer: Peer, caught_up: asyncio.Event) -> None:
+    if peer.is_known:
+        caught_up.set()
+
+
+def _take(peer: Peer, news: BatchNews[list[Life]]) -> None:
+    now = time.monotonic()
+    if isinstance(news, Received):
+        peer.apply(news.batch, now)
+    elif isinstance(news, Lost):
+        log_event(
+            logger, logging.WARNING, "peer_batches_lost", peer=peer.name, first=news.first,
+            stop=news.stop,
+        )  # fmt: skip
+        peer.lost()
+    else:
+        log_event(logger, logging.INFO, "peer_restarted", peer=peer.name)
+        peer.restarted(now)
+
+
+BEAT_S = 0.5
+SNAPSHOT_S = 5.0
+_GATHER_S = 0.001
+_KEPT = 4096
+
+
+class LifePublisher:
+    """Publishes at ``ENDPOINT,REPLAY``. Calls take microseconds.
+
+    Args:
+        pair: Both endpoints.
+        running: Returns all requests that this router sent and that run.
+
+    Raises:
+        ConfigError: On `start`: an address cannot be used.
+    """
+
+    def __init__(self, pair: str, running: Callable[[], list[RunningRequest]]) -> None:
+        endpoint, _, replay = pair.partition(",")
+        self._publisher: BatchPublisher[Life] = BatchPublisher(
+            Address(endpoint, replay, TOPIC),
+            encode_life,
+            num_kept=_KEPT,
+            num_queued=_KEPT,
+            gather_s=_GATHER_S,
+        )
+        self._running = running
+        self._beat_due = 0.0
+        self._snapshot_due = 0.0
+
+    def start(self) -> None:
+        self._publisher.start()
+
+    def close(self) -> None:
+        """Publish what is queued, and stop. Idempotent."""
+        self._publisher.close()
+
+    def began(self, request: RunningRequest) -> None:
+        self._publisher.publish([Began(request)])
+
+    def first_token(self, request_id: str) -> None:
+        self._publisher.publish([AnswerBegan(request_id)])
+
+    def ended(self, request_id: str) -> None:
+        self._publisher.publish([Over(request_id)])
+
+    def beat(self, now: float) -> None:
+        """Publish what is due by time."""
+        if now >= self._snapshot_due:
+            self._snapshot_due, self._beat_due = now + SNAPSHOT_S, now + BEAT_S
+            self._publisher.publish([Snapshot(self._running())])
+        elif now >= self._beat_due:
+            self._beat_due = now + BEAT_S
+            self._publisher.publish([Alive()])

@@ -1,0 +1,311 @@
+"""Service of a decider: what it reads from, discovery, probes, tokenizers, KV events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import aiohttp
+import msgspec
+
+from flexcache.config.router import RouterConfig
+from flexcache.errors import ConfigError
+from flexcache.ids import __version__
+from flexcache.logs import log_event
+from flexcache.router.chooser import Decision
+from flexcache.router.decider import Decider, WaitingLine
+from flexcache.router.discovery import Discovery
+from flexcache.router.feed import Feed
+from flexcache.router.fleet import Tier, WorkerSpec
+from flexcache.router.link import LinkServer
+from flexcache.router.messages import ProxyCounters, RunningRequest
+from flexcache.router.peers import SNAPSHOT_S, Follower, LifePublisher
+from flexcache.router.prefetches import Prefetches, open_session
+from flexcache.router.prober import Capacity, Prober
+from flexcache.router.roster import Probe, Roster
+from flexcache.router.settings import cache_headers, engine_headers, listing_of, routing_of
+from flexcache.router.stats import ProcessStats, ProxyStats, RouterStats
+from flexcache.router.tokens import Tokenizers
+from flexcache.router.tokens.engines import ModelCard
+from flexcache.router.tokens.engines import open_session as open_engine_session
+from flexcache.router.waiting import Turns, is_set_within
+
+logger = logging.getLogger(__name__)
+
+THREAD_SWITCH_S = 0.0005
+"""For `sys.setswitchinterval`: Python's 5 ms is how long a tokenizing thread may hold up the loop,
+each time."""
+
+_TICK_S = 0.05
+_CATCH_UP_S = SNAPSHOT_S + 1.0  # a peer whose replay is lost is known from its next snapshot
+_SWEPT_A_TICK = 2000
+
+
+class DeciderService:
+    """A decider with what it reads from: discovery, probes, tokenizers, KV events.
+
+    Args:
+        address: Where clients connect, for people.
+        link: Endpoint for proxies in other processes; None: there are none.
+
+    Attributes:
+        count_own_proxy: Returns the counters of a proxy in this process, if there is one.
+
+    Raises:
+        ConfigError: The list of workers or a file is wrong.
+    """
+
+    def __init__(self, config: RouterConfig, address: str = "", link: str | None = None) -> None:
+        self.config = config
+        self._address = address
+        self._started_s = time.monotonic()
+        listing, file = listing_of(config)
+        self.routing = routing_of(config)
+        self.line = WaitingLine(config.queue_size, config.queue_timeout_s)
+        self.roster = Roster(
+            self.routing,
+            on_change=self._workers_changed,
+            on_state=self._states_changed,
+            on_doubt=self._doubt,
+        )
+        self.engine_headers = engine_headers(config)
+        self.tokenizers = Tokenizers(tokenizer=config.tokenizer)
+        self.decider = Decider(
+            self.routing, self.roster, self.tokenizers.read, self.line,
+            engine_headers=self.engine_headers,
+        )  # fmt: skip
+        self.decider.on_answer = self._answered
+        self.decider.on_decision = self._decided
+        self.decider.on_models_changed = self._read_models_again
+        self.discovery = Discovery(listing, self.roster.set_listed, file=file)
+        self._feed: Feed | None = None
+        self._prober: Prober | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._prefetches: Prefetches | None = None
+        self._cache_session: aiohttp.ClientSession | None = None
+        self._link_endpoint = link
+        self._link: LinkServer | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._publisher: LifePublisher | None = None
+        self._follower = Follower(config.peers, self.routing)
+        self._known = asyncio.Event()
+        self.count_own_proxy: Callable[[], ProxyCounters] | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a proxy accepts requests, the engines are known, and one takes requests."""
+        if self._link is not None and not any(each.is_serving for each in self._link.counters):
+            return False
+        return self.roster.is_known and self.roster.num_up > 0
+
+    async def start(self) -> None:
+        """Start all parts; returns when every listed engine was probed, and the other routers were
+        followed, as far as they answer.
+
+        Raises:
+            ConfigError: An address of the other routers cannot be used.
+        """
+        if self.config.sync_endpoint is not None:
+            self._publisher = LifePublisher(self.config.sync_endpoint, self._own_requests)
+            self._publisher.start()
+            self.decider.observer = self._publisher
+        await self.tokenizers.start()
+        self._feed = Feed(self.routing, asyncio.get_running_loop())
+        self._cache_session = open_session(cache_headers(self.config))
+        self._prefetches = Prefetches(self._cache_session)
+        self._session = open_engine_session(self.engine_headers)
+        self._prober = Prober(
+            self._session,
+            interval_s=self.config.health_interval_s,
+            timeout_s=self.config.health_timeout_s,
+            details_interval_s=self.config.metrics_interval_s,
+            on_probe=self._probed,
+            on_details=self._details_read,
+        )
+        self._tasks = [
+            asyncio.create_task(self._run("discovery", self.discovery.run())),
+            asyncio.create_task(self._tick()),
+        ]
+        await is_set_within(self._known, 2 * self.config.health_timeout_s)
+        self._follower.start()  # now, since requests count at known workers only
+        if not await self._follower.caught_up(_CATCH_UP_S):
+            log_event(
+                logger, logging.WARNING, "peer_silent", waited_s=_CATCH_UP_S,
+                effect="its requests are unknown until it answers",
+            )  # fmt: skip
+        if self._link_endpoint is not None:
+            self._link = LinkServer(self.decider, self._link_endpoint)
+            self._link.start()
+
+    async def close(self) -> None:
+        """Stop all parts. Idempotent."""
+        if self._link is not None:
+            await self._link.close()
+            self._link = None
+        await self._follower.close()
+        if self._publisher is not None:
+            await asyncio.to_thread(self._publisher.close)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+        if self._prober is not None and self._session is not None:
+            await self._prober.close()
+            await self._session.close()
+            self._prober = None
+        if self._prefetches is not None and self._cache_session is not None:
+            await self._prefetches.close()
+            await self._cache_session.close()
+            self._prefetches = None
+        if self._feed is not None:
+            await self._feed.close()
+            self._feed = None
+            await self.tokenizers.close()
+
+    # -- what the parts tell each other ------------------------------------------------------------
+
+    def _workers_changed(self, specs: tuple[WorkerSpec, ...]) -> None:
+        assert self._prober is not None and self._feed is not None
+        assert self._prefetches is not None
+        urls = self.roster.urls
+        self._prefetches.follow(filter(None, (spec.cache_url for spec in specs)))
+        self._prober.follow(urls)
+        self.tokenizers.set_engines(dict.fromkeys(urls, self.engine_headers))
+        try:
+            self._feed.set_sources(
+                dict.fromkeys(source for spec in specs for source in spec.sources)
+            )
+        except ConfigError as error:  # requests are routed without these events
+            log_event(logger, logging.ERROR, "kv_events_not_followed", error=str(error))
+
+    def _states_changed(self) -> None:
+        self.line.wake()
+        if self._link is not None:
+            self._link.announce()
+
+    def _doubt(self, url: str) -> None:
+        if self._prober is not None:
+            self._prober.hurry(url)
+
+    def _read_models_again(self) -> None:
+        if self._prober is not None:
+            for url in self.roster.urls:
+                self._prober.hurry(url, with_details=True)
+        self.tokenizers.look_soon()
+
+    def _probed(self, url: str, probe: Probe) -> None:
+        self.roster.probed(url, probe, time.monotonic())
+        if self.roster.is_known:
+            self._known.set()
+
+    def _details_read(
+        self, url: str, cards: list[ModelCard] | None, capacities: list[Capacity]
+    ) -> None:
+        if cards is not None:
+            names = [card.id for card in cards]
+            adapters = [card.id for card in cards if card.parent is not None]
+            self.roster.set_cards(url, {card.id: card.raw for card in cards})
+            self.roster.set_models(url, names, adapters)
+        for spec in self.roster.specs:
+            if spec.url != url:
+                continue
+            for capacity in capacities:
+                if capacity.rank in (None, spec.data_parallel_rank or 0):
+                    self.routing.set_capacity(
+                        spec.name, capacity.num_gpu_blocks, capacity.block_size
+                    )
+
+    def _decided(self, decision: Decision) -> None:
+        """Have the cache of the chosen worker begin to load, before the request arrives there."""
+        if decision.disk_block is None or self._prefetches is None:
+            return
+        cache_url = self.roster.spec(decision.worker).cache_url
+        if cache_url is not None:
+            num_tokens = decision.matched[Tier.DISK]
+            self._prefetches.begin(cache_url, decision.disk_block, num_tokens)
+
+    def _answered(
+        self, worker: str, num_tokens: int, predicted_tokens: int, cached_tokens: int | None
+    ) -> None:
+        if self._feed is not None and worker in self.roster:
+            self._feed.answered(
+                [source.endpoint for source in self.roster.spec(worker).sources],
+                num_tokens=num_tokens,
+                predicted_tokens=predicted_tokens,
+                cached_tokens=cached_tokens,
+            )
+
+    def _own_requests(self) -> list[RunningRequest]:
+        return [self.decider.describe(name) for name in self.decider.running]
+
+    async def _tick(self) -> None:
+        turns = Turns("tick")
+        while True:
+            await asyncio.sleep(_TICK_S)
+            with turns.turn():
+                self._do_what_is_due(time.monotonic())
+
+    def _do_what_is_due(self, now: float) -> None:
+        self.decider.expire()
+        self.routing.sweep(_SWEPT_A_TICK)
+        self._follower.expire(now)
+        if self._publisher is not None:
+            self._publisher.beat(now)
+        if self._link is not None:
+            self._link.expire()
+
+    async def _run(self, name: str, work: object) -> None:
+        """Run a part; should it fail, routing goes on with what is known."""
+        try:
+            await work  # type: ignore[misc]
+        except Exception as error:
+            log_event(
+                logger, logging.ERROR, "router_part_failed", part=name, error=repr(error),
+                exc_info=True,
+            )  # fmt: skip
+
+    # -- reports -----------------------------------------------------------------------------------
+
+    def stats(self) -> RouterStats:
+        now = time.monotonic()
+        stats = self.routing.stats(now)
+        workers = {
+            name: msgspec.structs.replace(
+                worker,
+                circuit=self.roster.health(name).circuit.state.value,
+                health_failures=self.roster.health(name).num_failures,
+            )
+            for name, worker in stats.workers.items()
+        }
+        return msgspec.structs.replace(
+            stats,
+            workers=workers,
+            process=ProcessStats(
+                version=__version__, pid=os.getpid(), uptime_s=now - self._started_s,
+                ready=self.is_ready, address=self._address,
+            ),
+            sources={} if self._feed is None else self._feed.stats(),
+            caches={} if self._prefetches is None else self._prefetches.stats(),
+            tokens=self.tokenizers.stats(),
+            queue=self.decider.queue_stats(),
+            proxy=self._proxy_stats(),
+            peers=self._follower.stats(now),
+        )  # fmt: skip
+
+    def _proxy_stats(self) -> ProxyStats:
+        proxies = [] if self._link is None else self._link.counters
+        if self.count_own_proxy is not None:
+            proxies.append(self.count_own_proxy())
+        return ProxyStats(
+            processes=len(proxies),
+            restarts=0 if self._link is None else self._link.num_lost,
+            open_requests=sum(proxy.open_requests for proxy in proxies),
+            ended={outcome.value: n for outcome, n in self.decider.num_ended.items()},
+            retries=sum(proxy.retries for proxy in proxies),
+            rejected=dict(sum((Counter(proxy.rejected) for proxy in proxies), Counter())),
+            unsupervised_requests=sum(proxy.unsupervised for proxy in proxies),
+        )

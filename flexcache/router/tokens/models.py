@@ -1,0 +1,282 @@
+"""Models and adapters that engines serve, and how their prompts become tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
+from enum import Enum
+
+from flexcache.errors import InternalError
+from flexcache.logs import log_event
+from flexcache.router.tokens.body import Kind
+from flexcache.router.tokens.engines import BadAnswer, Engines, ModelCard, NotRendered
+from flexcache.router.tokens.text_tokenizer import (
+    ModelFiles,
+    NoTokenizer,
+    find_directory,
+    read_files,
+)
+
+AGREEMENTS_TO_RETURN = 3
+"""Comparisons in a row that must agree before a kind that differed is made here again."""
+
+
+class Way(str, Enum):
+    """How prompts become tokens."""
+
+    LOCAL = "local"
+    RENDER = "render"
+    """The engine is asked."""
+    UNKNOWN = "unknown"
+    """They do not: the request goes by load."""
+
+
+class Ways:
+    """The ways of one model, for each kind of prompt.
+
+    Args:
+        local: Kinds for which there are tokenizer and template here.
+        missing: Why the others have none.
+    """
+
+    def __init__(self, local: frozenset[Kind], missing: str) -> None:
+        self._local = local
+        self._missing = missing
+        self._engine_renders: bool | None = None
+        self._agreed: dict[Kind, int] = {}  # comparisons in a row; 0: the last one differed
+        self._differing: set[Kind] = set()
+        self._checks = dict.fromkeys(Kind, 0)
+        self._mismatches = dict.fromkeys(Kind, 0)
+
+    def has_local(self, kind: Kind) -> bool:
+        """Tell whether tokens of a kind can be made here."""
+        return kind in self._local
+
+    def way(self, kind: Kind) -> Way:
+        """Tell how prompts of a kind become tokens now."""
+        if kind in self._local and kind not in self._differing:
+            return Way.LOCAL
+        return Way.UNKNOWN if self._engine_renders is False else Way.RENDER
+
+    def compared(self, kind: Kind, equal: bool) -> None:
+        """Note a comparison of the tokens made here with the engine's."""
+        self._engine_renders = True
+        self._checks[kind] += 1
+        if not equal:
+            self._mismatches[kind] += 1
+            self._agreed[kind] = 0
+            self._differing.add(kind)
+            return
+        self._agreed[kind] = self._agreed.get(kind, 0) + 1
+        if self._agreed[kind] >= AGREEMENTS_TO_RETURN:
+            self._differing.discard(kind)
+
+    def engine_renders(self, renders: bool) -> None:
+        """Note whether the engine has ``/render`` or ``/tokenize``."""
+        self._engine_renders = renders
+
+    @property
+    def checks(self) -> int:
+        """Comparisons so far."""
+        return sum(self._checks.values())
+
+    @property
+    def mismatches(self) -> int:
+        """Comparisons that differed."""
+        return sum(self._mismatches.values())
+
+    def reason(self, kind: Kind) -> str:
+        """Say why prompts of a kind go that way."""
+        if self.way(kind) is Way.LOCAL:
+            if self._agreed.get(kind):
+                return "checked"
+            return "unchecked: no /tokenize" if self._engine_renders is False else "unchecked"
+        why = self._missing if kind not in self._local else "differs from the engine"
+        return f"{why}; no /tokenize" if self._engine_renders is False else why
+
+    def check(self) -> None:
+        """Check the state.
+
+        Raises:
+            InternalError: It is impossible.
+        """
+        for kind in self._differing:
+            if self._agreed.get(kind, 0) >= AGREEMENTS_TO_RETURN or not self._mismatches[kind]:
+                raise InternalError(f"{kind} is asked of the engine without a reason")
+        if any(self._mismatches[kind] > self._checks[kind] for kind in Kind):
+            raise InternalError("more mismatches than checks")
+
+
+class ServedModel:
+    """A model, under its first name.
+
+    Args:
+        files: None: there are none here.
+        missing: Why there are none.
+    """
+
+    def __init__(self, name: str, files: ModelFiles | None, missing: str) -> None:
+        self.name = name
+        self.files = files
+        self.engines: dict[str, Mapping[str, str]] = {}
+        kinds = frozenset[Kind]()
+        if files is not None:
+            kinds = frozenset(Kind) if files.chat is not None else frozenset({Kind.COMPLETION})
+            missing = "no chat template here"
+        self.ways = Ways(kinds, missing)
+
+    def engine(self, url: str | None) -> tuple[str, Mapping[str, str]]:
+        """Return URL and headers of an engine.
+
+        Args:
+            url: That one; None: one after the other.
+
+        Raises:
+            NotRendered: There is none.
+        """
+        if url is None and self.engines:
+            url = next(iter(self.engines))
+        if url is None or url not in self.engines:
+            raise NotRendered("no engine")
+        headers = self.engines.pop(url)
+        self.engines[url] = headers
+        return url, headers
+
+
+def read_model(
+    name: str, source: str | None, strftime_now: Callable[[str], str]
+) -> tuple[ModelFiles | None, str]:
+    """Read the files of a model; slow.
+
+    Args:
+        source: Directory, or name in the Hugging Face cache.
+
+    Returns:
+        The files, or None and the reason.
+    """
+    directory = find_directory(source) if source else None
+    if directory is None:
+        return None, f"no tokenizer here for {source or name}"
+    try:
+        return read_files(directory, strftime_now), ""
+    except NoTokenizer as error:
+        return None, str(error)
+
+
+def base_models(cards: Iterable[ModelCard]) -> dict[str, list[str]]:
+    """Group the served names of models, without adapters, by the models' files."""
+    found: dict[str, list[str]] = {}
+    for card in cards:
+        if card.parent is None:
+            found.setdefault(card.root or card.id, []).append(card.id)
+    return found
+
+
+logger = logging.getLogger(__name__)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+class ModelRegistry:
+    """The models that the engines serve, and which name belongs to which.
+
+    Args:
+        tokenizer: Source of the tokenizer for all models: directory, or name in the Hugging Face
+            cache; None: that which the engine reports as the model's.
+    """
+
+    def __init__(self, engines: Engines, tokenizer: str | None) -> None:
+        self._engines = engines
+        self._tokenizer = tokenizer
+        self._urls: dict[str, Mapping[str, str]] = {}
+        self._cards: dict[str, list[ModelCard]] = {}
+        self._models: dict[str, ServedModel] = {}  # by source of their files
+        self._names: dict[str, tuple[ServedModel, str | None]] = {}
+
+    @property
+    def models(self) -> list[ServedModel]:
+        """All served models."""
+        return list(self._models.values())
+
+    def set_engines(self, engines: Mapping[str, Mapping[str, str]]) -> None:
+        """Set the engines: base URL to headers."""
+        self._urls = dict(engines)
+
+    def find(self, name: str | None) -> tuple[ServedModel | None, str | None]:
+        """Find model and adapter by the name in a request.
+
+        A name that no engine has told yet is taken for a new adapter of the only model.
+        """
+        if name is not None and name in self._names:
+            return self._names[name]
+        if len(self._models) != 1:
+            return None, None
+        (model,) = self._models.values()
+        return model, name if self._names else None
+
+    async def refresh(self) -> list[tuple[ServedModel, str]]:
+        """Ask every engine which models it serves.
+
+        Returns:
+            Models with the URL of an engine that was not known to serve it.
+        """
+        urls = list(self._urls)
+        answers = await asyncio.gather(*(self._list(url, self._urls[url]) for url in urls))
+        heard = {url: cards for url, cards in zip(urls, answers, strict=True) if cards is not None}
+        self._cards = {
+            url: cards for url, cards in (self._cards | heard).items() if url in self._urls
+        }
+        for cards in self._cards.values():
+            for root, names in base_models(cards).items():
+                if root not in self._models:
+                    self._models[root] = await self._read(names[0], root)
+        if self._tokenizer is not None and not self._models:
+            self._models[self._tokenizer] = await self._read("", self._tokenizer)
+        return self._assign()
+
+    async def _list(self, url: str, headers: Mapping[str, str]) -> list[ModelCard] | None:
+        try:
+            return await self._engines.models(url, headers)
+        except BadAnswer:  # the prober, which reads it too, says so
+            return None
+
+    async def _read(self, name: str, root: str) -> ServedModel:
+        source = self._tokenizer or root
+        files, missing = await asyncio.to_thread(read_model, name, source, _strftime_now)
+        log_event(
+            logger,
+            logging.WARNING if files is None else logging.INFO,
+            "router_tokenizer_read" if files is not None else "router_tokenizer_missing",
+            model=name or None,
+            source=source,
+            why=missing or None,
+        )
+        return ServedModel(name, files, missing)
+
+    def _assign(self) -> list[tuple[ServedModel, str]]:
+        """Work out names and engines of all models."""
+        before = {(root, url) for root, model in self._models.items() for url in model.engines}
+        engines: dict[str, dict[str, Mapping[str, str]]] = {}
+        names: dict[str, tuple[ServedModel, str | None]] = {}
+        for url, cards in self._cards.items():
+            for root, served in base_models(cards).items():
+                engines.setdefault(root, {})[url] = self._urls[url]
+                names |= dict.fromkeys(served, (self._models[root], None))
+            for card in cards:
+                if card.parent is not None and card.parent in names:
+                    names[card.id] = (names[card.parent][0], card.id)
+        if self._cards:
+            self._models = {root: model for root, model in self._models.items() if root in engines}
+        for root, model in self._models.items():
+            model.engines = engines.get(root, {})
+        self._names = names
+        return [
+            (model, url)
+            for root, model in self._models.items()
+            for url in model.engines
+            if (root, url) not in before
+        ]

@@ -1,0 +1,334 @@
+"""State of a server that its lock guards: cache, clients by engine, outbox and counters.
+
+`ServerState` is the record; `server.hub` (frames in, instructions out), `server.greeter` (who is a
+client) and `server.calls` (what schedulers ask for) read and change it. All under the lock.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+from flexcache.config import ModelConfig
+from flexcache.errors import InternalError
+from flexcache.ids import MAX_TASK_ID, PromptDetail, SessionId, TaskId, TaskIds, make_session
+from flexcache.protocol.fence import Fence, Scratch
+from flexcache.protocol.messages import Ended, SessionOver
+from flexcache.server.cache import CacheSlot, OpenCache, ServedCache
+from flexcache.server.claims import Claims
+from flexcache.server.observers import ChangeFeed
+from flexcache.server.outbox import Outbox
+from flexcache.server.weights import EngineWeights
+from flexcache.stats import ServerCounters
+from flexcache.storage.shards import Shards
+from flexcache.tasks.instructions import TaskResult, device
+
+_NUM_REPLAYED = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubConfig:
+    """Facts about a server that do not change while it runs.
+
+    Attributes:
+        epoch: Part of the server's task ids.
+        server_pid: The server's process.
+        pid_namespace: Where that id counts; 0: not known.
+        client_timeout_s: A peer silent for this long is considered dead.
+        owner: The engine in this process, if it shares the cache with no other.
+        prompt_detail: How much of a prompt's metadata the observers need.
+        first_session: Number of the first session.
+    """
+
+    epoch: int
+    server_pid: int
+    pid_namespace: int = 0
+    client_timeout_s: float
+    owner: str | None = None
+    prompt_detail: PromptDetail = PromptDetail.NOTHING
+    first_session: int = 1
+
+
+class Host(Protocol):
+    """The machine that a server runs on: its processes and memory."""
+
+    def watch(self, identity: bytes, pid: int) -> None:
+        """Report the end of a process as the death of the peer."""
+
+    def unwatch(self, identity: bytes) -> None:
+        """Stop watching the peer's process; it may live on."""
+
+    def make_fence(self) -> Fence:
+        """Make the fence of an engine."""
+
+    def map_scratch(self, pid: int, fd: int) -> Scratch | None:
+        """Map a scheduler's scratch memory for reading; None if that is not possible."""
+
+
+class Answers(Protocol):
+    """Receives what becomes of the tasks of a session in this process.
+
+    Called under the server's lock: must neither wait nor call the server.
+    """
+
+    def answer(self, task_id: int, result: TaskResult) -> None:
+        """A task has ended: its GPU side, or all of it."""
+
+    def renamed(self, generation: int, version: str) -> None:
+        """The engine's weights have another name from now on."""
+
+    def close(self) -> None:
+        """The server has failed: no answer will come any more."""
+
+
+@dataclass(slots=True, eq=False)
+class Rank:
+    """A rank that said Hello."""
+
+    identity: bytes
+    engine: str
+    rank: int
+    client: str
+    pid: int
+    heard_s: float
+    serving: bool = False
+    layout: str = ""
+    """Its KV layout, once it serves."""
+    weights: int = 0
+    """Number of its last update, as far as is known."""
+    has_missed: bool = False
+    """Whether messages for it were dropped."""
+
+    @property
+    def executor(self) -> str:
+        return device(self.engine, self.rank)
+
+    @property
+    def place(self) -> str:
+        return f"rank {self.rank}"
+
+
+@dataclass(slots=True, eq=False)
+class Scheduler:
+    """An engine's scheduler in session."""
+
+    identity: bytes
+    calls: bytes
+    engine: str
+    client: str
+    pid: int
+    session: SessionId
+    scratch: Scratch | None
+    heard_s: float
+    is_parked: bool = False
+    """Whether a match of it waits for the remote store."""
+    place: ClassVar[str] = "the scheduler"
+
+
+@dataclass(slots=True, eq=False)
+class LocalCaller:
+    """A session held in this process: of its engine, or of the HTTP API."""
+
+    engine: str
+    answers: Answers | None
+
+
+Peer = Rank | Scheduler
+
+
+@dataclass(slots=True, eq=False)
+class ServedEngine:
+    """An engine while it has a peer. A place is one rank of it, or its scheduler.
+
+    Attributes:
+        notices: The latest ones, for ranks that were away meanwhile.
+    """
+
+    fence: Fence
+    claims: Claims
+    peers: dict[str, Peer] = field(default_factory=dict)  # by place
+    notices: deque[Ended | SessionOver] = field(default_factory=lambda: deque(maxlen=_NUM_REPLAYED))
+
+    @property
+    def ranks(self) -> list[Rank]:
+        return [peer for peer in self.peers.values() if isinstance(peer, Rank)]
+
+
+class ServerState:
+    """What a server knows, while it runs.
+
+    Attributes:
+        lock: Held by each thread that uses anything here, or the task engine.
+        changed: Its waiters are notified when a look-up ends or an engine's readiness changes.
+        slot: Has the cache, once that is known.
+        feed: Takes the changes of the tiers; None if nothing records them.
+        peers: By identity. Their processes are watched.
+        callers: Schedulers by the identity that their calls come from.
+        ranks: By executor.
+        sessions: Their callers: connected schedulers, and those in this process.
+        ending: Sessions that are over except for copies under way, with their engines.
+    """
+
+    def __init__(self, config: HubConfig, host: Host, open_cache: OpenCache) -> None:
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.config = config
+        self.host = host
+        self.counters = ServerCounters()
+        self.outbox = Outbox()
+        self._open_cache = open_cache
+        self.slot = CacheSlot(self._open, self.outbox)
+        self.feed: ChangeFeed | None = None
+        self.weights = EngineWeights(self._weights_changed)
+        self.engines: dict[str, ServedEngine] = {}
+        self.peers: dict[bytes, Peer] = {}
+        self.callers: dict[bytes, Scheduler] = {}
+        self.ranks: dict[str, Rank] = {}
+        self.sessions: dict[SessionId, Scheduler | LocalCaller] = {}
+        self.ending: dict[SessionId, str] = {}
+        self._numbers = itertools.count(config.first_session)
+
+    # -- clients ---------------------------------------------------------------------------------
+
+    def engine(self, name: str) -> ServedEngine:
+        """An engine one of whose peers is being added."""
+        engine = self.engines.get(name)
+        if engine is None:
+            engine = self.engines[name] = ServedEngine(self.host.make_fence(), Claims(name))
+        return engine
+
+    def add(self, peer: Peer) -> None:
+        """Give the peer its place, which must be free."""
+        self.engine(peer.engine).peers[peer.place] = peer
+        self.peers[peer.identity] = peer
+        if isinstance(peer, Rank):
+            self.ranks[peer.executor] = peer
+        else:
+            self.callers[peer.calls] = self.sessions[peer.session] = peer
+        self.host.watch(peer.identity, peer.pid)
+
+    def remove(self, peer: Peer) -> None:
+        """Free the peer's place. Fence, notices and disputes of an engine go with its last peer."""
+        del self.peers[peer.identity]
+        self.host.unwatch(peer.identity)
+        self.outbox.disconnect(peer.identity)
+        if isinstance(peer, Rank):
+            del self.ranks[peer.executor]
+        else:
+            del self.callers[peer.calls], self.sessions[peer.session]
+            if peer.scratch is not None:
+                peer.scratch.close()
+        engine = self.engines[peer.engine]
+        del engine.peers[peer.place]
+        if not engine.peers:
+            del self.engines[peer.engine]
+            engine.fence.close()
+            if peer.engine != self.config.owner:
+                self.weights.forget(peer.engine)
+
+    def holder(self, engine: str, place: str) -> Peer | None:
+        """The client that has a place."""
+        found = self.engines.get(engine)
+        return None if found is None else found.peers.get(place)
+
+    @property
+    def schedulers(self) -> list[Scheduler]:
+        return list(self.callers.values())
+
+    def is_connected(self, caller: Scheduler) -> bool:
+        """Whether this very session is still there."""
+        return self.callers.get(caller.calls) is caller
+
+    # -- sessions --------------------------------------------------------------------------------
+
+    def open_session(self, engine: str) -> SessionId:
+        """Number a session, and let it make tasks as soon as there is a cache."""
+        while True:
+            session = make_session(self.config.epoch, next(self._numbers))
+            if session not in self.sessions:  # numbers recur
+                break
+        if self.slot.cache is not None:
+            self.slot.tasks.add_session(session, engine)
+        return session
+
+    def open_local(self, engine: str, answers: Answers | None = None) -> TaskIds:
+        """Open a session for calls from this process; return what numbers its tasks.
+
+        Args:
+            answers: Receives the results of the session's tasks, if the caller needs them.
+        """
+        session = self.open_session(engine)
+        self.sessions[session] = LocalCaller(engine, answers)
+        return TaskIds(session)
+
+    def engines_in_session(self) -> Iterator[tuple[str, int, SessionId]]:
+        """Name, process and session of every engine, the one in this process included."""
+        for session, caller in self.sessions.items():
+            if isinstance(caller, Scheduler):
+                yield caller.engine, caller.pid, session
+            elif caller.engine == self.config.owner:
+                yield caller.engine, self.config.server_pid, session
+
+    def _open(self, model: ModelConfig, tokens_per_block: int, shards: Shards) -> ServedCache:
+        """Open the cache, and let it know what came before it."""
+        cache = self._open_cache(model, tokens_per_block, shards)
+        for session, caller in self.sessions.items():
+            cache.tasks.add_session(session, caller.engine)
+        for engine, generation in self.weights.generations():
+            cache.tasks.set_weights(engine, generation, False, 0.0)
+        return cache
+
+    def _weights_changed(self, engine: str, generation: int, is_other: bool, now: float) -> None:
+        """Go on with an engine's new names; its scheduler hears of it first."""
+        weights = self.weights.of(engine)
+        for caller in self.sessions.values():
+            if caller.engine != engine:
+                continue
+            if isinstance(caller, Scheduler):
+                self.outbox.send(caller.identity, weights)
+            elif caller.answers is not None:
+                caller.answers.renamed(weights.generation, weights.version)
+        if self.slot.cache is not None:
+            self.slot.tasks.set_weights(engine, generation, is_other, now)
+
+    # -- what ranks are told ---------------------------------------------------------------------
+
+    def tell(self, engine: str, notice: Ended | SessionOver) -> None:
+        """Tell the ranks of an engine that a gated task or a session is over."""
+        found = self.engines.get(engine)
+        if found is not None:
+            found.notices.append(notice)
+            for rank in found.ranks:
+                self.outbox.give(rank.identity, notice)
+
+    def revoke(self, engine: str, task_id: TaskId) -> None:
+        """Let no rank of the engine begin another copy for this task or an earlier one."""
+        found = self.engines.get(engine)
+        if found is not None:  # else the engine has no rank
+            found.fence.revoke(task_id)
+
+    def revoke_all(self) -> None:
+        """The server ends: let no rank begin another copy on its behalf."""
+        for engine in self.engines.values():
+            engine.fence.revoke(MAX_TASK_ID)
+
+    def check(self) -> None:
+        """Raise `InternalError` if the tables disagree."""
+        peers = {peer.identity: peer for e in self.engines.values() for peer in e.peers.values()}
+        if peers != self.peers or not all(e.peers for e in self.engines.values()):
+            raise InternalError("engines and their peers disagree")
+        ranks = {peer.executor: peer for peer in peers.values() if isinstance(peer, Rank)}
+        if ranks != self.ranks:
+            raise InternalError("ranks and their executors disagree")
+        schedulers = [peer for peer in peers.values() if isinstance(peer, Scheduler)]
+        if {s.calls: s for s in schedulers} != self.callers:
+            raise InternalError("schedulers and their identities for calls disagree")
+        in_session = {n: s for n, s in self.sessions.items() if isinstance(s, Scheduler)}
+        if {s.session: s for s in schedulers} != in_session:
+            raise InternalError("schedulers and their sessions disagree")
+        if not self.outbox.lines.keys() <= self.peers.keys():
+            raise InternalError("a rank that is gone has a line")
