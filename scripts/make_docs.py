@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 from flexcache.config.settings import Setting, describe_router_settings, describe_settings
-from flexcache.metrics import catalog as server_metrics
-from flexcache.metrics import page
-from flexcache.router import metrics as router_metrics
+from flexcache.counters import families
+from flexcache.router.stats import RouterStats
+from flexcache.stats import Stats
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -92,7 +92,14 @@ def _table(settings: list[Setting]) -> str:
 
 
 def render_metrics() -> str:
-    return page.render(METRICS_HEAD, server_metrics.SECTIONS, router_metrics.SECTIONS)
+    rows: dict[str, list[str]] = {}
+    for each in (*families(Stats), *families(RouterStats)):
+        labels = ", ".join(each.labels)
+        row = f"| `{each.name}` | {each.type.value} | {labels} | {each.help} |\n"
+        rows.setdefault(each.section, []).append(row)
+    columns = "| metric | type | labels | meaning |\n| --- | --- | --- | --- |\n"
+    tables = (f"\n## {title}\n\n{columns}" + "".join(lines) for title, lines in rows.items())
+    return METRICS_HEAD + "".join(tables)
 
 
 PAGES = {"configuration.md": render_settings, "metrics.md": render_metrics}

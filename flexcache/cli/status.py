@@ -177,8 +177,8 @@ def _server(endpoint: str | None) -> tuple[Callable[[], Any], View[Any, Any]]:
 
 
 def _view_of_cache(read: Callable[[], dict[str, Any]]) -> View[Any, Any]:
+    from flexcache.stats import from_plain
     from flexcache.status.view import rates_between, render
-    from flexcache.tasks.stats import from_plain
 
     return View(lambda: from_plain(read()), rates_between, render)
 

@@ -9,6 +9,7 @@ names of workers, sources, caches and peers: nothing from a request becomes a la
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from typing import Annotated
@@ -26,11 +27,13 @@ from flexcache.counters import (
     plain,
 )
 from flexcache.errors import FlexCacheError
+from flexcache.ids import BreakerState
 from flexcache.router.chooser import Decision, Outcome
 from flexcache.router.fleet import Tier, WorkerState
-from flexcache.transfer.breaker import BreakerState
 
 _TIERS = tuple(tier.value for tier in Tier)
+_REFUSED = "full", "expired", "no_worker"
+_WAYS = "ids", "local", "render", "unknown"
 _TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _WAITS_S = (0.001, 0.01, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _CONVERSIONS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -41,7 +44,7 @@ def _seconds(bounds: tuple[float, ...]) -> Histogram:
 
 
 def _zeros(*names: str) -> dict[str, int]:
-    return msgspec.field(default_factory=partial(dict.fromkeys, names, 0))
+    return msgspec.field(default_factory=lambda: dict.fromkeys(names, 0))
 
 
 _prediction = partial(
@@ -416,8 +419,9 @@ class PrefetchStats(Counters):
             "it was; failed: it did not take the call; not made: busy (too many calls are open), "
             "circuit (too many have failed).",
             "result",
+            known=("accepted", "failed", "busy", "circuit"),
         ),
-    ] = _zeros("accepted", "failed", "busy", "circuit")
+    ] = msgspec.field(default_factory=Counter)
     tokens: Annotated[
         int,
         counter(
@@ -476,8 +480,8 @@ class LineStats(Counters):
     refused: Annotated[
         dict[str, int],
         counter("router_refused_requests", "Requests answered with 429 or 503, by reason.",
-                "reason"),
-    ] = _zeros("full", "expired", "no_worker")  # fmt: skip
+                "reason", known=_REFUSED),
+    ] = _zeros(*_REFUSED)  # fmt: skip
     waiting: Annotated[int, gauge("router_queued_requests", "Requests that wait for a worker.")] = 0
     capacity: Annotated[int, gauge("router_queue_capacity", "Requests that may wait.")] = 0
     waits_s: Annotated[
@@ -500,8 +504,9 @@ class TokenizerStats(Counters):
             "router_converted_requests",
             "Requests by how their token ids were found; unknown: routed by load.",
             "way",
+            known=_WAYS,
         ),
-    ] = _zeros("ids", "local", "render", "unknown")
+    ] = _zeros(*_WAYS)
     """By way: ``ids`` (the request has them), ``local``, ``render`` (an engine was asked),
     ``unknown``."""
     unknown: Annotated[

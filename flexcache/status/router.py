@@ -10,10 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from flexcache.counters import Histogram
+from flexcache.ids import BreakerState
 from flexcache.router.fleet import Tier, WorkerState
 from flexcache.router.stats import PrefetchStats, RouterStats, SourceStats, WorkerStats
 from flexcache.status.view import Column, duration, entry_name, listed, number, table_of, titled
-from flexcache.transfer.breaker import BreakerState
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,8 @@ from flexcache.ids import (
     TierName,
     id_before,
 )
+from flexcache.stats import TotalsStats
 from flexcache.tasks.instructions import DISK, REMOTE, TaskResult
-from flexcache.tasks.totals import Totals
 from flexcache.transfer.scheduler import BlockIds, TransferOp
 
 WORKERS = {TierName.SSD: DISK, TierName.REMOTE: REMOTE}
@@ -273,7 +273,7 @@ class Session:
     prefill_blocks_per_s: float = 0.0
     """What the engine computes: whatever would take longer to load is not loaded for it."""
     is_gone: bool = False
-    totals: Totals = field(default_factory=Totals)
+    totals: TotalsStats = field(default_factory=TotalsStats)
 
     def uses(self, root: RootId) -> None:
         """The engine has matched a prompt under this root."""

@@ -21,6 +21,7 @@ from flexcache.ids import (
     make_session,
     session_of,
 )
+from flexcache.stats import TotalsStats
 from flexcache.tasks.instructions import device
 from flexcache.tasks.model import (
     GPU_LOADS,
@@ -31,7 +32,6 @@ from flexcache.tasks.model import (
     check_launchable,
     check_slot_mappings,
 )
-from flexcache.tasks.totals import Totals
 from flexcache.transfer.scheduler import BlockIds
 
 _MAX_ENGINES = 4096
@@ -210,7 +210,7 @@ class TaskSessions:
 
     # -- insight ---------------------------------------------------------------------------------
 
-    def totals_of(self, session: SessionId) -> Totals:
+    def totals_of(self, session: SessionId) -> TotalsStats:
         return self._sessions[session].totals
 
     def num_open_of(self, session: SessionId) -> int:

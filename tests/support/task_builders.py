@@ -35,6 +35,7 @@ from flexcache.ids import (
     TierName,
     make_session,
 )
+from flexcache.stats import BreakerStats, CacheIdentity, CacheStats
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.instructions import (
     DISK,
@@ -49,7 +50,6 @@ from flexcache.tasks.instructions import (
     TaskResult,
     device,
 )
-from flexcache.tasks.stats import BreakerStats, CacheIdentity, CacheStats
 from flexcache.transfer.messages import unpack_ids
 from flexcache.transfer.scheduler import TransferOp
 

@@ -20,8 +20,8 @@ from rich.console import Console
 from flexcache.cli.status import View, watch
 from flexcache.client.link import read_status
 from flexcache.errors import ServerLostError
+from flexcache.stats import Stats, from_plain
 from flexcache.status.view import rates_between, render
-from flexcache.tasks.stats import Stats, from_plain
 
 STATUS = (sys.executable, "-m", "flexcache.cli", "status", "--endpoint")
 TOKENS = list(range(256))

@@ -41,11 +41,13 @@ from paths import ROOT
 
 LAYERS = (
     (
+        "counters",
         "errors",
         "ids",
         "logs",
         "terminal",
         "processes",
+        "stats",
     ),
     ("config",),
     ("storage",),

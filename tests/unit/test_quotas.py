@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pytest
 from builders import ids, key_of, keys_of, prompt
+from flexcache.cache.eviction_queue import Outlook
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -19,13 +20,13 @@ from hypothesis.stateful import (
 )
 
 from flexcache.cache.block_keys import ENGINE_KEYS, make_root, tag_of, tenant_of
-from flexcache.cache.block_pool import Quotas, QuotaUse
-from flexcache.cache.eviction_policy import LruQueue, Outlook
+from flexcache.cache.block_pool import Quotas
 from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.tail_index import Tail
 from flexcache.cache.tier import Lease, RestoredRun, Tier
 from flexcache.errors import InternalError
 from flexcache.ids import RootId, TierName
+from flexcache.stats import QuotaStats
 
 
 def root_of(*namespace: str) -> RootId:
@@ -309,16 +310,22 @@ def test_the_rest_of_a_tail_is_used_before_more_is_evicted() -> None:
     tier.check()
 
 
-class _Worthless(LruQueue):
+class _Worthless:
     """The newcomers are worth less than anything that is cached."""
 
+    num_kinds = 1
+    is_lru = False
+    version = 0
+    edges: Sequence[float] = ()
+    worths: Sequence[Sequence[float]] = ((1.0,),)
+
     def bar(self, outlook: Outlook) -> float:
-        return -1.0
+        return 0.5
 
 
 def test_worth_decides_within_a_tenant_and_not_what_a_tenant_is_sure_of() -> None:
     quotas = Quotas(4, {"*": 0, "a": 2, "b": 2})
-    tier = Tier(TierName.CPU, 4, _Worthless, bypasses=True, quotas=quotas)
+    tier = Tier(TierName.CPU, 4, _Worthless(), bypasses=True, quotas=quotas)
     store(tier, "xxxx", A)
     outlook = Outlook(0, 0, 0)
     lease = tier.reserve(prompt("yyy", B), 0, 3, outlook)
@@ -329,7 +336,7 @@ def test_worth_decides_within_a_tenant_and_not_what_a_tenant_is_sure_of() -> Non
 
 def test_what_is_worth_too_little_for_its_tenant_takes_no_room_of_others() -> None:
     quotas = Quotas(12, {"*": 0, "a": 4, "b": 4})
-    tier = Tier(TierName.CPU, 12, _Worthless, bypasses=True, quotas=quotas)
+    tier = Tier(TierName.CPU, 12, _Worthless(), bypasses=True, quotas=quotas)
     store(tier, "xxxxxxx", A)
     store(tier, "yyyyy", B)  # over its quota too, but by less
     lease = tier.reserve(prompt("zzzz", A), 0, 4, Outlook(0, 0, 0))
@@ -340,7 +347,7 @@ def test_what_is_worth_too_little_for_its_tenant_takes_no_room_of_others() -> No
 
 def test_what_a_tenant_is_sure_of_does_not_depend_on_worth() -> None:
     quotas = Quotas(12, {"*": 0, "a": 6, "b": 6})
-    tier = Tier(TierName.CPU, 12, _Worthless, bypasses=True, quotas=quotas)
+    tier = Tier(TierName.CPU, 12, _Worthless(), bypasses=True, quotas=quotas)
     store(tier, "xxxxx", A)
     store(tier, "yyyyyyy", B)
     lease = tier.reserve(prompt("zzzz", A), 0, 4, Outlook(0, 0, 0))
@@ -354,7 +361,9 @@ def test_look_ups_are_counted_by_tenant() -> None:
     quotas.count_get(A, 3, 1)
     quotas.count_get(UNNAMED, 0, 2)
     quotas.count_get(root_of("another"), 1, 0)
-    assert quotas.uses() == {"*": QuotaUse(1, 0, 0, 1, 2), "a": QuotaUse(3, 0, 0, 3, 1)}
+    assert quotas.stats() == {
+        "*": QuotaStats(quota=1, hit=1, missed=2), "a": QuotaStats(quota=3, hit=3, missed=1)
+    }  # fmt: skip
 
 
 # -- roots -----------------------------------------------------------------------------------

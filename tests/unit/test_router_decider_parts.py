@@ -179,7 +179,7 @@ def test_without_a_worker_requests_are_refused_also_those_that_wait() -> None:
             with pytest.raises(NotRouted) as refusal:
                 await task
             assert refusal.value.status == 503
-        assert world.decider.queue_stats().refused["no_worker"] == 2
+        assert world.decider.line.counts.refused["no_worker"] == 2
 
     run(test())
 
@@ -197,7 +197,7 @@ def test_a_model_whose_workers_are_down_is_refused_at_once(is_failing: bool) -> 
         assert refusal.value.status == 503 and refusal.value.retry_after_s
         choice = await world.decider.choose(arrival("b", body=b'{"model": "large"}'))
         assert choice.url == B
-        assert world.decider.queue_stats().refused["no_worker"] == 1
+        assert world.decider.line.counts.refused["no_worker"] == 1
 
     run(test())
 
