@@ -141,12 +141,8 @@ class ServiceTimeStats(Counters):
     with ``u`` tokens computed and ``loaded`` tokens loaded from a tier.
     """
 
-    samples: Annotated[
-        int,
-        counter(
-            "router_service_time_samples", "First tokens that service times were learned from."
-        ),
-    ] = 0
+    samples: int = 0
+    """First tokens that service times were learned from."""
     is_learned: Annotated[
         bool,
         gauge(
@@ -154,35 +150,14 @@ class ServiceTimeStats(Counters):
         ),
     ] = False
     """False: there are too few samples, and the router multiplies tokens with requests instead."""
-    base_s: Annotated[
-        float,
-        gauge(
-            "router_service_time_base_seconds",
-            "Learned time before a first token that does not depend on the prompt.",
-        ),
-    ] = 0.0
-    token_s: Annotated[
-        float,
-        gauge(
-            "router_prefill_seconds_per_token",
-            "Learned time to compute a token, without attention.",
-        ),
-    ] = 0.0
-    attention_s: Annotated[
-        float,
-        gauge(
-            "router_attention_seconds_per_token",
-            "Learned time to compute a token for each token before it.",
-        ),
-    ] = 0.0
-    load_s: Annotated[
-        dict[str, float],
-        gauge(
-            "router_load_seconds_per_token",
-            "Learned time to load a token's KV from a tier.",
-            "tier",
-        ),
-    ] = {}
+    base_s: float = 0.0
+    """Learned time before a first token that does not depend on the prompt."""
+    token_s: float = 0.0
+    """Learned time to compute a token, without attention."""
+    attention_s: float = 0.0
+    """Learned time to compute a token for each token before it."""
+    load_s: dict[str, float] = {}
+    """Learned time to load a token's KV from a tier."""
 
 
 class RoutingStats(Counters):
@@ -256,9 +231,8 @@ class WorkerStats(Counters):
         int | None, counter("router_worker_health_failures", "Failed health checks.")
     ] = None
     requests: Annotated[int, gauge("router_worker_requests", "Running requests.")] = 0
-    waiting_requests: Annotated[
-        int, gauge("router_worker_waiting_requests", "Running requests without a first token.")
-    ] = 0
+    waiting_requests: int = 0
+    """Running requests without a first token."""
     wait_s: Annotated[
         float,
         gauge("router_worker_wait_seconds", "Predicted time until a new request's turn comes."),
@@ -316,9 +290,8 @@ class IndexStats(Counters):
         gauge("router_held_blocks", "Blocks that a source holds, by tier.", "source", "tier",
               known=_TIERS),
     ] = {}  # fmt: skip
-    orphans: Annotated[
-        int, gauge("router_orphan_blocks", "Blocks that wait for the tokens of their parents.")
-    ] = 0
+    orphans: int = 0
+    """Blocks that wait for the tokens of their parents."""
     refused_blocks: Annotated[
         int, counter("router_refused_blocks", "Blocks not taken because the index was full.")
     ] = 0
@@ -369,7 +342,8 @@ class SourceStats(Counters):
             "Time since its last batch; no sample before the first.",
         ),
     ] = None
-    batches: Annotated[int, counter("router_source_batches", "Batches received.")] = 0
+    batches: int = 0
+    """Batches received."""
     waiting_batches: Annotated[
         int, gauge("router_source_waiting_batches", "Batches received and not applied yet.")
     ] = 0
@@ -382,13 +356,11 @@ class SourceStats(Counters):
             "Gaps that were not filled: the source's blocks were forgotten.",
         ),
     ] = 0
-    replayed_batches: Annotated[
-        int, counter("router_source_replayed_batches", "Batches that filled gaps.")
-    ] = 0
+    replayed_batches: int = 0
+    """Batches that filled gaps."""
     restarts: Annotated[int, counter("router_source_restarts", "Restarts of the publisher.")] = 0
-    snapshots: Annotated[
-        int, counter("router_source_snapshots", "Snapshots of all blocks that were received.")
-    ] = 0
+    snapshots: int = 0
+    """Snapshots of all blocks that were received."""
     bad_batches: Annotated[
         int, counter("router_source_bad_batches", "Batches that could not be decoded.")
     ] = 0
@@ -399,18 +371,10 @@ class PrefetchStats(Counters):
 
     TITLE = "Router: early loads"
 
-    circuit: Annotated[
-        BreakerState,
-        gauge(
-            "router_cache_circuit",
-            "1 for the state of the cache's circuit, 0 for the others; open: it is not asked.",
-            "state",
-        ),
-    ] = BreakerState.CLOSED
+    circuit: BreakerState = BreakerState.CLOSED
     """While it is not closed, the cache gets only trials."""
-    running: Annotated[
-        int, gauge("router_open_early_load_calls", "Calls that the cache has yet to answer.")
-    ] = 0
+    running: int = 0
+    """Calls that the cache has yet to answer."""
     results: Annotated[
         dict[str, int],
         counter(
@@ -422,13 +386,8 @@ class PrefetchStats(Counters):
             known=("accepted", "failed", "busy", "circuit"),
         ),
     ] = msgspec.field(default_factory=Counter)
-    tokens: Annotated[
-        int,
-        counter(
-            "router_early_load_tokens",
-            "Tokens on SSD or remote store in calls that were accepted.",
-        ),
-    ] = 0
+    tokens: int = 0
+    """Tokens on SSD or remote store in calls that were accepted."""
     failure: str = ""
     """How the last call failed; empty if it did not."""
 
@@ -483,7 +442,8 @@ class LineStats(Counters):
                 "reason", known=_REFUSED),
     ] = _zeros(*_REFUSED)  # fmt: skip
     waiting: Annotated[int, gauge("router_queued_requests", "Requests that wait for a worker.")] = 0
-    capacity: Annotated[int, gauge("router_queue_capacity", "Requests that may wait.")] = 0
+    capacity: int = 0
+    """Requests that may wait."""
     waits_s: Annotated[
         Histogram,
         histogram(
@@ -516,9 +476,8 @@ class TokenizerStats(Counters):
             "reason",
         ),
     ] = {}  # fmt: skip
-    memo_bytes: Annotated[
-        int, gauge("router_tokenizer_memo_bytes", "Memory of remembered token ids.")
-    ] = 0
+    memo_bytes: int = 0
+    """Memory of remembered token ids."""
     tokens: Annotated[int, counter("router_converted_tokens", "Tokens of those requests.")] = 0
     remembered_tokens: Annotated[
         int,
@@ -527,12 +486,8 @@ class TokenizerStats(Counters):
     seconds: Annotated[
         Histogram, histogram("router_conversion_seconds", "Time to find a request's token ids.")
     ] = _seconds(_CONVERSIONS_S)
-    checks: Annotated[
-        int,
-        counter(
-            "router_tokenizer_checks", "Comparisons of the router's token ids with an engine's."
-        ),
-    ] = 0
+    checks: int = 0
+    """Comparisons of the router's token ids with an engine's."""
     mismatches: Annotated[
         int,
         counter(
@@ -557,7 +512,8 @@ class ProcessStats(Counters):
         gauge("router_build_info", "Always 1; the label is the running version.", "version"),
     ]
     pid: int
-    uptime_s: Annotated[float, gauge("router_uptime_seconds", "Time since startup.")]
+    uptime_s: float
+    """Time since startup."""
     ready: Annotated[
         bool,
         gauge("router_ready", "1 once the router has learned what the publishers hold."),
@@ -574,10 +530,10 @@ class PeerStats(Counters):
     is_up: Annotated[
         bool, gauge("router_peer_up", "1 while another decider's requests are known.")
     ] = False
-    requests: Annotated[
-        int, gauge("router_peer_requests", "Running requests that the peer routed.")
-    ] = 0
-    batches: Annotated[int, counter("router_peer_batches", "Batches received from the peer.")] = 0
+    requests: int = 0
+    """Running requests that the peer routed."""
+    batches: int = 0
+    """Batches received from the peer."""
     gaps: Annotated[
         int, counter("router_peer_gaps", "Gaps in the numbers of the peer's batches.")
     ] = 0
