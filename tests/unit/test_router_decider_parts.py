@@ -15,6 +15,7 @@ from flexcache.router import link as link_module
 from flexcache.router import messages
 from flexcache.router.chooser import (
     Arrival,
+    Choice,
     Decided,
     Ended,
     NotRouted,
@@ -450,7 +451,8 @@ def test_an_answer_that_comes_too_late_is_corrected(tmp_path: Path) -> None:
             moved = RunningRequest("moved", f"{B}#1", Work(7, 7))
             chooser._running["moved"] = moved
             for name in ("left", "moved"):
-                said = messages.Chosen(RunningRequest(name, A, Work(1, 1)), A, {}, None, ())
+                choice = Choice(worker=A, url=A, headers={}, matched_tokens=None)
+                said = messages.Chosen(RunningRequest(name, A, Work(1, 1)), choice)
                 chooser._take(said)
             await until(lambda: set(world.decider.running) == {"moved"})
             await until(lambda: world.decider.running["moved"].worker == f"{B}#1")
