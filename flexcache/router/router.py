@@ -52,7 +52,6 @@ class KVRouter:
 
     Args:
         policy: ``ours``, or another of `peer_policies.make_policy`, to compare.
-        temperature: Of a softmax over the costs; 0: always the lowest.
         seed: Of the choice among equals.
         max_blocks: Different blocks in the index at most.
         approximate: When a worker's blocks are guessed from the router's own decisions: ``auto``,
@@ -65,7 +64,6 @@ class KVRouter:
         self,
         *,
         policy: str = "ours",
-        temperature: float = 0.0,
         seed: int = 0,
         max_blocks: int = 10_000_000,
         approximate: Literal["auto", "always", "never"] = "auto",
@@ -75,9 +73,7 @@ class KVRouter:
         self.policy = policy
         self.fleet = Fleet()
         self.holdings = Holdings(max_blocks, approximate)
-        self.dispatcher = Dispatcher(
-            make_policy(policy, temperature), Load(), ServiceTime(), seed=seed
-        )
+        self.dispatcher = Dispatcher(make_policy(policy), Load(), ServiceTime(), seed=seed)
         self.counts = RoutingStats(policy=policy)
         self._worker_counts: dict[str, WorkerStats] = {}
         self._max_requests = max_requests
