@@ -52,20 +52,13 @@ class OpKind(str, Enum):
     D2DISK = "D2DISK"
     COMMIT = "COMMIT"
 
-    @property
-    def fills_gpu(self) -> bool:
+    def __init__(self, name: str) -> None:  # not properties: a match reads some thirty of them
+        self.fills_gpu = name in ("H2D", "DISK2D")
         """Whether the op writes the engine's own slots."""
-        return self is OpKind.H2D or self is OpKind.DISK2D
-
-    @property
-    def is_direct(self) -> bool:
+        self.is_direct = name in ("DISK2D", "D2DISK")
         """Whether the op moves blocks between the engine's own slots and the SSD, past DRAM."""
-        return self is OpKind.DISK2D or self is OpKind.D2DISK
-
-    @property
-    def touches_gpu(self) -> bool:
+        self.touches_gpu = self.is_direct or name in ("H2D", "D2H")
         """Whether the op reads or writes the engine's own slots."""
-        return self is OpKind.H2D or self is OpKind.D2H or self.is_direct
 
 
 class TaskKind(str, Enum):
@@ -91,20 +84,11 @@ class TaskState(str, Enum):
     CANCELLED = "cancelled"
     FAILED = "failed"
 
-    @property
-    def is_final(self) -> bool:
-        return self in (TaskState.COMPLETED, TaskState.CANCELLED, TaskState.FAILED)
-
-    @property
-    def is_cancelled(self) -> bool:
+    def __init__(self, name: str) -> None:
+        self.is_final = name in ("completed", "cancelled", "failed")
+        self.is_cancelled = name in ("cancelling", "cancelling_overdue", "cancelled")
         """Whether its caller has cancelled it, whether or not it has ended."""
-        return self in (
-            TaskState.CANCELLING, TaskState.CANCELLING_OVERDUE, TaskState.CANCELLED,
-        )  # fmt: skip
-
-    @property
-    def is_overdue(self) -> bool:
-        return self is TaskState.OVERDUE or self is TaskState.CANCELLING_OVERDUE
+        self.is_overdue = name in ("overdue", "cancelling_overdue")
 
     @property
     def reported(self) -> TaskState:
@@ -185,6 +169,9 @@ _COUNT_BITS = 32
 _SESSION_BITS = 16
 _EPOCHS_PER_S = 4
 MAX_TASK_ID = (1 << 64) - 2  # below `transfer.copier.NEVER_REVOKED`
+NUM_WORDS = 2
+"""Words of an engine's fence (`protocol.fence`): the server's and the scheduler's."""
+WORD_BYTES = 8
 
 
 def new_epoch() -> int:
@@ -226,7 +213,7 @@ class TaskIds:
     The epoch differs from one start of a server to the next, so that a rank which outlived its
     server can tell that a task of the old one will never be reported again. A session is one
     registration of an engine's scheduler; it counts its own tasks, and can name one before the
-    server has answered.
+    server has answered: a match whose answer is lost can be cancelled.
     """
 
     def __init__(self, session: SessionId) -> None:

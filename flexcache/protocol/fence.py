@@ -29,8 +29,8 @@ import struct
 from collections.abc import Iterable
 
 from flexcache.errors import RegistrationError
+from flexcache.ids import NUM_WORDS, WORD_BYTES
 from flexcache.processes import tell_of_forks
-from flexcache.transfer.copier import NUM_WORDS, WORD_BYTES
 
 _SERVERS, _SCHEDULERS = range(NUM_WORDS)
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW

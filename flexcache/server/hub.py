@@ -45,7 +45,7 @@ from flexcache.protocol.messages import (
 from flexcache.server.cache import ServedCache
 from flexcache.server.calls import SessionCalls
 from flexcache.server.greeter import Greeter, malformed_greeting, refuse_version
-from flexcache.server.outbox import BackgroundJob, pass_on, problem_of
+from flexcache.server.outbox import BackgroundJob, problem_of
 from flexcache.server.reactor import Buffer, UnreadableError, log_failed, read_message
 from flexcache.server.state import LocalCaller, Rank, Scheduler, ServerState
 from flexcache.stats import CacheIdentity, EngineStats, ServerCounters, ServerStats, Stats, to_plain
@@ -231,7 +231,7 @@ class Hub:
         self.greeter.readiness_changed()
 
     def op_done(self, executor: str, done: Done, now: float) -> None:
-        pass_on(self._slot.tasks, executor, done, now)
+        self._slot.tasks.op_done(executor, done, now)
 
     def looked_up(self, answer: LookedUp, now: float) -> None:
         self._slot.tasks.looked_up(
@@ -257,7 +257,7 @@ class Hub:
                 has_news |= isinstance(instruction, LookUpEnded)
                 self._deliver(instruction, now)
         for session, engine in list(ending.items()):  # its other notices were sent before
-            if not tasks.queries.uses_gpu_of(engine):
+            if not tasks.sessions.uses_gpu_of(engine):
                 del ending[session]
                 self.state.tell(engine, SessionOver(session))
         if (begun := tasks.begin_study()) is not None:
@@ -346,7 +346,7 @@ class Hub:
         engines = {
             engine: EngineStats(
                 pid=pid,
-                open_tasks=tasks.queries.num_open_tasks_of(session_id),
+                open_tasks=tasks.sessions.num_open_of(session_id),
                 ranks=len(self.workers(engine)),
             )
             for engine, pid, session_id in self.state.engines_in_session()

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from flexcache.ids import OpId
 from flexcache.logs import log_event
 from flexcache.protocol.messages import Ended, SessionOver, ToClient, WeightsChanged
 from flexcache.tasks.instructions import DropOp, ReplaceExecutor, RunLookUp, RunOp
@@ -29,7 +28,6 @@ from flexcache.transfer.messages import (
     Execute,
     pack_checksums,
     pack_ids,
-    unpack_checksums,
 )
 
 PeerMessage = ToClient | RunOp
@@ -115,7 +113,6 @@ def make_execute(run: RunOp) -> Execute:
 if TYPE_CHECKING:
     from flexcache.server.hub import Hub
     from flexcache.server.reactor import Reactor
-    from flexcache.tasks.engine import KVTaskEngine
 
 logger = logging.getLogger(__name__)
 
@@ -339,7 +336,7 @@ class LocalLines:
         if self._reactor.stopping or not self._hub.outbox.is_empty:
             self._reactor.wake()
         elif (cache := self._hub.cache) is not None:
-            self._reactor.wake_by(cache.tasks.queries.next_op_deadline())
+            self._reactor.wake_by(cache.tasks.executors.next_deadline())
 
 
 _served: dict[str, LocalLines] = {}
@@ -366,9 +363,6 @@ def open_line(endpoint: str, server_pid: int, identity: bytes, rank: LinedRank) 
     return line
 
 
-_MAX_ERROR = 4096  # characters of an executor's text, which goes to its task's scheduler
-
-
 def problem_of(done: Done) -> str | None:
     """Return why a report makes no sense."""
     if len(done.checksums) % CHECKSUM_BYTES:
@@ -378,13 +372,3 @@ def problem_of(done: Done) -> str | None:
     if not 0 <= done.seconds < math.inf:
         return f"a load of {done.seconds} s"
     return None
-
-
-def pass_on(tasks: KVTaskEngine, executor: str, done: Done, now: float) -> None:
-    """Let the task engine know how an executor's part of an op ended."""
-    error = done.error and done.error[:_MAX_ERROR]
-    tasks.op_done(
-        executor, OpId(done.op_id), done.num_ok, now, error=error, bad_block=done.bad_block,
-        checksums=unpack_checksums(done.checksums) if done.checksums else None,
-        device_bytes=done.device_bytes, seconds=done.seconds,
-    )  # fmt: skip

@@ -37,8 +37,6 @@ def run_server(
         config.cache, model=config.model, idle_exit_s=config.idle_exit_s, open_http=open_http,
         is_needed=lambda: starter is None or not starter.has_left(),
     )  # fmt: skip
-    import torch  # noqa: F401  (now: with the first engine's model it would stop the loop)
-
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     server.serve(began)

@@ -104,6 +104,8 @@ def advise(address: int, length: int, advice: int) -> bool:
 @contextmanager
 def _aligned_mapping(fd: int, start: int, length: int) -> Iterator[int | None]:
     """Map a part of a file where huge pages may be: at a multiple of their size."""
+    # Python's `mmap` does not give that, so this is a second mapping, and the pool's own still has
+    # small page table entries. Copies gain nothing from huge pages; disks do.
     room = length + HUGE_BYTES
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     begin = _LIBC.mmap(None, room, 0, private, -1, 0)

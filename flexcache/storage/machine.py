@@ -142,6 +142,7 @@ def check_pool_fits(wanted: int, *, in_control_group: bool = True, root: Path = 
             f"the DRAM tier of {wanted / 1e9:.1f} GB is larger than the memory limit of this "
             f"container (control group), {lowest / 1e9:.1f} GB: {remedy}, or raise the limit"
         )
+    # What is used only causes a warning: page cache counts, and is released when room is needed.
     left = min((limit.limit - limit.used for limit in limits), default=wanted)
     if wanted > left:
         log_event(

@@ -1,4 +1,4 @@
-"""How the bytes of a block are divided over an engine's ranks.
+"""Shards: how the bytes of a block are divided over an engine's ranks, and what identifies them.
 
 A *shard* is what one rank stores of a block. Ranks are numbered over the whole engine, pipeline
 stage by stage, tensor-parallel neighbours side by side. Neighbours that hold the same KV are
@@ -107,23 +107,17 @@ class Shards:
         return rank // self.num_replicas
 
 
-# ------------------------------------------------------------------------------------------------
-# The KV layouts of an engine's shards, which together are the layout of a block.
-#
-# Shards may be laid out differently: a pipeline stage has other layers than the next. What is
-# stored belongs to all of their layouts, in order, so that each rank reads what a rank of the same
-# place and layout has stored.
-
-
 class ShardLayouts:
-    """Signatures of `BlockLayout`, one for each shard, as ranks register."""
+    """Signatures of `BlockLayout`, one for each shard, as ranks register: together they are the
+    layout of a block.
+
+    Shards may be laid out differently: a pipeline stage has other layers than the next. What is
+    stored belongs to all of their layouts, in order, so that each rank reads what a rank of the
+    same place and layout has stored.
+    """
 
     def __init__(self, num_shards: int) -> None:
         self._signatures: list[str | None] = [None] * num_shards
-
-    def of_shard(self, shard: int) -> str | None:
-        """The signature of a shard; None if no rank has told it."""
-        return self._signatures[shard]
 
     def set(self, shard: int, signature: str, is_first: bool) -> None:
         """A rank of the shard registers.

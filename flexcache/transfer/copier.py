@@ -1,4 +1,4 @@
-"""Copiers move bytes between KV tensors and the host pool: their interface, and what they share.
+"""Copiers, which move bytes between KV tensors and the host pool: interface and common parts.
 
 Each implementation satisfies `Copier` structurally, and is imported by `open_copier` alone.
 """
@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from flexcache.errors import TaskRevokedError, UnsupportedLayoutError
-from flexcache.ids import OpKind
+from flexcache.ids import NUM_WORDS, WORD_BYTES, OpKind
 from flexcache.storage.host_pool import HostSegment
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ PIECE_BYTES = 4 << 20
 """Bytes that may be copied between two checks of the words."""
 NEVER_REVOKED = (1 << 64) - 1
 """In place of the task of a promised load; no word reaches it."""
-NUM_WORDS = 2
-WORD_BYTES = 8
 
 
 class CopyPermit:

@@ -1,4 +1,4 @@
-"""Many small copies at once, by a kernel that reads and writes pinned host memory itself.
+"""Copy kernel: many small copies at once, read from and written to pinned host memory.
 
 The copy engine works through its copies one by one, each queued by the CPU; below some tens of KiB
 that costs more than moving the bytes. A kernel takes a table of copies and has many in flight, but
@@ -39,6 +39,7 @@ MIN_RUNS = PROGRAMS[0] * _RUNS_PER_TILE  # fewer leave programs without work
 
 def takes(destinations: Addresses, sources: Addresses, sizes: Addresses) -> bool:
     """Whether the kernel supports these copies: they must be of whole, aligned words."""
+    # Other data goes to the copy engine, so there is no code for remainders here.
     bits = np.bitwise_or.reduce(destinations | sources | sizes) if len(sizes) else 0
     return int(bits) % WORD_BYTES == 0
 

@@ -19,7 +19,8 @@ from llvmlite import ir
 from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
-from flexcache.transfer.copier import EAGER_LOADS, WORD_BYTES
+from flexcache.ids import WORD_BYTES
+from flexcache.transfer.copier import EAGER_LOADS
 from flexcache.transfer.cpu_copier import (
     CLOSING,
     COUNT,
@@ -136,6 +137,8 @@ def _make_copies(queue: int, permit: int, work: int, help: int, landed: int) -> 
             _read(work, queue + EVENT * WORD_BYTES, WORD_BYTES)
 
 
+# Not cached on disk by numba: it takes compiled code for current by the date of one source file, so
+# after a change to another a rank would have copied for revoked tasks.
 make_copies = _make_copies.ctypes
 """Make the copies of the queue whose words are at ``queue``, for as long as the words at ``permit``
 (`copier`) allow it, until the queue is closed; then what has not begun ends as revoked. ``work`` is

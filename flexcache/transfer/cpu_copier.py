@@ -52,7 +52,9 @@ NUM_LANES = 2
 begin in their order."""
 NUM_SLOTS = 256
 """Entries of a lane that may be unfinished."""
-_MOST_BYTES = 128 << 20  # of a lane: they last while the rank's thread waits for the lock, twice
+# Of a lane: they last while the rank's thread waits for the lock, twice. With 64 MiB the queue was
+# empty more often; with more, what was cancelled would take longer to end.
+_MOST_BYTES = 128 << 20
 _POLL_S = 0.0001
 NO_HELP = -1
 
@@ -146,6 +148,8 @@ class CopyQueue:
 
     def has_room(self, lane: int) -> bool:
         """Return whether a lane takes one more copy now."""
+        # Only what has not landed counts. As long as what was not reported did too, the queue of a
+        # rank whose thread came seldom was empty for a quarter of the time.
         queued = self._queued[lane]
         while queued:
             first = next(iter(queued))
@@ -213,6 +217,9 @@ class CopyQueue:
             )  # fmt: skip
             return
         make = partial(make_copies, self._address, self._permit.address)
+        # Two processors copy 1.35 to 1.45 times as fast as one. The helper has the priority of the
+        # first thread: at niceness 5 it was no faster, and what it held while both processors
+        # computed kept the reports of others for up to 16 ms.
         helper = ServiceThread(make, "flexcache-copies-helper", self._help, NO_HELP, self._landed)
         with self._starts:
             if self._is_closed:
@@ -314,6 +321,9 @@ def load_copy_runs() -> CopyRuns:
 def _copy_with_ctypes(
     destinations: Addresses, sources: Addresses, sizes: Addresses, permit: CopyPermit
 ) -> None:
+    # Beside a thread busy in Python, in GB/s with 64 KiB pages: this 4.2, compiled code 9.4, and
+    # one `memmove` a page that lets go of the lock 0.03. On the memfd `process_vm_readv` reached
+    # 4.7, `pwritev` 3.9, `preadv` 1.5.
     until_look = 0
     for destination, source, size in zip(
         destinations.tolist(), sources.tolist(), sizes.tolist(), strict=True

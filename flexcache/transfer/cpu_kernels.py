@@ -29,7 +29,8 @@ from numba import cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from flexcache.transfer.copier import NUM_WORDS, PIECE_BYTES, WORD_BYTES
+from flexcache.ids import NUM_WORDS, WORD_BYTES
+from flexcache.transfer.copier import PIECE_BYTES
 
 Addresses = npt.NDArray[np.int64]
 

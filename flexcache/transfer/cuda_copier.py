@@ -408,6 +408,8 @@ class CudaCopier:
 
     def may_start(self, kind: OpKind, after: torch.cuda.Event | None) -> bool:
         """Whether `start` would not wait: a store to unpinned memory ends before it returns."""
+        # That call would wait for the step that the store comes after, and all other ops and signs
+        # of life of the rank with it.
         assert self._pinned is not None
         return kind is OpKind.H2D or self._pinned.is_whole or after is None or after.query()
 
@@ -447,6 +449,7 @@ class CudaCopier:
             if way is not CopyWay.KERNEL or self._engine is None:
                 raise
             self._settle(lane)
+            # For good: at each retry torch's allocator would empty its cache and stall the model.
             self._kernel = None
             log_event(
                 logger, logging.WARNING, "copy_way_given_up", way=way.value,

@@ -163,6 +163,8 @@ class InFlight:
             piece.op.failure = piece.op.failure or str(error)
             return True
         except Exception as error:  # the driver or its wrapper may raise any class
+            # It ends the rank's registration, not one op, whose slots would be reused while the
+            # copy may still land.
             self.failure = f"{type(error).__name__}: {error}"
             return False
 

@@ -216,14 +216,15 @@ class DiskWorker:
     def is_idle(self) -> bool:
         return not (self._refused or self._moving or self._written or self._group)
 
+    def filenos(self) -> list[int]:
+        return [*self._slots.filenos(), self._commit.fileno()]
+
     def take(self, message: Execute | Drop) -> None:
         """Start an op, or drop one."""
-        if isinstance(message, Execute):
-            self.execute(message)
-        else:
-            self.drop(message.op_id)
-
-    def execute(self, message: Execute) -> None:
+        if isinstance(message, Drop):
+            if message.op_id in self._moving:
+                self._moving[message.op_id].dropped = True
+            return
         try:
             op = _op_of(message)
             op.check("host", self._segments[0].num_blocks)
@@ -238,16 +239,13 @@ class DiskWorker:
         if op.direction is Direction.WRITE and op.has_more:
             self._forget(op.slots)
 
-    def drop(self, op_id: int) -> None:
-        if op_id in self._moving:
-            self._moving[op_id].dropped = True
-
     def advance(self) -> list[Done]:
         """Process completions and start more I/O; return the ops that ended."""
         blocks_read = self._take_in()
         over = self._take_committed()
         self._fill()
-        for op, position in blocks_read:  # while the device is busy with the next blocks
+        # While the device is busy with the next blocks: else it was idle for 5 of 45 ms.
+        for op, position in blocks_read:
             self._verify(op, position)
         for op in [op for op in self._moving.values() if op.is_over]:
             del self._moving[op.op_id]
@@ -356,6 +354,8 @@ class DiskWorker:
         return records
 
     def _verify(self, op: BlockOp, position: int) -> None:
+        # So a swapped or stale slot is found. A generation checked after the read would find no
+        # more: a slot is pinned while it is read, and other bytes have another checksum.
         is_right = checksum(self._pieces(op, position)) == int(op.expected[position])
         self._end(op, position, None if is_right else "checksum mismatch")
 
@@ -368,6 +368,8 @@ class DiskWorker:
 
 def _op_of(message: Execute) -> BlockOp:
     """Make an op; a rank has written the blocks of a COMMIT already, and knows their checksums."""
+    # Only the rank reaches its tensors, and only one process may write the index. So a put past
+    # DRAM is two ops: the first gives the engine its slots back, this one lets the block be found.
     op = BlockOp.of(message)
     if message.kind is OpKind.COMMIT:
         if len(op.expected) != len(op.slots):
@@ -427,10 +429,7 @@ def main() -> None:
         config,
         f"{io.name}, depth {slots.depth}, compression {config.compression}",
         Execute | Drop,
-        worker.take,
-        worker.advance,
-        lambda: worker.is_idle,
-        [*slots.filenos(), commit.fileno()],
+        worker,
     )
     slots.close()
     commit.close()

@@ -152,6 +152,9 @@ def test_a_server_started_by_hand_outlives_its_engines(tmp_path: Path) -> None:
         report = read_status(endpoint, None, 3)
         assert list(report["engines"]) == ["second/dp0"]
         assert report["tiers"]["SSD"]["indexed"] == 24
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+        assert "libpython" in maps or "python" in maps
+        assert "libtorch" not in maps  # it takes seconds to import, and 150 MB
         second.close()
         until(lambda: not read_status(endpoint, None, 3)["engines"])
     assert list(runtime_dir().iterdir()) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from flexcache import CacheConfig, ModelConfig
 from flexcache.config import RouterConfig, sources
+from flexcache.config.model import NamedDtype, read_dtype
 from flexcache.config.settings import (
     describe_router_settings,
     describe_settings,
@@ -32,6 +34,20 @@ def test_sizes_of_a_token_follow_from_the_shape() -> None:
     assert replicated.token_size_in_bytes == 2 * replicated.token_size_in_bytes_per_rank
     latent = ModelConfig("m", 4, 1, 576, torch.bfloat16, use_mla=True, tp_size=8)
     assert latent.token_size_in_bytes == 4 * 576 * 2
+
+
+def test_a_process_without_torch_knows_its_dtypes_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+    assert {read_dtype(str(each).removeprefix("torch.")) for each in known} == known
+    model = ModelConfig("m", 4, 8, 128, torch.bfloat16)
+    monkeypatch.delitem(sys.modules, "torch")
+    for each in known:
+        named = read_dtype(str(each).removeprefix("torch."))
+        assert isinstance(named, NamedDtype)
+        assert (str(named), named.itemsize) == (str(each), each.itemsize)
+    named = ModelConfig("m", 4, 8, 128, read_dtype("bfloat16"))
+    assert named.fingerprint(16) == model.fingerprint(16)
+    assert named.token_size_in_bytes == model.token_size_in_bytes
 
 
 def test_the_fingerprint_differs_wherever_bytes_could() -> None:

@@ -48,7 +48,7 @@ MUTANTS = [
            "self._streams.settle(lane)", "pass",
            on_io.test_closing_waits_for_copies),
     Mutant("reads are not tested", CudaDirectIO, "_test",
-           "check_reads(self._files, fds, self._checksum_of)", "bytes(4096)",
+           "[self._test_read(fd) for fd in fds]", "[bytes(4096)]",
            on_io.test_what_does_not_do_what_it_should_is_not_used, ("reads",)),
     Mutant("closing does not wait for file I/O", DeviceFiles, "__init__",
            "wait=True", "wait=False",

@@ -23,6 +23,7 @@ from flexcache.cache.plan import Plan
 from flexcache.cache.prompt import Prompt
 from flexcache.ids import BlockKey, OpId, TaskId, TaskKind, TierName
 from flexcache.tasks.instructions import REMOTE, DropOp, Forgotten, RunLookUp, RunOp, TaskAnswered
+from flexcache.transfer.messages import Done
 
 WORLDS: dict[str, dict[str, Any]] = {
     "SSD": {},
@@ -96,7 +97,7 @@ class FailingWorld(World):
             super().launch(*task_ids, gated=gated)
         except ERRORS:
             for task_id in task_ids:
-                task = self.engine._sessions.tasks.get(task_id)
+                task = self.engine.sessions.tasks.get(task_id)
                 self.tasks[task_id].launched = task is None or task.is_launched
             for left in self.engine._instructions:
                 if isinstance(left, TaskAnswered) and left.task_id in task_ids:
@@ -143,7 +144,7 @@ def steps(world: FailingWorld, draws: random.Random) -> Iterator[Callable[[], ob
     def sessions() -> None:
         if OTHER in world.sessions:
             world.end_session(OTHER)
-        elif not world.engine.queries.uses_gpu_of(OTHER):
+        elif not world.engine.sessions.uses_gpu_of(OTHER):
             world.begin_session(OTHER)
 
     def executors() -> None:
@@ -335,12 +336,13 @@ def test_no_request_or_report_makes_the_engine_forget(name: str) -> None:
                 engine.looked_up(left.lookup_id, draws.choice([0, 3, HUGE, -1]), None, now, turn)
         for op_id, executor in list(given.items()):
             if draws.random() < 0.5:
-                checksums = np.zeros(draws.randrange(9), np.uint64)
-                engine.op_done(
-                    executor, draws.choice([op_id, OpId(HUGE)]), draws.choice([0, 1, 9, -1, HUGE]),
-                    now, error=draws.choice([None, "?"]), bad_block=draws.random() < 0.3,
-                    checksums=draws.choice([None, checksums]), device_bytes=HUGE,
+                checksums = bytes(8 * draws.randrange(9))
+                done = Done(
+                    draws.choice([op_id, OpId(HUGE)]), draws.choice([0, 1, 9, -1, HUGE]),
+                    draws.choice([None, "?"]), draws.random() < 0.3,
+                    draws.choice([b"", checksums]), device_bytes=HUGE,
                 )  # fmt: skip
+                engine.op_done(executor, done, now)
                 del given[op_id]
         engine.tick(now)
         engine.catch_up(now)

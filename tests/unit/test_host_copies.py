@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexcache.errors import TaskRevokedError
+from flexcache.ids import NUM_WORDS
 from flexcache.transfer import cpu_copier
-from flexcache.transfer.copier import NUM_WORDS, PIECE_BYTES, CopyPermit
+from flexcache.transfer.copier import PIECE_BYTES, CopyPermit
 from flexcache.transfer.cpu_copier import CopyRuns
 
 _SIZES = st.one_of(st.integers(0, 300), st.integers(2000, 20_000), st.just(65_536))

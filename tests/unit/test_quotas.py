@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
 from builders import ids, key_of, keys_of, prompt
-from flexcache.cache.eviction_queue import Outlook
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -21,6 +20,7 @@ from hypothesis.stateful import (
 
 from flexcache.cache.block_keys import ENGINE_KEYS, make_root, tag_of, tenant_of
 from flexcache.cache.block_pool import Quotas
+from flexcache.cache.eviction_policy import LruQueue, Outlook
 from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.tail_index import Tail
 from flexcache.cache.tier import Lease, RestoredRun, Tier
@@ -72,7 +72,7 @@ def store_tail(tier: Tier, word: str, root: RootId, num_units: int) -> None:
 
 def used(tier: Tier) -> dict[str, int]:
     assert tier.quotas is not None
-    return {tenant: use.used for tenant, use in tier.quotas.uses().items()}
+    return {tenant: use.used for tenant, use in tier.quotas.stats().items()}
 
 
 class QuotaMachine(RuleBasedStateMachine):
@@ -204,7 +204,7 @@ class QuotaMachine(RuleBasedStateMachine):
             return
         self.tier.check()
         assert self.tier.quotas is not None
-        uses, owners = self.tier.quotas.uses(), Counter(self.owners().values())
+        uses, owners = self.tier.quotas.stats(), Counter(self.owners().values())
         assert {who: use.used for who, use in uses.items()} == {
             who: owners[who] for who in self.quota
         }
@@ -305,27 +305,21 @@ def test_the_rest_of_a_tail_is_used_before_more_is_evicted() -> None:
     assert tier.match(prompt("xxxxxxx", B)).num_blocks == 7
     assert used(tier) == {"*": 0, "a": 1, "b": 11}
     assert tier.quotas is not None
-    assert [use.evicted for use in tier.quotas.uses().values()] == [0, 12, 0]
+    assert [use.evicted for use in tier.quotas.stats().values()] == [0, 12, 0]
     assert tier.counters.evicted_blocks == 12
     tier.check()
 
 
-class _Worthless:
+class _Worthless(LruQueue):
     """The newcomers are worth less than anything that is cached."""
 
-    num_kinds = 1
-    is_lru = False
-    version = 0
-    edges: Sequence[float] = ()
-    worths: Sequence[Sequence[float]] = ((1.0,),)
-
     def bar(self, outlook: Outlook) -> float:
-        return 0.5
+        return -1.0
 
 
 def test_worth_decides_within_a_tenant_and_not_what_a_tenant_is_sure_of() -> None:
     quotas = Quotas(4, {"*": 0, "a": 2, "b": 2})
-    tier = Tier(TierName.CPU, 4, _Worthless(), bypasses=True, quotas=quotas)
+    tier = Tier(TierName.CPU, 4, _Worthless, bypasses=True, quotas=quotas)
     store(tier, "xxxx", A)
     outlook = Outlook(0, 0, 0)
     lease = tier.reserve(prompt("yyy", B), 0, 3, outlook)
@@ -336,7 +330,7 @@ def test_worth_decides_within_a_tenant_and_not_what_a_tenant_is_sure_of() -> Non
 
 def test_what_is_worth_too_little_for_its_tenant_takes_no_room_of_others() -> None:
     quotas = Quotas(12, {"*": 0, "a": 4, "b": 4})
-    tier = Tier(TierName.CPU, 12, _Worthless(), bypasses=True, quotas=quotas)
+    tier = Tier(TierName.CPU, 12, _Worthless, bypasses=True, quotas=quotas)
     store(tier, "xxxxxxx", A)
     store(tier, "yyyyy", B)  # over its quota too, but by less
     lease = tier.reserve(prompt("zzzz", A), 0, 4, Outlook(0, 0, 0))
@@ -347,7 +341,7 @@ def test_what_is_worth_too_little_for_its_tenant_takes_no_room_of_others() -> No
 
 def test_what_a_tenant_is_sure_of_does_not_depend_on_worth() -> None:
     quotas = Quotas(12, {"*": 0, "a": 6, "b": 6})
-    tier = Tier(TierName.CPU, 12, _Worthless(), bypasses=True, quotas=quotas)
+    tier = Tier(TierName.CPU, 12, _Worthless, bypasses=True, quotas=quotas)
     store(tier, "xxxxx", A)
     store(tier, "yyyyyyy", B)
     lease = tier.reserve(prompt("zzzz", A), 0, 4, Outlook(0, 0, 0))
@@ -390,7 +384,7 @@ def _charge_another(quotas: Quotas) -> None:
 
 
 def _miscount(quotas: Quotas) -> None:
-    quotas._used[1] += 1
+    quotas._parts[1].used += 1
 
 
 def _charge_a_free_block(quotas: Quotas) -> None:

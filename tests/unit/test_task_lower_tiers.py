@@ -298,17 +298,17 @@ def test_a_tier_whose_worker_is_down_misses_until_it_is_back(tier: TierName, wor
     world.down(worker)
     for _ in range(3):
         assert world.final(world.get("abcd")).status is KVStatus.NOT_FOUND
-    assert not world.cache.stats()[tier.value]["available"]
+    assert not world.cache.stats()[tier.value].available
     back(world, worker)
     task_id = world.get("abcd")
     world.finish_all()
     assert (world.final(task_id).status, world.final(task_id).num_ok) == (KVStatus.SUCCESS, 4)
-    assert world.cache.stats()[tier.value]["available"]
+    assert world.cache.stats()[tier.value].available
 
 
 def test_a_tier_misses_until_its_worker_is_up_for_the_first_time() -> None:
     world = below_only(SSD)
-    engine = KVTaskEngine(world.cache, block_bytes=1)
+    engine = KVTaskEngine(world.cache)
     ids = TaskIds(make_session(0, 9))
     engine.add_session(ids.session, ENGINE)
     engine.executor_up(device(ENGINE, 0))

@@ -5,6 +5,9 @@ renamed. It is readable for its user only, or for the group too: it holds prompt
 between the file and the caller's memory without another copy, and a read computes the digest of
 each step while it is in the processor's cache.
 
+Plain system calls read two to three times as fast from the page cache as a client library, obstore,
+which read each file into memory of its own.
+
 Deadlines are kept between system calls. A call that hangs, as on a share whose server is gone,
 cannot be interrupted: the worker is then replaced, like one whose native client hangs.
 """

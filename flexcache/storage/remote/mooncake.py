@@ -167,41 +167,21 @@ class MooncakeStore(RemoteStore):
     def read_into(
         self, names: Sequence[str], parts: Sequence[Parts], deadline: float
     ) -> list[ObjectOutcome]:
-        problem = self._problem(deadline)
-        if problem:
-            return [failed(problem) for _ in names]
-        if not names:
-            return []
-        with self._bounce.room(deadline) as memory:
-            if memory is None:
-                return [TOO_LATE for _ in names]
+        def read(memory: memoryview) -> list[ObjectOutcome] | None:
             rooms = cut(memory, [num_bytes_of(each) for each in parts])
             get = self._client.batch_get_into
             results = self._reading.take(deadline, get, list(names), *_addresses_and_sizes(rooms))
             if results is None:
-                return [TOO_LATE for _ in names]
-            outcomes = []
-            for name, room, result, target in zip(names, rooms, results, parts, strict=True):
-                if result >= 0:
-                    digest = scatter_checked(room[:result], target)
-                    outcomes.append(ObjectOutcome(Status.OK, result, digest=digest))
-                elif result == _BAD_SIZE and (size := self._size(name)) > len(room):
-                    outcomes.append(too_large(size, len(room)))
-                else:
-                    outcomes.append(self._failure(result))
-            return outcomes
+                return None
+            moved = zip(names, rooms, results, parts, strict=True)
+            return [self._arrived(*each) for each in moved]
+
+        return self._in_a_room(names, deadline, read)
 
     def write_from(
         self, names: Sequence[str], parts: Iterable[Parts], deadline: float
     ) -> list[ObjectOutcome]:
-        problem = self._problem(deadline)
-        if problem:
-            return [failed(problem) for _ in names]
-        if not names:
-            return []
-        with self._bounce.room(deadline) as memory:
-            if memory is None:
-                return [TOO_LATE for _ in names]
+        def write(memory: memoryview) -> list[ObjectOutcome] | None:
             rooms: list[memoryview] = []
             for content in parts:
                 rooms.append(gather(content, memory))
@@ -209,11 +189,39 @@ class MooncakeStore(RemoteStore):
             put, buffers = self._client.batch_put_from, _addresses_and_sizes(rooms)
             results = self._writing.take(deadline, put, list(names), *buffers, self._placement)
             if results is None:
-                return [TOO_LATE for _ in names]
+                return None
             return [
                 ObjectOutcome(Status.OK, len(room)) if result == 0 else self._failure(result)
                 for room, result in zip(rooms, results, strict=True)
             ]
+
+        return self._in_a_room(names, deadline, write)
+
+    def _in_a_room(
+        self,
+        names: Sequence[str],
+        deadline: float,
+        move: Callable[[memoryview], list[ObjectOutcome] | None],
+    ) -> list[ObjectOutcome]:
+        """Let a batch be moved through a room of bounce memory; ``move`` returns None if it is too
+        late for that."""
+        problem = self._problem(deadline)
+        if problem:
+            return [failed(problem) for _ in names]
+        if not names:
+            return []
+        with self._bounce.room(deadline) as memory:
+            outcomes = None if memory is None else move(memory)
+        return [TOO_LATE for _ in names] if outcomes is None else outcomes
+
+    def _arrived(self, name: str, room: memoryview, result: int, parts: Parts) -> ObjectOutcome:
+        """Copy an object out of its room, before anything of it is believed."""
+        if result >= 0:
+            digest = scatter_checked(room[:result], parts)
+            return ObjectOutcome(Status.OK, result, digest=digest)
+        if result == _BAD_SIZE and (size := self._size(name)) > len(room):
+            return too_large(size, len(room))
+        return self._failure(result)
 
     def discard(self, names: Sequence[str], deadline: float) -> None:
         # By force, since our own read has just leased them.

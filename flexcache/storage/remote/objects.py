@@ -1,4 +1,4 @@
-"""Format of a block in a remote store: a header, then its bytes.
+"""Objects of a remote store: the format of a block, a header and its bytes, and how they move.
 
     0    magic             8 bytes
     8    format version    uint16
@@ -51,6 +51,7 @@ def room_bytes(block_bytes: int) -> int:
 
 def object_name(root: bytes, key: bytes) -> str:
     """Return the name of a block's object. The level below the root keeps directories small."""
+    # One object per block: it is found by its key alone, and a bad object costs one block.
     return f"v{FORMAT_VERSION}/{root.hex()}/{key[:1].hex()}/{key.hex()}"
 
 

@@ -37,71 +37,6 @@ from flexcache.transfer.direct.ops import Transfer
 
 logger = logging.getLogger(__name__)
 
-# ------------------------------------------------------------------------------------------------
-# Self-test of direct I/O on a GPU, on the first page of each file and in the buffer of its own.
-#
-# Writing is not tested, since no place in the files is free for it: what is written wrongly is
-# found out by its checksum when it is read.
-
-ChecksumOf = Callable[[int, int], int]
-Copy = Callable[[Addresses, Addresses, Addresses, OpKind], object]
-
-_KINDS = (OpKind.D2H, OpKind.H2D)
-_NOWHERE = np.empty(0, np.int64)
-
-
-def check_reads(files: DeviceFiles, fds: Sequence[int], checksum_of: ChecksumOf) -> bytes:
-    """Read the first page of each file to the beginning of the buffer; return the last one.
-
-    Args:
-        checksum_of: Returns the device's checksum of the buffer from an offset, of a length.
-
-    Raises:
-        StorageError: A page could not be read, or the device has another checksum for it.
-    """
-    page = b""
-    for fd in fds:
-        before = _read_page(fd)
-        transfer = Transfer(0, 0, Direction.READ, fd, 0, PAGE_BYTES, _NOWHERE, _NOWHERE)
-        files.move(transfer)
-        if transfer.error is not None:
-            raise StorageError(transfer.error)
-        page = _read_page(fd)
-        # The server may have written it meanwhile.
-        if checksum_of(0, PAGE_BYTES) not in (
-            checksum([memoryview(each)]) for each in (before, page)
-        ):
-            raise StorageError("a page read by cuFile is wrong, or its checksum by the GPU is")
-    return page
-
-
-def check_copies(
-    page: bytes, address: int, block_bytes: int, copy: Copy, checksum_of: ChecksumOf
-) -> None:
-    """Fill the second block of the buffer with copies of a page that is in the first.
-
-    Args:
-        address: Of the buffer.
-        copy: Makes copies within the device and waits until they have landed.
-
-    Raises:
-        StorageError: The block has another checksum.
-    """
-    num_pages = block_bytes // PAGE_BYTES
-    to = address + block_bytes + np.arange(num_pages, dtype=np.int64) * PAGE_BYTES
-    sizes = np.full(num_pages, PAGE_BYTES, np.int64)
-    for kind in _KINDS:
-        copy(to, np.full(num_pages, address, np.int64), sizes, kind)
-        if checksum_of(block_bytes, block_bytes) != checksum([memoryview(page * num_pages)]):
-            raise StorageError("copies within the GPU are wrong, or their checksum is")
-
-
-def _read_page(fd: int) -> bytes:
-    with mmap.mmap(-1, PAGE_BYTES) as page:  # aligned, as direct I/O demands
-        os.preadv(fd, [page], 0)
-        return page[:]
-
-
 Transfers = list[Transfer]
 Then = Callable[[Transfers], None]
 
@@ -327,6 +262,10 @@ class CudaDirectIO:
 
     def _make_buffer(self) -> torch.Tensor:
         """Return memory for the blocks in flight, a page of zeros behind them, and to align it."""
+        # Not straight into the KV tensors: cuFile pins the memory that it moves directly, in a
+        # window (BAR1) that is smaller than many GPUs' memory; an engine may unmap its KV (sleep
+        # mode); and what is unaligned or small it bounces through memory of its own, as most
+        # layouts would make of a block. The copy within the GPU costs next to nothing.
         size = self.depth * self._block_bytes
         with torch.cuda.stream(self._streams[CopyLane.STORES]):
             memory = torch.empty(size + 2 * PAGE_BYTES, dtype=torch.uint8, device=self._device)
@@ -335,13 +274,40 @@ class CudaDirectIO:
         return memory
 
     def _test(self, fds: Sequence[int]) -> None:
-        """Read and copy something.
+        """Read the first page of each file, and copy the last of them to fill the second block of
+        the buffer.
+
+        Writing is not tested, since no place in the files is free for it: what is written wrongly
+        is found out by its checksum when it is read.
 
         Raises:
-            StorageError: The result was not right.
+            StorageError: A page could not be read, or the device has another checksum for it.
         """
-        page = check_reads(self._files, fds, self._checksum_of)
-        check_copies(page, self._address, self._block_bytes, self._copy_now, self._checksum_of)
+        page = [self._test_read(fd) for fd in fds][-1]
+        num_pages = self._block_bytes // PAGE_BYTES
+        first = np.full(num_pages, self._address, np.int64)
+        second = first + self._block_bytes + np.arange(num_pages, dtype=np.int64) * PAGE_BYTES
+        runs = Runs(second, first, np.full(num_pages, PAGE_BYTES, np.int64))
+        for kind in (OpKind.D2H, OpKind.H2D):
+            self._copier.start(runs, kind, None)
+            self._streams.settle(CopyLane.of(kind, urgent=False))
+            found = self._checksum_of(self._block_bytes, self._block_bytes)
+            if found != checksum([memoryview(page * num_pages)]):
+                raise StorageError("copies within the GPU are wrong, or their checksum is")
+
+    def _test_read(self, fd: int) -> bytes:
+        """Read the first page of a file to the beginning of the buffer; return it."""
+        before, nowhere = _read_page(fd), np.empty(0, np.int64)
+        transfer = Transfer(None, 0, Direction.READ, fd, 0, PAGE_BYTES, nowhere, nowhere)
+        self._files.move(transfer)
+        if transfer.error is not None:
+            raise StorageError(transfer.error)
+        page = _read_page(fd)
+        # The server may have written it meanwhile.
+        right = [checksum([memoryview(each)]) for each in (before, page)]
+        if self._checksum_of(0, PAGE_BYTES) not in right:
+            raise StorageError("a page read by cuFile is wrong, or its checksum by the GPU is")
+        return page
 
     def _checksum_of(self, offset: int, length: int) -> int:
         places = np.array([self._address + offset], np.int64)
@@ -350,9 +316,11 @@ class CudaDirectIO:
         self._streams.settle(CopyLane.LOADS)
         return int(self._kernel.finish(lanes, length)[0])
 
-    def _copy_now(self, to: Addresses, start: Addresses, sizes: Addresses, kind: OpKind) -> None:
-        self._copier.start(Runs(to, start, sizes), kind, None)
-        self._streams.settle(CopyLane.of(kind, urgent=False))
+
+def _read_page(fd: int) -> bytes:
+    with mmap.mmap(-1, PAGE_BYTES) as page:  # aligned, as direct I/O demands
+        os.preadv(fd, [page], 0)
+        return page[:]
 
 
 def _load_kernel() -> ModuleType:

@@ -1,6 +1,7 @@
 """The functions of NVIDIA's libcufile (GPUDirect Storage) that file I/O on device memory needs.
 
 Only the synchronous ones: they are the ones in wide use, and return when the bytes have moved. The
+batched and the stream-ordered ones depend on more of the platform, and their errors come later. The
 library is part of CUDA, and optional. In its compatibility mode (without kernel support for the
 file system) it copies through host memory: correct, but no faster than without it.
 
@@ -148,6 +149,8 @@ class CuFile:
         It answers for the machine. Whether one file system is supported it does not say, and uses
         that mode without a word; such a path is found to be slow.
         """
+        # Neither forbidden nor changed: its settings are the whole process's, and the engine may
+        # use the library too. It is merely no faster than DRAM, which is timed.
         found = _Properties()
         error = self._properties(ctypes.byref(found))
         if error.err:

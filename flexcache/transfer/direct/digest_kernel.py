@@ -8,6 +8,9 @@ the input at once, and what remains is a chain of one short step per KiB, for al
     lanes   start -> mix, add -> mix, add -> mix, add    `chain_groups`: 8 lanes for each piece
     digest  of the last lanes, on the host               `finish`
 
+What was written through DRAM can so be read past it, and the other way round. A second checksum,
+made for GPUs, would have cost a field of each record, and a computation of each write.
+
 The constants are those of xxHash's specification. Needs Triton. Never run on a GPU.
 """
 
