@@ -194,8 +194,8 @@ def _copy_table(
 
 
 copy_table: Callable[[int, int, int, int, int, int], bool] = _copy_table.ctypes
-"""`copy_runs` for compiled code: of tables at addresses and their length, for a task, until a word of
-its permit revokes it. Returns whether all was copied."""
+"""`copy_runs` for compiled code: of tables at addresses and their length, for a task, until a word
+of its permit revokes it. Returns whether all was copied."""
 
 
 def copy_runs(

@@ -339,9 +339,7 @@ class DeviceWorker:
             may_copy: Whether the calling thread may do that; else it only queues copies.
         """
         if self._parked:
-            for task_id in [task_id for task_id in self._parked if self.gates.is_open(task_id)]:
-                for message in self._parked.pop(task_id):
-                    self.execute(message)
+            self._take_opened()
         if self._not_begun:
             self._note_begun()
         done = self._end_dropped() if self._dropped else []
@@ -358,6 +356,12 @@ class DeviceWorker:
         if self._direct is not None:
             done.extend(self._direct.advance())
         return done
+
+    def _take_opened(self) -> None:
+        """Take the ops whose gates have been opened."""
+        for task_id in [task_id for task_id in self._parked if self.gates.is_open(task_id)]:
+            for message in self._parked.pop(task_id):
+                self.execute(message)
 
     def _next_start(self, may_copy: bool = True) -> Callable[[], list[Done]] | None:
         """Return what is to be started next, if it may be now."""
