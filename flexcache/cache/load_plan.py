@@ -30,6 +30,7 @@ from flexcache.cache.plan import (
     chunks,
 )
 from flexcache.cache.prefix_index import PrefixMatch
+from flexcache.cache.retention import Seconds
 from flexcache.cache.tail_index import TAIL_FIRST, Tail, last_tail_key
 from flexcache.cache.tier import BlockIds, Tier
 from flexcache.cache.tiers import RemoteTier, Tiers
@@ -360,9 +361,7 @@ class LoadPlanner:
             plan.staging = self._host.reserve_private(keys.root, stop - begin)
         if plan.kind is TaskKind.PREFETCH:
             # What a load ahead brings is as old on the host as where it comes from.
-            times = [(s.tier.last_used(s.match, s.begin), s) for s in segments]
-            pieces = [t[: s.end - s.begin] for t, s in times if t is not None]
-            plan.staging.used_s = np.concatenate(pieces) if pieces else None
+            plan.staging.used_s = _last_used(segments)
         staged = plan.staging.blocks.copy()
         plan.stop = begin + len(staged)
         for tier, match, low, high in segments:
@@ -382,3 +381,10 @@ class LoadPlanner:
                 if plan.kind is TaskKind.GET:
                     upload = next(self._op_ids)
                     plan.graph.add(upload, OpKind.H2D, chunk.start, landing, None, [op])
+
+
+def _last_used(segments: list[_Segment]) -> Seconds | None:
+    """Return when the blocks that lower tiers supply were last used, where that matters."""
+    times = [(s.tier.last_used(s.match, s.begin), s) for s in segments]
+    pieces = [t[: s.end - s.begin] for t, s in times if t is not None]
+    return np.concatenate(pieces) if pieces else None

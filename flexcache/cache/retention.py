@@ -192,7 +192,10 @@ class Retention:
                 raise InternalError(f"run {number} has uses {uses}")
             if ends[-1] < run.length:
                 raise InternalError(f"run {number} has blocks that were never used")
-            if run.parent is not None:
-                before = (stamp for end, stamp in run.parent.uses or () if end >= run.parent_length)
-                if next(before) < stamps[0]:
-                    raise InternalError(f"run {number} was used later than what is before it")
+            if run.parent is not None and _stamp_at(run.parent, run.parent_length) < stamps[0]:
+                raise InternalError(f"run {number} was used later than what is before it")
+
+
+def _stamp_at(run: Run, length: int) -> int:
+    """Return the stamp of the last of a run's first blocks."""
+    return next(stamp for end, stamp in run.uses or () if end >= length)
