@@ -107,6 +107,14 @@ class KVStatus(str, Enum):
     TIMEOUT = "timeout"
 
 
+class BreakerState(str, Enum):
+    """State of a circuit breaker; while it is not closed, only trials pass."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
 class RequestInfo(msgspec.Struct, frozen=True):
     """Metadata of one request, for KV events and traces; never affects look-ups.
 
@@ -205,7 +213,7 @@ class TaskIds:
     The epoch differs from one start of a server to the next, so that a rank which outlived its
     server can tell that a task of the old one will never be reported again. A session is one
     registration of an engine's scheduler; it counts its own tasks, and can name one before the
-    server has answered.
+    server has answered: a match whose answer is lost can be cancelled.
     """
 
     def __init__(self, session: SessionId) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
-from flexcache.client.gpu_blocks import GroupBlocks
+from flexcache.client.arguments import GroupBlocks
 from flexcache.errors import ConfigError, FlexCacheError
 from flexcache.ids import KVStatus
 from flexcache.logs import log_event
 from flexcache.manager import KVManager
+from flexcache.stats import TotalsStats
 from flexcache.tasks.instructions import PromisedLoad
-from flexcache.tasks.stats import TotalsStats
 
 logger = logging.getLogger(__name__)
 

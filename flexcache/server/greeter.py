@@ -68,11 +68,11 @@ class Greeter:
         """Answer a Hello that is well-formed, or leave it unanswered: the client asks again."""
         config, refused = self._config, refuse_version(hello.version)
         if refused is not None:
-            self._state.counters["rejected_version"] += 1
+            self._state.counters.rejected_messages["version"] += 1
         elif (problem := _misfit(hello, config)) is not None:
             refused = Refused(problem)
         elif len(self._state.peers) >= _MAX_PEERS:
-            self._state.counters["rejected_crowded"] += 1
+            self._state.counters.rejected_messages["crowded"] += 1
             refused = Refused(f"{_MAX_PEERS} clients are connected", final=False)
         elif isinstance(hello, HelloRank):
             refused = self._greet_rank(identity, hello, now)
@@ -191,7 +191,7 @@ class Greeter:
         holder = self._state.holder(hello.engine, Scheduler.place)
         if (refused := self._contest(identity, holder, hello, now)) is not None:
             return refused
-        if self._slot.tasks.queries.uses_gpu_of(hello.engine):
+        if self._slot.tasks.sessions.uses_gpu_of(hello.engine):
             reason = f"tasks of the former engine {hello.engine!r} still move bytes"
             return Refused(reason, final=False)
         self._begin_session(identity, hello, now)
@@ -303,13 +303,13 @@ class Greeter:
             if isinstance(peer, Rank) and self._may_be_silent(peer):
                 peer.heard_s = now
                 continue
-            self._state.counters["expired_clients"] += 1
+            self._state.counters.expired_clients += 1
             self.lose(peer, f"silent for {timeout_s:g} s", now)
 
     def _may_be_silent(self, rank: Rank) -> bool:
         line = self._outbox.lines.get(rank.identity)
         has_line = line is not None and not line.is_closed
-        return has_line or self._slot.tasks.queries.is_busy(rank.executor)
+        return has_line or self._slot.tasks.executors.is_busy(rank.executor)
 
     def lose(self, peer: Peer, reason: str, now: float) -> None:
         """The peer is gone: end its ops or its session. ``closed`` is an orderly reason."""
@@ -345,7 +345,7 @@ class Greeter:
         cache = self._slot.cache
         if cache is None:
             return self._slot.awaited
-        is_up = cache.tasks.queries.is_up
+        is_up = cache.tasks.executors.is_up
         return [f"rank {r}" for r in range(cache.model.num_ranks) if not is_up(device(engine, r))]
 
     def _claimed(self, engine: str) -> list[tuple[str, str]]:
@@ -358,7 +358,7 @@ class Greeter:
         missing, cache = list(self._missing_ranks(engine)), self._slot.cache
         if cache is None:
             return missing
-        if cache.store.disk_pool is not None and not cache.tasks.queries.is_up(DISK):
+        if cache.store.disk_pool is not None and not cache.tasks.executors.is_up(DISK):
             missing.append("disk worker")
         return missing + [text for _, text in self._claimed(engine)]
 

@@ -27,6 +27,7 @@ from flexcache.cache.restore import Records
 from flexcache.cache.tiers import Tiers
 from flexcache.errors import InternalError
 from flexcache.ids import OpId, OpKind, TaskId, TaskKind, TierName
+from flexcache.stats import QueueStats
 from flexcache.tasks.accounts import Accounts
 from flexcache.tasks.instructions import (
     DISK,
@@ -37,7 +38,6 @@ from flexcache.tasks.instructions import (
     RunOp,
 )
 from flexcache.tasks.model import LOAD_TIER, LOWER_TIER, WORKER_OF, WORKERS, OpRun, Task, TaskLimits
-from flexcache.tasks.stats import QueueStats
 from flexcache.transfer.breaker import CircuitBreaker
 from flexcache.transfer.messages import Done, unpack_checksums
 from flexcache.transfer.scheduler import FairQueue, TransferOp, Urgency
@@ -222,6 +222,9 @@ class Executors:
         return ended
 
     def _takes_part(self, tier: TierName) -> bool:
+        # One rule for both tiers. What a dying worker was writing back is dirty again, and so is
+        # what the store has rejected: the breaker counts each failure, which bounds the retries.
+        # Failed writes of a living disk worker are not retried.
         return WORKERS[tier] in self._up and (
             tier is not TierName.REMOTE or self._breaker.is_closed
         )
@@ -315,6 +318,7 @@ class Executors:
         return overdue
 
     def next_deadline(self) -> float | None:
+        """When the first op that runs misses its deadline, which a call may have set. O(1)."""
         return self._deadlines[0][0] if self._deadlines else None
 
     def _fill(self, lane: _WorkerLane, now: float) -> None:

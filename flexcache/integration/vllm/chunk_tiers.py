@@ -18,6 +18,7 @@ from flexcache.cache.tiers import RemoteTier
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, OpId, OpKind, RootId, TaskId
 from flexcache.server.outbox import WorkerInstruction
+from flexcache.stats import ServerCounters
 from flexcache.tasks.executors import SlotChecksums
 from flexcache.tasks.instructions import (
     DISK,
@@ -339,7 +340,7 @@ class ChunkTiers:
         self._ended: list[JobEnd] = []
         self._num_storing = 0
         self._going_to_store: set[BlockKey] = set()
-        self.counters: Counter[str] = Counter()
+        self.counters = ServerCounters()
         self.dropped: Counter[str] = Counter()
         self.hits: Counter[str] = Counter()
 
