@@ -149,8 +149,7 @@ class RankOps:
                 done = self._advance(worker, may_copy=False)
                 self._num_reporting += 1
             try:
-                if ended := [*refused, *done]:
-                    self._pass_on(line, ended)
+                self._pass_on(line, [*refused, *done])
             finally:
                 with self._turn:
                     self._num_reporting = max(0, self._num_reporting - 1)
@@ -336,5 +335,6 @@ class RankOps:
             self._pass_on(line, done)
 
     def _pass_on(self, line: LocalLine, done: list[Done]) -> None:
-        line.report(done)
-        self.take_given()  # what follows from it, without having been woken
+        if done:
+            line.report(done)
+            self.take_given()  # what follows from it, without having been woken

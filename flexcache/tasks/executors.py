@@ -378,10 +378,7 @@ class Executors:
         op = run.op
         del self._running[op.op_id]
         run.task.running.pop(op.op_id, None)  # not there if its launch was interrupted
-        if len(self._deadlines) > 2 * len(self._running) + _MAX_STALE_DEADLINES:
-            # Kept in proportion to the running ops: some deadlines are minutes away.
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._running]
-            heapq.heapify(self._deadlines)
+        self._sweep_deadlines()
         self._accounts.op_ended(run, now)
         if op.kind.is_direct:
             self._direct_blocks -= len(op)
@@ -393,6 +390,12 @@ class Executors:
             if executor == REMOTE:
                 return [run, *self._judge_store(run, now)]
         return [run]
+
+    def _sweep_deadlines(self) -> None:
+        """Keep the heap in proportion to the running ops: some deadlines are minutes away."""
+        if len(self._deadlines) > 2 * len(self._running) + _MAX_STALE_DEADLINES:
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._running]
+            heapq.heapify(self._deadlines)
 
     def _judge_store(self, run: OpRun, now: float) -> list[OpRun]:
         """Inform the breaker how an op of the store went. A block that is missing or bad is no
