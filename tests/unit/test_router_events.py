@@ -26,7 +26,7 @@ from flexcache.events.wire import (
     describe,
 )
 from flexcache.ids import BlockKey, RequestInfo
-from flexcache.router.events import TIER_OF, EventApplier, SnapshotPart
+from flexcache.router.events import TIER_OF, EventApplier
 from flexcache.router.fleet import Tier
 from flexcache.router.holdings import find
 from flexcache.router.index import Holder, KeyChain, KVIndexer, Space
@@ -512,9 +512,8 @@ def test_whatever_can_be_decoded_can_be_applied(events: list[dict[str, Any]]) ->
 # -- publishers ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["map", "legacy_array"])
 @pytest.mark.parametrize("hashes", ["int", "int_first", "bytes"])
-def test_events_of_this_cache(layout: str, hashes: str) -> None:
+def test_events_of_this_cache(hashes: str) -> None:
     keys = [BlockKey(hashlib.sha256(bytes([at])).digest()) for at in range(6)]
     info = RequestInfo(lora_name="tuned", lora_id=1)
     extra = [["tuned", "pepper"], *[["tuned"]] * 5]
@@ -525,7 +524,7 @@ def test_events_of_this_cache(layout: str, hashes: str) -> None:
         Removed(Medium.CPU, ROOT, keys[5:]),
     ]
     applier = EventApplier(KVIndexer())
-    encoder = BatchEncoder(layout)
+    encoder = BatchEncoder()
 
     def publish(changes: list[Change]) -> None:
         events = [describe(change, hashes) for change in changes]
@@ -595,7 +594,6 @@ class EventsMachine(RuleBasedStateMachine):
         super().__init__()
         self.applier = EventApplier(KVIndexer())
         self.applier.on_disk.keep(ASKED)
-        self.has_all_names = True
         self.chain = KeyChain(Space(1))
         self.told: dict[tuple[str, str], set[tuple[int, ...]]] = {}
 
@@ -641,16 +639,6 @@ class EventsMachine(RuleBasedStateMachine):
     @rule(num_blocks=st.sampled_from([1, 700, 100_000]))
     def sweep(self, num_blocks: int) -> None:
         self.applier.sweep(num_blocks)
-
-    @rule()
-    def move(self) -> None:
-        """Go on with a restored snapshot; what runs without parents said is lost."""
-        applier = EventApplier(KVIndexer())
-        for part in self.applier.snapshot():
-            data = msgspec.msgpack.encode(part)
-            applier.restore(msgspec.msgpack.decode(data, type=SnapshotPart))
-        applier.on_disk.keep(ASKED)
-        self.applier, self.has_all_names = applier, False
 
     @rule()
     def tell_all(self) -> None:
@@ -700,7 +688,7 @@ class EventsMachine(RuleBasedStateMachine):
                 name = on_disk.find(holder, self.key(path))
                 num_known += name is not None
                 assert name in (None, name_of(path, SEED[source]))
-                if source in ASKED and medium == "STORAGE" and self.has_all_names:
+                if source in ASKED and medium == "STORAGE":
                     assert (name is not None) == (self.key(path) in indexed)
         assert num_known == len(on_disk)
 
