@@ -227,7 +227,7 @@ def test_an_op_that_arrives_before_the_news_is_refused(is_gated: bool) -> None:
     engine = WeightedEngine(CacheConfig(**SIZES), "own")  # type: ignore[arg-type]
     engine.wait_ready()
     engine.put("abcd")
-    transport = engine.manager._client.transport
+    transport = engine.manager._transport
     assert isinstance(transport, LocalTransport)
     updates = [threading.Thread(target=client.weights_changed) for client in engine.clients]
     with transport.server.lock:
