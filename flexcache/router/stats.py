@@ -231,8 +231,9 @@ class WorkerStats(Counters):
         int | None, counter("router_worker_health_failures", "Failed health checks.")
     ] = None
     requests: Annotated[int, gauge("router_worker_requests", "Running requests.")] = 0
-    waiting_requests: int = 0
-    """Running requests without a first token."""
+    waiting_requests: Annotated[
+        int, gauge("router_worker_waiting_requests", "Running requests without a first token.")
+    ] = 0
     wait_s: Annotated[
         float,
         gauge("router_worker_wait_seconds", "Predicted time until a new request's turn comes."),
@@ -290,8 +291,9 @@ class IndexStats(Counters):
         gauge("router_held_blocks", "Blocks that a source holds, by tier.", "source", "tier",
               known=_TIERS),
     ] = {}  # fmt: skip
-    orphans: int = 0
-    """Blocks that wait for the tokens of their parents."""
+    orphans: Annotated[
+        int, gauge("router_orphan_blocks", "Blocks that wait for the tokens of their parents.")
+    ] = 0
     refused_blocks: Annotated[
         int, counter("router_refused_blocks", "Blocks not taken because the index was full.")
     ] = 0

@@ -74,7 +74,7 @@ STILL_TOO_LARGE = {
 CEILINGS = {
     "lines of the package": 74_000,
     "files of the package": 275,
-    "lines of the router": 15_010,
+    "lines of the router": 15_020,
     "modules under 120 lines with one importer": 6,
     "class names that several classes have": 20,
     "functions with too many parameters": 24,
@@ -82,7 +82,7 @@ CEILINGS = {
     "types of messages": 59,
     "settings of the cache": 60,
     "settings of the router": 37,
-    "metrics": 120,
+    "metrics": 122,
 }
 """What the package has at most. A ceiling falls with the code. It rises only for a feature that
 needs it, with a line in CHANGELOG.md that names the feature."""
