@@ -188,12 +188,8 @@ class RoutingStats(Counters):
     ] = _zeros(*_TIERS)
     ttft: TTFTStats = msgspec.field(default_factory=TTFTStats)
     service_time: ServiceTimeStats = msgspec.field(default_factory=ServiceTimeStats)
-    expired_requests: Annotated[
-        int,
-        counter(
-            "router_expired_requests", "Requests forgotten because their end was never reported."
-        ),
-    ] = 0
+    expired_requests: int = 0
+    """Requests forgotten because their end was never reported."""
 
     def __post_init__(self) -> None:
         self._by_policy = {self.policy: self.decisions}
@@ -536,9 +532,8 @@ class PeerStats(Counters):
     """Running requests that the peer routed."""
     batches: int = 0
     """Batches received from the peer."""
-    gaps: Annotated[
-        int, counter("router_peer_gaps", "Gaps in the numbers of the peer's batches.")
-    ] = 0
+    gaps: int = 0
+    """Gaps in the numbers of the peer's batches."""
     last_batch_age_s: float | None = None
 
 

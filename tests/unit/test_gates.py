@@ -74,15 +74,15 @@ STILL_TOO_LARGE = {
 CEILINGS = {
     "lines of the package": 74_000,
     "files of the package": 275,
-    "lines of the router": 15_020,
+    "lines of the router": 15_000,
     "modules under 120 lines with one importer": 6,
     "class names that several classes have": 6,
     "functions with too many parameters": 17,
     "functions more complex than 12": 66,
     "types of messages": 54,
-    "settings of the cache": 60,
-    "settings of the router": 37,
-    "metrics": 122,
+    "settings of the cache": 51,
+    "settings of the router": 36,
+    "metrics": 120,
 }
 """What the package has at most. A ceiling falls with the code. It rises only for a feature that
 needs it, with a line in CHANGELOG.md that names the feature."""
