@@ -13,7 +13,6 @@ import msgspec
 from flexcache.config import ServerConfig
 from flexcache.errors import ConfigError
 from flexcache.logs import log_event, set_up_logging
-from flexcache.server.operator import open_http
 from flexcache.server.server import KVServer
 
 logger = logging.getLogger(__name__)
@@ -34,7 +33,7 @@ def run_server(
         ConfigError: The endpoint or a directory cannot be used.
     """
     server = KVServer(
-        config.cache, model=config.model, idle_exit_s=config.idle_exit_s, open_http=open_http,
+        config.cache, model=config.model, idle_exit_s=config.idle_exit_s,
         is_needed=lambda: starter is None or not starter.has_left(),
     )  # fmt: skip
     for number in (signal.SIGTERM, signal.SIGINT):

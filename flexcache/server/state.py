@@ -214,7 +214,7 @@ class ServerState:
         """Free the peer's place. Fence, notices and disputes of an engine go with its last peer."""
         del self.peers[peer.identity]
         self.host.unwatch(peer.identity)
-        self.outbox.disconnect(peer.identity)
+        self.outbox.lines.pop(peer.identity, None)
         if isinstance(peer, Rank):
             del self.ranks[peer.executor]
         else:

@@ -38,7 +38,6 @@ from flexcache.events.wire import END_OF_REPLAY
 from flexcache.metrics.catalog import CATALOG
 from flexcache.protocol.endpoints import private_endpoint
 from flexcache.protocol.messages import HelloEngine, ModelSpec
-from flexcache.server.operator import open_http
 from flexcache.server.server import KVServer
 from flexcache.storage.pool_directory import DATA_FILE
 
@@ -279,7 +278,7 @@ def share_a_server(server: Server, tmp_path: Path) -> None:
         http_endpoint=str(server.port),
     )
     with ExitStack() as stack:
-        kv_server = KVServer(config, open_http=open_http)
+        kv_server = KVServer(config)
         kv_server.start()
         stack.callback(kv_server.shutdown)
         server.look()
