@@ -35,6 +35,8 @@ from flexcache.ids import OpKind, TaskId, TaskIds, TaskKind, make_session
 from flexcache.replay.traces import TOKENS_PER_ID
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.instructions import DISK, RunOp, TaskAnswered, device
+from flexcache.tasks.model import TaskLimits
+from flexcache.transfer.messages import Done
 
 BLOCK_BYTES = TOKENS_PER_ID * 131_072
 DISK_S = BLOCK_BYTES / 6e9
@@ -69,7 +71,7 @@ class Replay:
             tokens_per_block=TOKENS_PER_ID, eviction_policy=policy,
         )  # fmt: skip
         self.cache = build_cache(config, CacheSizes(size, size * SSD_PER_DRAM, 1, size))
-        self._engine = KVTaskEngine(self.cache, block_bytes=BLOCK_BYTES)
+        self._engine = KVTaskEngine(self.cache, TaskLimits(BLOCK_BYTES))
         self._ids = TaskIds(make_session(0, 0))
         self._engine.add_session(self._ids.session, ENGINE)
         self._engine.executor_up(DISK)
@@ -166,11 +168,11 @@ class Replay:
             ends_s = self._disk_free_s = max(self._disk_free_s, now) + num_blocks * DISK_S
         elif op.kind is OpKind.H2D:
             ends_s = self._gpu_free_s = max(self._gpu_free_s, now) + num_blocks * COPY_S
-        done = self._engine.op_done
+        op_done, done = self._engine.op_done, Done(op.op_id, num_blocks)
         if ends_s == now:
-            done(run.executor, op.op_id, num_blocks, now)
+            op_done(run.executor, done, now)
         else:
-            self._at(ends_s, lambda then: done(run.executor, op.op_id, num_blocks, then))
+            self._at(ends_s, lambda then: op_done(run.executor, done, then))
 
 
 def main(

@@ -21,6 +21,8 @@ from flexcache.config import CacheConfig
 from flexcache.ids import KVStatus, OpId, OpKind, TaskId, TaskIds, TaskKind, TierName, make_session
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.instructions import DISK, RunOp, TaskAnswered, device
+from flexcache.tasks.model import TaskLimits
+from flexcache.transfer.messages import Done
 from flexcache.transfer.scheduler import StartOp, TransferOpGraph, TransferScheduler
 
 CHUNK_BLOCKS = 8
@@ -36,7 +38,7 @@ class Requests:
         size = 2 * num_blocks
         config = CacheConfig(num_cpu_blocks=size, eviction_policy="lru", skip_slow_loads=False)
         self.cache = build_cache(config, CacheSizes(size, size, CHUNK_BLOCKS, size))
-        self.engine = KVTaskEngine(self.cache, block_bytes=2 << 20)
+        self.engine = KVTaskEngine(self.cache, TaskLimits(2 << 20))
         self._ids = TaskIds(make_session(1, 1))
         self.engine.add_session(self._ids.session, "bench")
         for executor in (device("bench", 0), DISK):
@@ -60,7 +62,7 @@ class Requests:
                 elif isinstance(instruction, RunOp):
                     num_ops += 1
                     op = instruction.op
-                    engine.op_done(instruction.executor, op.op_id, len(op), time.monotonic())
+                    engine.op_done(instruction.executor, Done(op.op_id, len(op)), time.monotonic())
             instructions = engine.take_instructions()
         times.append(time.perf_counter())
         assert result is not None

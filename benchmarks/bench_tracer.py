@@ -85,7 +85,7 @@ def run(
 ) -> Cost:
     num_blocks = make_keys(0).num_blocks
     tier = Tier(TierName.CPU, num_blocks)
-    engine = KVTaskEngine(TieredCache(Tiers([tier]), num_blocks, num_blocks), block_bytes=1)
+    engine = KVTaskEngine(TieredCache(Tiers([tier]), num_blocks, num_blocks))
     engine.add_session(SESSION, "bench")
     lease = tier.reserve(make_keys(0), 0, num_blocks)
     tier.publish(lease, num_blocks)

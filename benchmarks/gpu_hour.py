@@ -37,16 +37,22 @@ _PYTEST = (
 _ARCHIVED = (".md", ".txt", ".json")
 
 
+_OPS = (sys.executable, str(ROOT / "benchmarks" / "run.py"), "gpu_ops")
+
+
 def python(*arguments: str) -> tuple[str, ...]:
     return (sys.executable, "-m", *arguments)
 
 
-def bench(title: str, directory: Path, limit_s: float) -> Step:
-    """Make the step that measures the cases whose titles contain ``title``."""
+def bench(title: str, directory: Path, limit_s: float, command: Sequence[str] = ()) -> Step:
+    """Make the step that measures the cases whose titles contain ``title``.
+
+    Args:
+        command: Has these cases; `flexcache bench gpu` by default.
+    """
     file = str(directory / f"{title.replace(' ', '-')}.json")
-    command = python(
-        "flexcache.cli", "bench", "gpu", "--only", title, "--json", file, "--dir", str(directory)
-    )
+    options = ("--only", title, "--json", file, "--dir", str(directory))
+    command = (*(command or python("flexcache.cli", "bench", "gpu")), *options)
     return Step(title, command, limit_s, reads="bench")
 
 
@@ -60,10 +66,10 @@ def steps_for(directory: Path) -> list[Step]:
         Step("nvidia-smi", ("nvidia-smi", f"--query-gpu={query}", "--format=csv"), 15),
         Step("topology", ("nvidia-smi", "topo", "-m"), 15),
         Step("doctor", python("flexcache.cli", "doctor", "--json"), 120, reads="doctor"),
-        bench("layouts", directory, 60),
-        bench("programs of the kernel", directory, 60),
-        bench("driver without batches", directory, 45),
-        bench("load by layer behind others", directory, 45),
+        bench("layouts", directory, 60, _OPS),
+        bench("programs of the kernel", directory, 60, _OPS),
+        bench("driver without batches", directory, 45, _OPS),
+        bench("load by layer behind others", directory, 45, _OPS),
         bench("SSD past DRAM", directory, 60),
         bench("blocks of", directory, 90),
         bench("both directions at once", directory, 30),

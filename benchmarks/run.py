@@ -26,7 +26,8 @@ from flexcache.cli.bench import (
 from flexcache.terminal import user_errors
 
 SECTIONS = {
-    name: f"bench_{name}" for name in ("control", "plan", "index", "server", "overlap", "past_dram")
+    name: f"bench_{name}"
+    for name in ("control", "plan", "index", "server", "overlap", "past_dram", "gpu_ops")
 }
 """Sections and their modules."""
 

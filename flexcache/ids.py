@@ -52,20 +52,13 @@ class OpKind(str, Enum):
     D2DISK = "D2DISK"
     COMMIT = "COMMIT"
 
-    @property
-    def fills_gpu(self) -> bool:
+    def __init__(self, name: str) -> None:  # not properties: a match reads some thirty of them
+        self.fills_gpu = name in ("H2D", "DISK2D")
         """Whether the op writes the engine's own slots."""
-        return self is OpKind.H2D or self is OpKind.DISK2D
-
-    @property
-    def is_direct(self) -> bool:
+        self.is_direct = name in ("DISK2D", "D2DISK")
         """Whether the op moves blocks between the engine's own slots and the SSD, past DRAM."""
-        return self is OpKind.DISK2D or self is OpKind.D2DISK
-
-    @property
-    def touches_gpu(self) -> bool:
+        self.touches_gpu = self.is_direct or name in ("H2D", "D2H")
         """Whether the op reads or writes the engine's own slots."""
-        return self is OpKind.H2D or self is OpKind.D2H or self.is_direct
 
 
 class TaskKind(str, Enum):
@@ -91,20 +84,11 @@ class TaskState(str, Enum):
     CANCELLED = "cancelled"
     FAILED = "failed"
 
-    @property
-    def is_final(self) -> bool:
-        return self in (TaskState.COMPLETED, TaskState.CANCELLED, TaskState.FAILED)
-
-    @property
-    def is_cancelled(self) -> bool:
+    def __init__(self, name: str) -> None:
+        self.is_final = name in ("completed", "cancelled", "failed")
+        self.is_cancelled = name in ("cancelling", "cancelling_overdue", "cancelled")
         """Whether its caller has cancelled it, whether or not it has ended."""
-        return self in (
-            TaskState.CANCELLING, TaskState.CANCELLING_OVERDUE, TaskState.CANCELLED,
-        )  # fmt: skip
-
-    @property
-    def is_overdue(self) -> bool:
-        return self is TaskState.OVERDUE or self is TaskState.CANCELLING_OVERDUE
+        self.is_overdue = name in ("overdue", "cancelling_overdue")
 
     @property
     def reported(self) -> TaskState:

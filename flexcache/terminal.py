@@ -1,4 +1,4 @@
-"""Error output shared by the subcommands of `flexcache`."""
+"""Terminal output shared by the subcommands of `flexcache`."""
 
 from __future__ import annotations
 
@@ -22,3 +22,12 @@ def user_errors(console: Console | None = None) -> Iterator[None]:
     except FlexCacheError as error:
         (console or Console()).print(f"[red]error[/] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(1) from None
+
+
+_UNBOUNDED_WIDTH = 180
+"""Width of output to a file or a pipe, in characters, which need not fit a terminal."""
+
+
+def wide_console(console: Console) -> Console:
+    """Return the console, or a wide one if it is no terminal."""
+    return console if console.is_terminal else Console(width=_UNBOUNDED_WIDTH)

@@ -1,4 +1,9 @@
-"""Miniature engine: KV tensors in this process's memory, their cache, and the only rank."""
+"""DRAM tier on the CPU device: store and retrieve, compared with one memcpy of the same bytes.
+
+Times are from the call to the end of the wait: tokens are hashed, blocks are found or evicted and
+leased, ops are sent and answered, and every layer's part of every block is copied from or to
+scattered places. Prompts are new each round and the tier is full, so that every store evicts.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flexcache.bench.suite import Case, Result, sample_beside
+from flexcache.bench.suite import Case, Result, rates, sample_beside
 from flexcache.client.rank import KVTPClient
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.ids import KVStatus
@@ -23,6 +28,7 @@ _HEAD_SIZE = 256
 _READY_S = 60.0
 _DONE_S = 60.0
 Order = npt.NDArray[np.int64]
+Tokens = npt.NDArray[np.int64]
 
 
 class CpuEngine:
@@ -59,7 +65,7 @@ class CpuEngine:
             self.close()
             raise
 
-    def prompt(self, num_blocks: int) -> npt.NDArray[np.int64]:
+    def prompt(self, num_blocks: int) -> Tokens:
         """Return tokens that share no prefix with another prompt."""
         return self.rng.integers(0, 1 << 40, num_blocks * TOKENS_PER_BLOCK)
 
@@ -67,20 +73,16 @@ class CpuEngine:
         """Return all of the engine's blocks in random order."""
         return self.rng.permutation(self.num_blocks)
 
-    def store(
-        self, prompts: Sequence[npt.NDArray[np.int64]], order: Order, *, completely: bool = False
-    ) -> None:
+    def store(self, prompts: Sequence[Tokens], order: Order, *, completely: bool = False) -> None:
         """Put prompts from consecutive parts of ``order``; return once all have been copied."""
         self._run(self.manager.put_async, prompts, order, 0, completely)
 
-    def load(
-        self, prompts: Sequence[npt.NDArray[np.int64]], order: Order, num_skipped: int = 0
-    ) -> None:
+    def load(self, prompts: Sequence[Tokens], order: Order, num_skipped: int = 0) -> None:
         """Get prompts back, without the first ``num_skipped`` blocks of each."""
         self._run(self.manager.get_async, prompts, order, num_skipped, False)
 
     def _run(
-        self, call: object, prompts: Sequence[npt.NDArray[np.int64]], order: Order,
+        self, call: object, prompts: Sequence[Tokens], order: Order,
         num_skipped: int, completely: bool,
     ) -> None:  # fmt: skip
         assert callable(call)
@@ -159,22 +161,31 @@ def transfers(size: str, num_requests: int, rounds: int, seed: int) -> Iterator[
         order, other_order = engine.order(), engine.order()
         prompts = _check(engine, copy, num_requests, order, other_order)
 
-        def renew(_: object = None) -> None:
+        faults: list[int] = []
+
+        def counted(call: Callable[[Sequence[Tokens], Order], None], order: Order) -> None:
+            before = resource.getrusage(resource.RUSAGE_SELF)
+            call(prompts, order)
+            after = resource.getrusage(resource.RUSAGE_SELF)
+            faults.append(after.ru_minflt + after.ru_majflt - before.ru_minflt - before.ru_majflt)
+
+        def renew() -> None:
             prompts[:] = [engine.prompt(num_blocks // num_requests) for _ in prompts]
 
-        def store() -> None:
-            engine.store(prompts, order)
+        def result(name: str, call: Callable[[], None], undo: Callable[[], None]) -> Result:
+            faults.clear()
+            sampled = sample_beside(
+                call, partial(copy_at_once, copy, engine.memory), lambda _: undo(), rounds,
+                _ROUNDS_TO_FILL, scale=1,
+            )  # fmt: skip
+            note = f"{int(np.median(faults[_ROUNDS_TO_FILL:]))} page faults per round"
+            reach = TO_REACH.get(size)
+            return rates(name, engine.num_bytes, sampled, "one memcpy", reach=reach, note=note)
 
-        def retrieve() -> None:
-            engine.load(prompts, other_order)
-
-        bound = partial(copy_at_once, copy, engine.memory)
         renew()
-        yield _beside_memcpy("store", size, store, bound, renew, rounds, engine.num_bytes)
-        store()
-        yield _beside_memcpy(
-            "retrieve", size, retrieve, bound, lambda _: None, rounds, engine.num_bytes
-        )
+        yield result("store", partial(counted, engine.store, order), renew)
+        engine.store(prompts, order)
+        yield result("retrieve", partial(counted, engine.load, other_order), lambda: None)
 
 
 def _check(
@@ -189,30 +200,3 @@ def _check(
     engine.load(prompts, other_order)
     engine.check_blocks(other_order, copy, order)
     return prompts
-
-
-def _beside_memcpy(
-    verb: str, size: str, call: Callable[[], None], bound: Callable[[], None],
-    undo: Callable[[None], object], rounds: int, num_bytes: int,
-) -> Result:  # fmt: skip
-    faults: list[int] = []
-
-    def counted() -> None:
-        before = resource.getrusage(resource.RUSAGE_SELF)
-        call()
-        after = resource.getrusage(resource.RUSAGE_SELF)
-        faults.append(after.ru_minflt + after.ru_majflt - before.ru_minflt - before.ru_majflt)
-
-    seconds, bound_s = sample_beside(
-        counted, bound, undo, rounds=rounds, warm_up=_ROUNDS_TO_FILL, scale=1.0
-    )
-    gigabytes = num_bytes / 1e9
-    return Result(
-        verb,
-        "GB/s",
-        [gigabytes / s for s in seconds],
-        gigabytes / bound_s,
-        "one memcpy",
-        reach=TO_REACH.get(size),
-        note=f"{int(np.median(faults[_ROUNDS_TO_FILL:]))} page faults per round",
-    )

@@ -6,117 +6,260 @@ a request waits for.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from enum import Enum
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from flexcache.bench.gpu_pool import (
-    KINDS,
-    NUM_LAYERS,
-    Pool,
-    arrangements,
-    behind_large_load,
-    open_pool,
-    pinning_copier,
-)
 from flexcache.bench.ssd import beside_raw, raw_disks
-from flexcache.bench.suite import Case, Result, Unsupported, sample, sample_beside
+from flexcache.bench.suite import Case, Result, Unsupported, rates, sample, sample_beside
 from flexcache.errors import NoDirectPathError
 from flexcache.ids import OpKind
 from flexcache.storage.block_io import Direction, open_block_io
 from flexcache.storage.host_pool import HostSegment
-from flexcache.transfer.copier import CopyLane, CopyPermit, Runs
+from flexcache.storage.layout import describe_kv_caches
+from flexcache.transfer.copier import CopyPermit, Runs
 from flexcache.transfer.copy_ways import CopyWay
-from flexcache.transfer.cuda_copier import KernelTables, split_by_table
+from flexcache.transfer.cuda_copier import CudaCopier
 from flexcache.transfer.direct.cuda import CudaDirectIO
 from flexcache.transfer.direct.ops import Transfer
-from flexcache.transfer.hip_driver import load_driver
 
-RUN_BYTES = (8 << 10, 16 << 10, 32 << 10, 64 << 10)
-_SINGLE_COPIES_BYTES = 64 << 10
+NUM_LAYERS = 32
+KINDS = (OpKind.H2D, OpKind.D2H)
 
 
-def kernel_programs(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
-    """Measure the kernel with each number of programs against one contiguous copy.
+def pinning_copier(device: torch.device, segment: HostSegment) -> CudaCopier:
+    """Return a copier with the segment pinned, since the bound is a copy of pinned memory.
 
     Raises:
-        Unsupported: The kernel cannot be used here.
+        Unsupported: The segment cannot be pinned.
     """
-    for run_bytes in RUN_BYTES:
-        with ExitStack() as stack:
-            pool = stack.enter_context(open_pool(run_bytes * NUM_LAYERS, op_bytes, seed))
-            if CopyWay.KERNEL not in pool.copier.ways:
-                raise Unsupported("; ".join(map(str, pool.copier.verdicts)))
-            from flexcache.transfer import copy_kernel
-
-            tables = stack.enter_context(closing(KernelTables(load_driver(), pool.device)))
-            for kind in KINDS:
-                runs = pool.runs(kind)
-                for programs in copy_kernel.PROGRAMS:
-                    copy = partial(_copy_by_kernel, tables, runs, programs)
-                    seconds, bound = sample_beside(
-                        copy, pool.contiguous(kind), rounds=rounds, scale=1
-                    )
-                    yield Result(
-                        f"{kind.name} by the kernel, {programs} programs", "GB/s",
-                        [op_bytes / s / 1e9 for s in seconds], op_bytes / bound / 1e9,
-                        "one contiguous pinned copy", parameter="KiB per copy",
-                        at=run_bytes >> 10,
-                    )  # fmt: skip
+    copier = CudaCopier(device)
+    copier.attach(segment)
+    if not copier.is_pinned:
+        raise Unsupported(f"{segment.size >> 20} MiB of host memory cannot be pinned")
+    return copier
 
 
-def _copy_by_kernel(tables: KernelTables, runs: Runs, programs: int) -> None:
-    from flexcache.transfer import copy_kernel
+class Arrangement(Enum):
+    """How an engine's memory is divided among layers and blocks."""
 
-    for part in split_by_table(runs):
-        table = tables.fill(CopyLane.LOADS, part)
-        assert table is not None
-        copy_kernel.launch(table, tables.scratch[CopyLane.LOADS], programs)
-    torch.cuda.current_stream().synchronize()
-    tables.clear(CopyLane.LOADS)
+    LAYERS_APART = "layers apart (LBNHC)"
+    BLOCKS_OUTERMOST = "blocks outermost (BLNHC, BLHNC)"
+
+    def make_layers(
+        self, num_blocks: int, block_bytes: int, device: torch.device
+    ) -> list[torch.Tensor]:
+        """Make each layer's tensor ``(blocks, bytes)``, of random bytes."""
+        shape = [NUM_LAYERS, num_blocks, block_bytes // NUM_LAYERS]
+        if self is Arrangement.BLOCKS_OUTERMOST:
+            shape[:2] = shape[1::-1]
+        whole = torch.empty(shape, dtype=torch.uint8, device=device)
+        whole.random_(0, 256)
+        return list(whole.unbind(0 if self is Arrangement.LAYERS_APART else 1))
 
 
-def without_batches(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
-    """Measure single copies, as a driver before 12.8 takes them: alone, and beside a thread that
-    keeps the interpreter busy."""
-    with open_pool(_SINGLE_COPIES_BYTES * NUM_LAYERS, op_bytes, seed) as pool:
-        for kind in KINDS:
-            copy = partial(pool.copy, pool.runs(kind), kind, CopyWay.SINGLE)
-            alone, bound = sample_beside(copy, pool.contiguous(kind), rounds=rounds, scale=1)
-            with _busy_interpreter():
-                beside = sample(copy, rounds=rounds, scale=1)
-            for how, seconds in (("alone", alone), ("beside a busy thread", beside)):
-                yield Result(
-                    f"{kind.name} by single copies of 64 KiB, {how}", "GB/s",
-                    [op_bytes / s / 1e9 for s in seconds], op_bytes / bound / 1e9,
-                    "one contiguous pinned copy",
-                )  # fmt: skip
+class Pool:
+    """An engine's tensors, a host pool of as many blocks, and a copier between the two.
+
+    The tensors are like vLLM's: one per layer, so that a block of 2 MiB over 32 layers is 32 copies
+    of 64 KiB, or views of one buffer. Blocks are in random order on both sides.
+    """
+
+    def __init__(
+        self, segment: HostSegment, block_bytes: int, num_blocks: int, seed: int,
+        arrangement: Arrangement,
+    ) -> None:  # fmt: skip
+        self.segment = segment
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        torch.manual_seed(seed)
+        self.layers = arrangement.make_layers(num_blocks, block_bytes, self.device)
+        tensors = {f"layer {i}": layer for i, layer in enumerate(self.layers)}
+        self.layout = describe_kv_caches(tensors, block_bytes)
+        random = np.random.default_rng(seed)
+        self._on_gpu = random.permutation(num_blocks)
+        self._on_host = random.permutation(num_blocks)
+        memory = (ctypes.c_uint8 * segment.size).from_address(segment.address)
+        self.host = torch.frombuffer(memory, dtype=torch.uint8).view(num_blocks, segment.stride)
+        torch.cuda.synchronize()
+        self.copier = pinning_copier(self.device, segment)
+
+    def runs(self, kind: OpKind, first: int = 0, count: int | None = None) -> Runs:
+        """Return the copies of some of the blocks, as the device worker would submit them."""
+        chosen = slice(first, None if count is None else first + count)
+        gpu, host = self._on_gpu[chosen], self._on_host[chosen]
+        on_gpu = self.layout.gpu_addresses(gpu).ravel()
+        starts = self.segment.address + host * self.segment.stride
+        on_host = self.layout.host_addresses(starts).ravel()
+        sizes = np.tile(self.layout.sizes, len(gpu))
+        to, start = (on_gpu, on_host) if kind is OpKind.H2D else (on_host, on_gpu)
+        return Runs(to, start, sizes)
+
+    def start(self, runs: Runs, kind: OpKind, way: CopyWay | None = None) -> torch.cuda.Event:
+        """Submit copies behind the current stream, by default with the copier's choice."""
+        return self.copier.start(runs, kind, self.copier.fence(), way=way)
+
+    def copy(self, runs: Runs, kind: OpKind, way: CopyWay | None = None) -> None:
+        """Submit copies and wait for their completion."""
+        self.start(runs, kind, way).synchronize()
+
+    def check(self) -> None:
+        """Check that blocks come back byte for byte with each available copy method.
+
+        Raises:
+            AssertionError: They do not.
+        """
+        gpu = torch.from_numpy(self._on_gpu)
+
+        def on_gpu() -> torch.Tensor:
+            return torch.stack([layer.cpu()[gpu] for layer in self.layers], 1).flatten(1)
+
+        for way in self.copier.ways:
+            self.host.fill_(0)
+            before = on_gpu()
+            self.copy(self.runs(OpKind.D2H), OpKind.D2H, way)
+            stored = self.host[torch.from_numpy(self._on_host), : self.block_bytes]
+            assert torch.equal(stored, before), "a store moved wrong bytes"
+            for layer in self.layers:
+                layer.fill_(0)
+            self.copy(self.runs(OpKind.H2D), OpKind.H2D, way)
+            after = on_gpu()
+            assert torch.equal(after, before), "a load moved wrong bytes"
+
+    def contiguous(self, kind: OpKind, num_blocks: int | None = None) -> Callable[[], None]:
+        """Return a function that makes one pinned copy of as many bytes as that many blocks have,
+        by default all, and waits for it."""
+        num_bytes = (num_blocks or self.num_blocks) * self.block_bytes
+        on_gpu = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        on_host = self.host.view(-1)[:num_bytes]
+        target, source = (on_gpu, on_host) if kind is OpKind.H2D else (on_host, on_gpu)
+        stream = torch.cuda.current_stream(self.device)
+
+        def copy() -> None:
+            target.copy_(source, non_blocking=True)
+            stream.synchronize()
+
+        return copy
 
 
 @contextmanager
-def _busy_interpreter() -> Iterator[None]:
+def open_pool(
+    block_bytes: int, num_bytes: int, seed: int,
+    arrangement: Arrangement = Arrangement.LAYERS_APART,
+) -> Iterator[Pool]:  # fmt: skip
+    """Yield a checked pool of ``num_bytes`` bytes."""
+    num_blocks = num_bytes // block_bytes
+    with HostSegment.create(block_bytes, num_blocks) as segment:
+        device = torch.device("cuda", torch.cuda.current_device())
+        segment.map(node=CudaCopier(device).numa_node)
+        pool = Pool(segment, block_bytes, num_blocks, seed, arrangement)
+        try:
+            pool.check()
+            yield pool
+        finally:
+            pool.copier.close()
+
+
+BLOCK_BYTES = (64 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 20)
+OP_BYTES = 256 << 20
+REACH = 0.9
+SLOWDOWN_REACH = 0.97
+
+
+def cases(thorough: bool, directory: Path, seed: int) -> list[Case]:
+    """Return the cases of the section. Raises `Unsupported` without a CUDA device."""
+    if not torch.cuda.is_available():
+        raise Unsupported("no CUDA device")
+    rounds = 50 if thorough else 10
+    op_bytes = OP_BYTES * (8 if thorough else 1)
+    return [
+        *(
+            Case(
+                f"blocks of {block_bytes >> 10} KiB",
+                partial(scattered_blocks, block_bytes, op_bytes, rounds, seed),
+            )
+            for block_bytes in BLOCK_BYTES
+        ),
+        Case("SSD past DRAM", partial(past_dram, directory, op_bytes, 3, seed)),
+        Case("both directions at once", partial(both_directions, op_bytes, rounds, seed)),
+        Case("small ops", partial(small_ops, 4 * rounds, seed)),
+        Case("beside the model's work", partial(beside_compute, rounds, seed)),
+        Case("pinning", partial(pinning, 4 if thorough else 1)),
+    ]
+
+
+def scattered_blocks(block_bytes: int, op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
+    """Measure each copy method and direction against the contiguous copy, and submission itself."""
+    with open_pool(block_bytes, op_bytes, seed) as pool:
+        for kind in KINDS:
+            runs, contiguous = pool.runs(kind), pool.contiguous(kind)
+            chosen = pool.copier.choose(runs, kind).value
+            for way in (None, *pool.copier.ways):
+                copy = partial(pool.copy, runs, kind, way)
+                yield rates(
+                    f"{kind.name}, {way.value if way else 'as chosen'}", op_bytes,
+                    sample_beside(copy, contiguous, rounds=rounds, scale=1),
+                    reach=None if way else REACH, note="" if way else f"by the {chosen}",
+                    parameter="KiB per block", at=block_bytes >> 10,
+                )  # fmt: skip
+            handed_over = sample(
+                partial(pool.start, runs, kind),
+                lambda landed: landed.synchronize(),
+                rounds=rounds,
+                scale=1e6 / len(runs[2]),
+            )
+            yield Result(
+                f"{kind.name}, handing over, per copy", "us", handed_over,
+                parameter="KiB per block", at=block_bytes >> 10,
+            )  # fmt: skip
+
+
+@contextmanager
+def beside_threads(works: Sequence[Callable[[], object]]) -> Iterator[None]:
+    """Call each of these over and over on a thread of its own, once it was called.
+
+    Raises:
+        Exception: What one of them raised.
+    """
     ending = threading.Event()
+    under_way = threading.Barrier(len(works) + 1)
+    failures: list[Exception] = []
 
-    def work() -> None:
-        while not ending.is_set():
-            sum(range(1000))
+    def drive(work: Callable[[], object]) -> None:
+        try:
+            work()
+            under_way.wait()
+            while not ending.is_set():
+                work()
+        except Exception as error:
+            failures.append(error)
+            under_way.abort()
 
-    thread = threading.Thread(target=work)
-    thread.start()
+    threads = [threading.Thread(target=drive, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
     try:
+        under_way.wait()
         yield
     finally:
         ending.set()
-        thread.join()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
 
 
 SSD_BLOCK_BYTES = 2 << 20
@@ -202,71 +345,6 @@ def past_dram(path: Path, op_bytes: int, rounds: int, seed: int) -> Iterator[Res
         yield from beside_raw({"SSD and GPU past DRAM": disk.run}, raw, rounds)
 
 
-BLOCK_BYTES = (64 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 20)
-OP_BYTES = 256 << 20
-REACH = 0.9
-SLOWDOWN_REACH = 0.97
-
-
-def cases(thorough: bool, directory: Path, seed: int) -> list[Case]:
-    """Return the cases of the section. Raises `Unsupported` without a CUDA device."""
-    if not torch.cuda.is_available():
-        raise Unsupported("no CUDA device")
-    rounds = 50 if thorough else 10
-    op_bytes = OP_BYTES * (8 if thorough else 1)
-    return [
-        *(
-            Case(
-                f"blocks of {block_bytes >> 10} KiB",
-                partial(scattered_blocks, block_bytes, op_bytes, rounds, seed),
-            )
-            for block_bytes in BLOCK_BYTES
-        ),
-        Case("layouts", partial(arrangements, op_bytes, rounds, seed)),
-        Case("programs of the kernel", partial(kernel_programs, op_bytes, rounds, seed)),
-        Case("driver without batches", partial(without_batches, op_bytes, rounds, seed)),
-        Case("load by layer behind others", partial(behind_large_load, 4 * OP_BYTES, rounds, seed)),
-        Case("SSD past DRAM", partial(past_dram, directory, op_bytes, 3, seed)),
-        Case("both directions at once", partial(both_directions, op_bytes, rounds, seed)),
-        Case("small ops", partial(small_ops, 4 * rounds, seed)),
-        Case("beside the model's work", partial(beside_compute, rounds, seed)),
-        Case("pinning", partial(pinning, 4 if thorough else 1)),
-    ]
-
-
-def scattered_blocks(block_bytes: int, op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
-    """Measure each copy method and direction against the contiguous copy, and submission itself."""
-    with open_pool(block_bytes, op_bytes, seed) as pool:
-        for kind in KINDS:
-            runs, contiguous = pool.runs(kind), pool.contiguous(kind)
-            chosen = pool.copier.choose(runs, kind).value
-            for way in (None, *pool.copier.ways):
-                seconds, bound = sample_beside(
-                    partial(pool.copy, runs, kind, way), contiguous, rounds=rounds, scale=1
-                )
-                yield Result(
-                    f"{kind.name}, {way.value if way else 'as chosen'}",
-                    "GB/s",
-                    [op_bytes / s / 1e9 for s in seconds],
-                    op_bytes / bound / 1e9,
-                    "one contiguous pinned copy",
-                    None if way else REACH,
-                    note="" if way else f"by the {chosen}",
-                    parameter="KiB per block",
-                    at=block_bytes >> 10,
-                )
-            handed_over = sample(
-                partial(pool.start, runs, kind),
-                lambda landed: landed.synchronize(),
-                rounds=rounds,
-                scale=1e6 / len(runs[2]),
-            )
-            yield Result(
-                f"{kind.name}, handing over, per copy", "us", handed_over,
-                parameter="KiB per block", at=block_bytes >> 10,
-            )  # fmt: skip
-
-
 def both_directions(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
     """Measure a simultaneous load and store of different blocks against two contiguous copies, as
     chosen and in each way."""
@@ -293,14 +371,11 @@ def both_directions(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
                 stream.synchronize()
 
         for way in (None, *pool.copier.ways):
-            seconds, bound = sample_beside(
-                partial(scattered, way), contiguous, rounds=rounds, scale=1
-            )
             name = "as chosen" if way is None else way.value
-            yield Result(
-                f"H2D and D2H together, blocks of 2 MiB, {name}", "GB/s",
-                [2 * op_bytes / s / 1e9 for s in seconds], 2 * op_bytes / bound / 1e9,
-                "two contiguous pinned copies together", REACH if way is None else None,
+            yield rates(
+                f"H2D and D2H together, blocks of 2 MiB, {name}", 2 * op_bytes,
+                sample_beside(partial(scattered, way), contiguous, rounds=rounds, scale=1),
+                "two contiguous pinned copies together", reach=REACH if way is None else None,
             )  # fmt: skip
 
 
@@ -310,23 +385,9 @@ def small_ops(rounds: int, seed: int) -> Iterable[Result]:
         for kind in KINDS:
             for count in (1, 8):
                 runs = pool.runs(kind, 0, count)
-                num_bytes = count * pool.block_bytes
-                on_gpu = torch.empty(num_bytes, dtype=torch.uint8, device=pool.device)
-                on_host = pool.host.view(-1)[:num_bytes]
-                target, source = (on_gpu, on_host) if kind is OpKind.H2D else (on_host, on_gpu)
-                stream = torch.cuda.current_stream()
-
-                def contiguous(
-                    target: torch.Tensor = target,
-                    source: torch.Tensor = source,
-                    stream: torch.cuda.Stream = stream,
-                ) -> None:
-                    target.copy_(source, non_blocking=True)
-                    stream.synchronize()
-
-                times, bound = sample_beside(
-                    partial(pool.copy, runs, kind), contiguous, rounds=rounds
-                )
+                contiguous = pool.contiguous(kind, count)
+                copy = partial(pool.copy, runs, kind)
+                times, bound = sample_beside(copy, contiguous, rounds=rounds)
                 yield Result(
                     f"{kind.name} of few blocks of 2 MiB, to its landing", "us", times, bound,
                     "one contiguous pinned copy", parameter="blocks", at=count,
@@ -352,15 +413,10 @@ def beside_compute(rounds: int, seed: int) -> Iterable[Result]:
                 for name, work in (("matmul", multiply), ("attention", attend)):
                     alone, beside = _paces(work, pool, way, rounds)
                     yield Result(
-                        f"{name} beside the {way.value}, both directions",
-                        "1/s",
-                        beside,
-                        statistics.median(alone),
-                        "the same alone",
-                        SLOWDOWN_REACH,
-                        parameter="KiB per block",
-                        at=block_bytes >> 10,
-                    )
+                        f"{name} beside the {way.value}, both directions", "1/s", beside,
+                        statistics.median(alone), "the same alone", SLOWDOWN_REACH,
+                        parameter="KiB per block", at=block_bytes >> 10,
+                    )  # fmt: skip
 
 
 def _paces(
@@ -392,38 +448,25 @@ def _pace(work: Callable[[], None], calls: int = 20) -> float:
 @contextmanager
 def _copying(pool: Pool, way: CopyWay) -> Iterator[None]:
     """Keep copies running both ways, each direction driven by its own thread."""
-    ending = threading.Event()
-    under_way = threading.Barrier(len(KINDS) + 1)
     half = pool.num_blocks // 2
-    failures: list[Exception] = []
 
-    def drive(kind: OpKind) -> None:
+    def copies(kind: OpKind) -> Callable[[], None]:
         # Separate blocks, or each direction would change what the other reads.
         runs = pool.runs(kind, 0, half) if kind is OpKind.H2D else pool.runs(kind, half)
-        try:
-            landed = pool.copier.start(runs, kind, None, way=way)
-            under_way.wait()
-            while not ending.is_set():
-                following = pool.copier.start(runs, kind, None, way=way)
-                landed.synchronize()
-                landed = following
-            landed.synchronize()
-        except Exception as error:
-            failures.append(error)
-            under_way.abort()
+        under_way: deque[Any] = deque()
 
-    threads = [threading.Thread(target=drive, args=(kind,)) for kind in KINDS]
-    for thread in threads:
-        thread.start()
+        def copy() -> None:  # one is always waiting while another runs
+            under_way.append(pool.copier.start(runs, kind, None, way=way))
+            if len(under_way) > 1:
+                under_way.popleft().synchronize()
+
+        return copy
+
     try:
-        under_way.wait()
-        yield
+        with beside_threads([copies(kind) for kind in KINDS]):
+            yield
     finally:
-        ending.set()
-        for thread in threads:
-            thread.join()
-        if failures:
-            raise failures[0]
+        torch.cuda.synchronize(pool.device)  # the last copies
 
 
 def pinning(rounds: int) -> Iterable[Result]:

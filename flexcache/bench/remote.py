@@ -12,14 +12,13 @@ import os
 import select
 import statistics
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,147 +40,114 @@ _FILE_THREADS = 4  # the fastest number for files in memory
 DEADLINE_S = 60.0
 REACH = 0.9
 DIRECTIONS = ("write", "read")
+_STORES_OWN = "the store's calls"
 
 
-class OwnCalls(ABC):
-    """Calls that a user of the store would make without FlexCache.
+Move = Callable[[list[str], list[memoryview]], None]
+"""Writes, or reads, objects of these names from or to these blocks of memory."""
 
-    Args:
-        store: Open.
-        segment: Memory of all blocks.
-    """
+
+class OwnCalls(NamedTuple):
+    """Calls that a user of the store would make without FlexCache."""
 
     name: str
-
-    @abstractmethod
-    def __init__(self, store: Any, segment: HostSegment) -> None: ...
-
-    @abstractmethod
-    def write(self, names: list[str], blocks: list[memoryview]) -> None: ...
-
-    @abstractmethod
-    def read(self, names: list[str], blocks: list[memoryview]) -> None: ...
+    write: Move
+    read: Move
 
 
-class MemoryCalls(OwnCalls):
+def own_calls(url: str, store: Any, segment: HostSegment) -> OwnCalls:
+    """Return the calls of an open store at a URL.
+
+    Args:
+        segment: Memory of all blocks.
+    """
+    scheme = check_remote_url(url).scheme
+    if scheme == "mooncake":
+        return _mooncake_calls(store._client, segment)
+    if scheme == "file":
+        return _file_calls(Path(store._directory))
+    return _obstore_calls(store) if scheme in ("s3", "gs", "az") else _store_calls(store)
+
+
+def _store_calls(store: RemoteStore) -> OwnCalls:
     """Calls of FlexCache's own store in memory, which only copies, or of a store of the user's."""
 
-    name = "the store's calls"
-
-    def __init__(self, store: RemoteStore, segment: HostSegment) -> None:
-        self._store = store
-
-    def write(self, names: list[str], blocks: list[memoryview]) -> None:
-        self._check(self._store.write_from(names, [[b] for b in blocks], _deadline()))
-
-    def read(self, names: list[str], blocks: list[memoryview]) -> None:
-        self._check(self._store.read_into(names, [[b] for b in blocks], _deadline()))
-
-    def _check(self, outcomes: list[Any]) -> None:
+    def move(call: Callable[..., list[Any]], names: list[str], blocks: list[memoryview]) -> None:
+        outcomes = call(names, [[block] for block in blocks], _deadline())
         assert all(outcome.status is Status.OK for outcome in outcomes)
 
+    write, read = partial(move, store.write_from), partial(move, store.read_into)
+    return OwnCalls(_STORES_OWN, write, read)
 
-class MooncakeCalls(OwnCalls):
+
+def _mooncake_calls(client: Any, segment: HostSegment) -> OwnCalls:
     """One call for all blocks, each in one buffer, from and to memory shown to the network."""
+    assert client.register_buffer(segment.address, segment.size) == 0
 
-    name = "Mooncake's batch call"
+    def buffers(blocks: list[memoryview]) -> tuple[list[int], list[int]]:
+        return [address_of(block) for block in blocks], [len(block) for block in blocks]
 
-    def __init__(self, store: Any, segment: HostSegment) -> None:
-        self._client = store._client
-        assert self._client.register_buffer(segment.address, segment.size) == 0
-
-    def write(self, names: list[str], blocks: list[memoryview]) -> None:
-        results = self._client.batch_put_from(names, *self._buffers(blocks))
+    def write(names: list[str], blocks: list[memoryview]) -> None:
+        results = client.batch_put_from(names, *buffers(blocks))
         assert set(results) == {0}, results
 
-    def read(self, names: list[str], blocks: list[memoryview]) -> None:
-        results = self._client.batch_get_into(names, *self._buffers(blocks))
+    def read(names: list[str], blocks: list[memoryview]) -> None:
+        results = client.batch_get_into(names, *buffers(blocks))
         assert min(results) > 0, results
 
-    def _buffers(self, blocks: list[memoryview]) -> tuple[list[int], list[int]]:
-        addresses = [address_of(block) for block in blocks]
-        return addresses, [len(block) for block in blocks]
+    return OwnCalls("Mooncake's batch call", write, read)
 
 
-class FileCalls(OwnCalls):
+def _file_calls(directory: Path) -> OwnCalls:
     """A file per block, written beside its place and renamed, by a few threads."""
 
-    name = "plain file calls"
+    def write_one(name: str, block: memoryview) -> None:
+        temporary = directory / f"{name}#"
+        with temporary.open("xb", buffering=0) as file:
+            assert file.write(block) == len(block)
+        temporary.rename(directory / name)
 
-    def __init__(self, store: Any, segment: HostSegment) -> None:
-        self._directory = Path(store._directory)
+    def read_one(name: str, block: memoryview) -> None:
+        with (directory / name).open("rb", buffering=0) as file:
+            assert file.readinto(block) == len(block)
 
-    def write(self, names: list[str], blocks: list[memoryview]) -> None:
-        def one(name: str, block: memoryview) -> None:
-            temporary = self._directory / f"{name}#"
-            with temporary.open("xb", buffering=0) as file:
-                assert file.write(block) == len(block)
-            temporary.rename(self._directory / name)
-
-        (self._directory / names[0]).parent.mkdir(parents=True, exist_ok=True)
-        self._each(one, names, blocks)
-
-    def read(self, names: list[str], blocks: list[memoryview]) -> None:
-        def one(name: str, block: memoryview) -> None:
-            with (self._directory / name).open("rb", buffering=0) as file:
-                assert file.readinto(block) == len(block)
-
-        self._each(one, names, blocks)
-
-    def _each(
-        self, action: Callable[[str, memoryview], None], names: list[str], blocks: list[memoryview]
+    def each(
+        one: Callable[[str, memoryview], None], names: list[str], blocks: list[memoryview]
     ) -> None:
         def share(first: int) -> None:
             for place in range(first, len(names), _FILE_THREADS):
-                action(names[place], blocks[place])
+                one(names[place], blocks[place])
 
+        (directory / names[0]).parent.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(_FILE_THREADS) as threads:
             list(threads.map(share, range(_FILE_THREADS)))
 
+    return OwnCalls("plain file calls", partial(each, write_one), partial(each, read_one))
 
-class ObstoreCalls(OwnCalls):
+
+def _obstore_calls(store: Any) -> OwnCalls:
     """One request per block, as many at once as FlexCache sends."""
+    import obstore
 
-    name = "obstore's requests"
+    async def write_one(name: str, block: memoryview) -> None:
+        await obstore.put_async(store._client, name, block, use_multipart=False)
 
-    def __init__(self, store: Any, segment: HostSegment) -> None:
-        import obstore
+    async def read_one(name: str, block: memoryview) -> None:
+        block[:] = memoryview(await (await obstore.get_async(store._client, name)).bytes_async())
 
-        self._api, self._client = obstore, store._client
-
-    def write(self, names: list[str], blocks: list[memoryview]) -> None:
-        async def one(name: str, block: memoryview) -> None:
-            await self._api.put_async(self._client, name, block, use_multipart=False)
-
-        _each(one, names, blocks)
-
-    def read(self, names: list[str], blocks: list[memoryview]) -> None:
-        async def one(name: str, block: memoryview) -> None:
-            block[:] = memoryview(
-                await (await self._api.get_async(self._client, name)).bytes_async()
-            )
-
-        _each(one, names, blocks)
-
-
-def _each(action: Callable[..., Any], names: list[str], blocks: list[memoryview]) -> None:
-    async def all_of_them() -> None:
+    async def all_of_them(one: Any, names: list[str], blocks: list[memoryview]) -> None:
         free = asyncio.Semaphore(CONCURRENCY)
 
-        async def limited(*arguments: Any) -> None:
+        async def limited(name: str, block: memoryview) -> None:
             async with free:
-                await action(*arguments)
+                await one(name, block)
 
         await asyncio.gather(*map(limited, names, blocks))
 
-    asyncio.run(all_of_them())
+    def each(one: Any, names: list[str], blocks: list[memoryview]) -> None:
+        asyncio.run(all_of_them(one, names, blocks))
 
-
-def own_calls(url: str) -> Callable[[Any, HostSegment], OwnCalls]:
-    """Return the class that calls the store at a URL without FlexCache."""
-    calls = {"mooncake": MooncakeCalls, "file": FileCalls}
-    calls |= dict.fromkeys(("s3", "gs", "az"), ObstoreCalls)
-    return calls.get(check_remote_url(url).scheme, MemoryCalls)
+    return OwnCalls("obstore's requests", partial(each, write_one), partial(each, read_one))
 
 
 class StoreBench:
@@ -219,7 +185,7 @@ class StoreBench:
             self.service.close()
             raise store
         self._store = store
-        self.own = own_calls(url)(self._store, segment)
+        self.own = own_calls(url, self._store, segment)
         self._count = segment.num_blocks // 2
         self._size = block_bytes
         self._source = [segment.block(i)[:block_bytes] for i in range(self._count)]
@@ -288,7 +254,7 @@ def measure_store(url: str, block_bytes: int, rounds: int, seed: int = 0) -> Ite
         ours = [speed[f"{direction} ours"] for speed in found]
         own = [speed[f"{direction} own"] for speed in found]
         ratio = statistics.median(a / b for a, b in zip(ours, own, strict=True))
-        is_store = not isinstance(bench.own, MemoryCalls)
+        is_store = bench.own.name != _STORES_OWN
         yield Result(
             f"{direction}, {url.partition(':')[0]}, blocks of {block_bytes >> 10:,} KiB", "GB/s",
             ours, statistics.median(ours) / ratio, bench.own.name,

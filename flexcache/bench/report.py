@@ -1,72 +1,23 @@
-"""Reports of a run: progress, tables, JSON and a plot."""
+"""Reports of a run: tables, JSON and a plot."""
 
 from __future__ import annotations
 
 import math
-import signal
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import msgspec
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from flexcache.bench.suite import CaseReport, Outcome, Report, Result
+from flexcache.bench.suite import CaseOutcome, CaseReport, Report, Result
 from flexcache.errors import ConfigError, MissingDependencyError
-
-
-class CaseProgress:
-    """A progress bar over the cases; without a terminal, a line per case.
-
-    It is drawn only between cases: a thread that draws ten times a second would compete for the
-    interpreter with what is being timed.
-
-    Meanwhile SIGTERM ends the run like Ctrl-C. If the signal arrives during a finalizer, where
-    Python drops exceptions, the run ends before the next case.
-    """
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
-            TimeElapsedColumn(), console=console, auto_refresh=False, transient=True,
-        )  # fmt: skip
-        self._task = self._progress.add_task("preparing", total=None)
-        self._was_interrupted = False
-        self._previous: dict[int, Any] = {}
-
-    def announce(self, num_ended: int, total: int, title: str) -> None:
-        if self._was_interrupted:
-            raise KeyboardInterrupt
-        self._progress.update(self._task, completed=num_ended, total=total, description=title)
-        self._progress.refresh()
-        if not self._console.is_terminal and num_ended < total:
-            self._console.print(f"[{num_ended + 1}/{total}] {title}", markup=False, soft_wrap=True)
-
-    def __enter__(self) -> CaseProgress:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # background jobs ignore it
-                self._previous[number] = signal.signal(number, self._interrupt)
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-        for number, previous in self._previous.items():
-            signal.signal(number, previous)
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        self._was_interrupted = True
-        raise KeyboardInterrupt
-
 
 _PERCENTS = {"p90": 90, "p99": 99, "worst": 100}
 
@@ -88,17 +39,8 @@ def _show_section(section: str, cases: Sequence[CaseReport], console: Console) -
     results = results_of(cases)
     if results:
         table = Table(title=section, title_justify="left", title_style="bold")
-        for heading in (
-            "figure",
-            "p50",
-            *_PERCENTS,
-            "unit",
-            "bound",
-            "of",
-            "ratio",
-            "target",
-            "reached",
-        ):
+        columns = ("figure", "p50", *_PERCENTS, "unit", "bound", "of", "ratio", "target", "reached")
+        for heading in columns:
             is_text = heading in ("figure", "unit", "of", "target", "reached")
             table.add_column(heading, justify="left" if is_text else "right",
                              overflow="fold", no_wrap=heading in ("p50", *_PERCENTS))  # fmt: skip
@@ -106,15 +48,20 @@ def _show_section(section: str, cases: Sequence[CaseReport], console: Console) -
             table.add_row(*_cells(result))
         console.print(table)
         _show_growth(results, console)
+    words = {
+        CaseOutcome.FAILED: "[red]FAILED[/]",
+        CaseOutcome.UNSUPPORTED: "[yellow]unsupported[/]",
+    }
     for case in cases:
-        name = escape(f"{section}, {case.title}")
-        if case.outcome is Outcome.FAILED:
-            console.print(f"[red]FAILED[/] {name}: {escape(case.reason)}", soft_wrap=True)
-        elif case.outcome is Outcome.UNSUPPORTED:
-            console.print(f"[yellow]unsupported[/] {name}: {escape(case.reason)}", soft_wrap=True)
-    for note in dict.fromkeys(result.note for result in results if result.note):
-        names = [result.name for result in results if result.note == note]
-        who = names[0] if len(set(names)) == 1 else f"{names[0]}, ..."
+        if case.outcome in words:
+            name = escape(f"{section}, {case.title}: {case.reason}")
+            console.print(f"{words[case.outcome]} {name}", soft_wrap=True)
+    notes: dict[str, dict[str, None]] = {}
+    for result in results:
+        notes.setdefault(result.note, {})[result.name] = None
+    notes.pop("", None)
+    for note, names in notes.items():
+        who = next(iter(names)) + (", ..." if len(names) > 1 else "")
         console.print(f"  {escape(who)}: {escape(note)}", style="dim", soft_wrap=True)
 
 
@@ -223,37 +170,23 @@ def _machine_line(machine: dict[str, Any]) -> str:
 
 def _summary(report: Report) -> str:
     judged = [result.is_reached for result in report.results if result.is_reached is not None]
-    counts = {outcome: sum(case.outcome is outcome for case in report.cases) for outcome in Outcome}
+    counts = Counter(case.outcome for case in report.cases)
     text = (
         f"{len(report.results)} figures in {report.took_s:.0f} s; targets reached: "
-        f"{sum(judged)} of {len(judged)}; cases failed: {counts[Outcome.FAILED]}, "
-        f"unsupported: {counts[Outcome.UNSUPPORTED]}"
+        f"{sum(judged)} of {len(judged)}; cases failed: {counts[CaseOutcome.FAILED]}, "
+        f"unsupported: {counts[CaseOutcome.UNSUPPORTED]}"
     )
     return f"[red]interrupted[/] {text}" if report.was_interrupted else text
 
 
 def _as_plain(report: Report) -> dict[str, Any]:
-    settings = asdict(report.settings)
-    settings["sections"] = list(report.settings.sections)
-    settings["directory"] = report.machine["directory"]["path"]
-    return {
-        "started_at": report.started_at,
-        "took_s": report.took_s,
-        "was_interrupted": report.was_interrupted,
-        "settings": settings,
-        "machine": report.machine,
-        "cases": [
-            {
-                "section": case.section,
-                "title": case.title,
-                "outcome": case.outcome.value,
-                "reason": case.reason,
-                "took_s": case.took_s,
-                "results": [_plain_result(result) for result in case.results],
-            }
-            for case in report.cases
-        ],
-    }
+    plain = asdict(report)
+    plain["settings"]["sections"] = list(report.settings.sections)
+    plain["settings"]["directory"] = report.machine["directory"]["path"]
+    for case, of_case in zip(report.cases, plain["cases"], strict=True):
+        of_case["outcome"] = case.outcome.value
+        of_case["results"] = [_plain_result(result) for result in case.results]
+    return plain
 
 
 def _plain_result(result: Result) -> dict[str, Any]:
@@ -304,12 +237,8 @@ def _bar(result: Result) -> Bar | None:
     def speed(value: float) -> float:
         return bound / value if result.less_is_better else value / bound
 
-    return Bar(
-        f"{result.title}  |  {name}",
-        speed(result.median),
-        speed(strictest),
-        is_reached,
-    )
+    label = f"{result.title}  |  {name}"
+    return Bar(label, speed(result.median), speed(strictest), is_reached)
 
 
 def check_plot_file(path: Path) -> None:

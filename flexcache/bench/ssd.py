@@ -1,4 +1,13 @@
-"""Measures a directory's device with nothing above it: with fio, or else with a bare loop."""
+"""SSD tier compared with fio: the disk worker alone, and the whole way from KV tensors and back.
+
+All use O_DIRECT, the same directory and the same number of I/Os in flight, and take turns. Writes
+end when they are durable, those of fio with one sync; reads when their checksums were compared.
+Without fio, a bare loop over FlexCache's own block I/O engine replaces it, and the results name it.
+
+A device's speed depends on how scattered a block's pages are in the machine's memory. So fio's
+buffers get huge pages, as the host pool does; where the kernel grants none, each side has its own
+ordinary pages, and ratios differ from run to run.
+"""
 
 from __future__ import annotations
 

@@ -26,6 +26,8 @@ from flexcache.config.remote_url import check_remote_url
 from flexcache.errors import ConfigError, MissingDependencyError
 from flexcache.storage.machine import installed_memory, mount_of, usable_memory
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 _LESS_IS_BETTER = frozenset({"us", "ms", "s", "bytes"})
@@ -135,6 +137,17 @@ def sample_beside(
         times.append(_timed(call, undo) * scale)
         bounds.append(_timed(bound, lambda _: None) * scale)
     return times[warm_up:], statistics.median(bounds[warm_up:])
+
+
+def rates(
+    name: str, num_bytes: int, sampled: tuple[list[float], float],
+    bound_name: str = "one contiguous pinned copy", **more: Any,
+) -> Result:  # fmt: skip
+    """Return GB/s of what `sample_beside` has timed in seconds; ``more`` are other fields."""
+    times, bound_s = sampled
+    gigabytes = num_bytes / 1e9
+    return Result(name, "GB/s", [gigabytes / s for s in times], gigabytes / bound_s, bound_name,
+                  **more)  # fmt: skip
 
 
 def _timed(call: Callable[[], T], undo: Callable[[T], object]) -> float:
@@ -249,8 +262,6 @@ def _read(path: Path) -> str:
         return ""
 
 
-logger = logging.getLogger(__name__)
-
 SECTIONS = {name: f"flexcache.bench.{name}" for name in ("dram", "ssd", "remote", "gpu")}
 """Sections of `flexcache bench`, and their modules."""
 
@@ -298,7 +309,7 @@ def choose_sections(names: Sequence[str], available: Mapping[str, str]) -> Mappi
     return {name: available[name] for name in names or available}
 
 
-class Outcome(Enum):
+class CaseOutcome(Enum):
     DONE = "done"
     UNSUPPORTED = "unsupported"
     FAILED = "failed"
@@ -306,11 +317,11 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class CaseReport:
-    """Outcome of a case; ``reason`` says why it is unsupported, or how it failed."""
+    """CaseOutcome of a case; ``reason`` says why it is unsupported, or how it failed."""
 
     section: str
     title: str
-    outcome: Outcome
+    outcome: CaseOutcome
     results: Sequence[Result] = ()
     reason: str = ""
     took_s: float = 0.0
@@ -333,7 +344,7 @@ class Report:
 
     @property
     def has_failed(self) -> bool:
-        return any(case.outcome is Outcome.FAILED for case in self.cases)
+        return any(case.outcome is CaseOutcome.FAILED for case in self.cases)
 
     @property
     def misses_targets(self) -> bool:
@@ -420,13 +431,13 @@ def _give_reason(error: Exception) -> NoReturn:
 def run_case(section: str, case: Case) -> CaseReport:
     """Run a case and catch its errors."""
     started = time.monotonic()
-    outcome, results, reason = Outcome.DONE, list[Result](), ""
+    outcome, results, reason = CaseOutcome.DONE, list[Result](), ""
     try:
         results.extend(case.run())
     except (Unsupported, MissingDependencyError) as error:
-        outcome, reason = Outcome.UNSUPPORTED, str(error)
+        outcome, reason = CaseOutcome.UNSUPPORTED, str(error)
     except Exception as error:
         logger.debug("%s, %s", section, case.title, exc_info=True)
-        outcome, reason = Outcome.FAILED, f"{type(error).__name__}: {error}"
+        outcome, reason = CaseOutcome.FAILED, f"{type(error).__name__}: {error}"
     took_s = time.monotonic() - started
     return CaseReport(section, case.title, outcome, results, reason, took_s)

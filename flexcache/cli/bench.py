@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from flexcache.errors import ConfigError
-from flexcache.terminal import user_errors
+from flexcache.terminal import user_errors, wide_console
 
 if TYPE_CHECKING:
     from flexcache.bench.suite import Settings
-
-_UNBOUNDED_WIDTH = 180
-"""Width of tables in a file or a pipe, in characters."""
 
 Only = Annotated[str, typer.Option(help="Run only cases whose title contains this.")]
 Thorough = Annotated[
@@ -67,7 +67,7 @@ def run_and_report(
     settings: Settings, *, strict: bool, json_file: Path | None, plot_file: Path | None
 ) -> None:
     """Run cases, show the results, write the requested files, and set the exit status."""
-    from flexcache.bench.report import CaseProgress, check_plot_file, draw, show_report, write_json
+    from flexcache.bench.report import check_plot_file, draw, show_report, write_json
     from flexcache.bench.suite import run_suite
 
     console = Console()
@@ -78,7 +78,7 @@ def run_and_report(
             check_plot_file(plot_file)
         with CaseProgress(Console(stderr=True)) as progress:
             report = run_suite(settings, progress.announce)
-        show_report(report, console if console.is_terminal else Console(width=_UNBOUNDED_WIDTH))
+        show_report(report, wide_console(console))
         if json_file is not None:
             write_json(report, json_file)
         if plot_file is not None:
@@ -95,3 +95,48 @@ def _check_writable(path: Path) -> None:
         raise ConfigError(f"{path}: no directory {path.parent}")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(f"{path}: cannot be written")
+
+
+class CaseProgress:
+    """A progress bar over the cases; without a terminal, a line per case.
+
+    It is drawn only between cases: a thread that draws ten times a second would compete for the
+    interpreter with what is being timed.
+
+    Meanwhile SIGTERM ends the run like Ctrl-C. If the signal arrives during a finalizer, where
+    Python drops exceptions, the run ends before the next case.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
+            TimeElapsedColumn(), console=console, auto_refresh=False, transient=True,
+        )  # fmt: skip
+        self._task = self._progress.add_task("preparing", total=None)
+        self._was_interrupted = False
+        self._previous: dict[int, Any] = {}
+
+    def announce(self, num_ended: int, total: int, title: str) -> None:
+        if self._was_interrupted:
+            raise KeyboardInterrupt
+        self._progress.update(self._task, completed=num_ended, total=total, description=title)
+        self._progress.refresh()
+        if not self._console.is_terminal and num_ended < total:
+            self._console.print(f"[{num_ended + 1}/{total}] {title}", markup=False, soft_wrap=True)
+
+    def __enter__(self) -> CaseProgress:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # background jobs ignore it
+                self._previous[number] = signal.signal(number, self._interrupt)
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._was_interrupted = True
+        raise KeyboardInterrupt

@@ -12,12 +12,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flexcache.terminal import user_errors
+from flexcache.terminal import user_errors, wide_console
 
 if TYPE_CHECKING:
     from flexcache.config.settings import EffectiveSettings
-
-_PIPE_WIDTH = 180  # characters; output to a pipe need not fit a terminal
 
 
 def config(
@@ -59,8 +57,7 @@ def config(
     if as_json:
         typer.echo(json.dumps(_as_table(found, describe), indent=1, default=str))
     else:
-        wide = console if console.is_terminal else Console(width=_PIPE_WIDTH)
-        _show(wide, found, describe)
+        _show(wide_console(console), found, describe)
     if found.error is not None:
         raise typer.Exit(1)
 

@@ -8,21 +8,18 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, Request, build_opener
 
+import msgspec
 import typer
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from flexcache.errors import FlexCacheError, ServerLostError
-from flexcache.terminal import user_errors
-
-if TYPE_CHECKING:
-    pass
-
+from flexcache.terminal import user_errors, wide_console
 
 _MAX_BYTES = 64 << 20
 _OPENER = build_opener(ProxyHandler({}))  # the token is for the server only
@@ -72,22 +69,25 @@ Tree = TypeVar("Tree")
 Rates = TypeVar("Rates")
 
 
-class View(Generic[Tree, Rates]):
+class StatusView(Generic[Tree, Rates]):
     """Reads statistics and renders them, with their rates since the last reading.
 
     Args:
-        read: Returns statistics. May raise `ServerLostError`.
+        fetch: Returns statistics as they came. May raise `ServerLostError`.
+        parse: Makes a tree of them.
         rates_between: Returns the rates between two readings, this many seconds apart.
         render: Renders a reading for a width in characters.
     """
 
     def __init__(
         self,
-        read: Callable[[], Tree],
+        fetch: Callable[[], Any],
+        parse: Callable[[Any], Tree],
         rates_between: Callable[[Tree, Tree, float], Rates | None],
         render: Callable[[Tree, Rates | None, int], RenderableType],
     ) -> None:
-        self._read = read
+        self.fetch = fetch
+        self._parse = parse
         self._rates_between = rates_between
         self._render = render
         self._before: tuple[float, Tree] | None = None
@@ -99,14 +99,14 @@ class View(Generic[Tree, Rates]):
             ServerLostError: There is no answer. The next look has no rates.
         """
         before, self._before = self._before, None
-        stats, now = self._read(), time.monotonic()
+        stats, now = self._parse(self.fetch()), time.monotonic()
         self._before = now, stats
         rates = before and self._rates_between(before[1], stats, now - before[0])
         return self._render(stats, rates, width)
 
 
 def watch(
-    view: View[Tree, Rates], console: Console, interval_s: float, *, rounds: int | None = None
+    view: StatusView[Tree, Rates], console: Console, interval_s: float, *, rounds: int | None = None
 ) -> None:
     """Show a view until interrupted.
 
@@ -124,8 +124,6 @@ def watch(
             time.sleep(interval_s)
 
 
-_UNBOUNDED_WIDTH = 160
-"""Width of output to a file or a pipe, in characters."""
 _HTTP_TIMEOUT_S = 10.0
 
 
@@ -145,85 +143,67 @@ def status(
 
     In a terminal the view refreshes every second until Ctrl-C.
     """
-
     console = Console(stderr=as_json)
     with user_errors(console):
         is_http = endpoint is not None and endpoint.startswith(("http://", "https://"))
-        read, view = _over_http(str(endpoint)) if is_http else _server(endpoint)
+        view = _over_http(str(endpoint)) if is_http else _of_server(endpoint)
         if as_json:
-            typer.echo(json.dumps(read(), indent=1))
+            typer.echo(json.dumps(msgspec.to_builtins(view.fetch()), indent=1))
         elif once or not console.is_terminal:
-            width = console.width if console.is_terminal else _UNBOUNDED_WIDTH
-            Console(width=width).print(view.look(width), soft_wrap=False)
+            wide = wide_console(console)
+            wide.print(view.look(wide.width), soft_wrap=False)
         else:
             with contextlib.suppress(KeyboardInterrupt):
                 watch(view, console, interval)
 
 
-def _server(endpoint: str | None) -> tuple[Callable[[], Any], View[Any, Any]]:
-    """Return a reader of a server's plain statistics, and their view."""
+def _of_server(endpoint: str | None) -> StatusView[Any, Any]:
     from flexcache.client.link import read_status
     from flexcache.config import CacheConfig
     from flexcache.protocol.endpoints import private_endpoint
 
     chosen = {"endpoint": endpoint} if endpoint else {}
     settings = CacheConfig.from_env(None, {"endpoint": private_endpoint("server")}, **chosen)
-
-    def read() -> dict[str, Any]:
-        assert settings.endpoint is not None
-        return read_status(settings.endpoint, settings.curve_keys, settings.server_timeout_s)
-
-    return read, _view_of_cache(read)
+    assert settings.endpoint is not None
+    return _of_cache(
+        partial(read_status, settings.endpoint, settings.curve_keys, settings.server_timeout_s)
+    )
 
 
-def _view_of_cache(read: Callable[[], dict[str, Any]]) -> View[Any, Any]:
-    from flexcache.status.view import rates_between, render
-    from flexcache.tasks.stats import from_plain
-
-    return View(lambda: from_plain(read()), rates_between, render)
-
-
-def _over_http(url: str) -> tuple[Callable[[], Any], View[Any, Any]]:
-    """Return a reader of the plain statistics of whatever serves HTTP there, and their view."""
-
+def _over_http(url: str) -> StatusView[Any, Any]:
+    """Return a view of whatever serves HTTP there."""
     refusal = FlexCacheError(
         f"{url} is neither the http_endpoint of a cache nor the control port of a router"
     )
-    for path, token_name, reader in (
-        ("/stats", "FLEXCACHE_ROUTER_CONTROL_TOKEN", _router),
-        ("/status", "FLEXCACHE_HTTP_TOKEN", _cache),
+    for path, token_name, view_of in (
+        ("/stats", "FLEXCACHE_ROUTER_CONTROL_TOKEN", _of_router),
+        ("/status", "FLEXCACHE_HTTP_TOKEN", lambda body: _of_cache(lambda: json.loads(body()))),
     ):
         token = os.environ.get(token_name)
         page = partial(read_page, url, path, token, _HTTP_TIMEOUT_S)
+
+        def body(page: Callable[[], bytes | None] = page) -> bytes:
+            if (found := page()) is None:
+                raise ServerLostError(f"another program answers at {url}")
+            return found
+
         try:
             if page() is not None:
-                return reader(url, page)
+                return view_of(body)
         except TokenRequiredError as error:
             refusal = error
     raise refusal
 
 
-def _router(url: str, page: Callable[[], bytes | None]) -> tuple[Callable[[], Any], View[Any, Any]]:
-    import msgspec
+def _of_cache(fetch: Callable[[], Any]) -> StatusView[Any, Any]:
+    from flexcache.status.view import rates_between, render
+    from flexcache.tasks.stats import from_plain
 
-    from flexcache.router.stats import RouterStats, from_json
+    return StatusView(fetch, from_plain, rates_between, render)
+
+
+def _of_router(body: Callable[[], bytes]) -> StatusView[Any, Any]:
+    from flexcache.router.stats import from_json
     from flexcache.status.router import rates_between, render
 
-    def read() -> RouterStats:
-        return from_json(_present(url, page()))
-
-    return lambda: msgspec.to_builtins(read()), View(read, rates_between, render)
-
-
-def _cache(url: str, page: Callable[[], bytes | None]) -> tuple[Callable[[], Any], View[Any, Any]]:
-    def read() -> dict[str, Any]:
-        stats: dict[str, Any] = json.loads(_present(url, page()))
-        return stats
-
-    return read, _view_of_cache(read)
-
-
-def _present(url: str, page: bytes | None) -> bytes:
-    if page is None:
-        raise ServerLostError(f"another program answers at {url}")
-    return page
+    return StatusView(lambda: from_json(body()), lambda stats: stats, rates_between, render)

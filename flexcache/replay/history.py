@@ -193,11 +193,8 @@ def _blocks(count: int) -> str:
 
 
 def _listed(before: str, counts: Mapping[str, int]) -> str:
-    return before + _joined(f"{count:,} {name}" for name, count in counts.items()) if counts else ""
-
-
-def _joined(parts: Iterable[str]) -> str:
-    return ", ".join(parts)
+    listed = ", ".join(f"{count:,} {name}" for name, count in counts.items())
+    return before + listed if counts else ""
 
 
 def _ms(seconds: float) -> str:
@@ -295,17 +292,8 @@ def _add_match(summary: Summary, match: Matched) -> None:
 
 
 _TASKS, _OPS = 1, 2  # process ids of the rows
-_WORKERS = {
-    OpKind.H2D: "device",
-    OpKind.D2H: "device",
-    OpKind.DISK2H: "disk",
-    OpKind.H2DISK: "disk",
-    OpKind.REMOTE2H: "remote",
-    OpKind.H2REMOTE: "remote",
-    OpKind.DISK2D: "device",
-    OpKind.D2DISK: "device",
-    OpKind.COMMIT: "disk",
-}
+_DISK_OPS = (OpKind.DISK2H, OpKind.H2DISK, OpKind.COMMIT)
+_REMOTE_OPS = (OpKind.REMOTE2H, OpKind.H2REMOTE)
 
 
 def chrome_trace(trace: Trace) -> dict[str, Any]:
@@ -314,41 +302,45 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
     Tasks and ops are rows; slices that overlap get rows of their own. An arrow leads from a task to
     each of its ops. Counters below show how many ops wait for each worker and how many it runs.
     """
-    tasks = list(histories(trace.records()).values())
-    ops = sorted(
-        ((task, op) for task in tasks for op in task.ops), key=lambda pair: pair[1].started
-    )
-    task_rows = _Rows()
-    events = [*_names(_TASKS, "tasks"), *_names(_OPS, "ops")]
-    rows_of_tasks = {}
-    for task in sorted(tasks, key=lambda task: task.began_s):
-        row = task_rows.take(_kind(task), task.began_s, task.ended_s)
-        rows_of_tasks[task.task] = row
-        events.append(_task_event(task, row))
-    op_rows = _Rows()
-    for task, op in ops:
-        row = op_rows.take(op.kind.value, op.started, op.time)
-        events += _op_events(task, op, rows_of_tasks[task.task], row)
-    events += task_rows.names(_TASKS)
-    events += op_rows.names(_OPS)
-    events += _queue_events(tasks)
+    tasks = sorted(histories(trace.records()).values(), key=lambda task: task.began_s)
+    task_rows, op_rows = _Rows(_TASKS, "tasks"), _Rows(_OPS, "ops")
+    rows = {task.task: _add_task(task_rows, task) for task in tasks}
+    ops = [(task, op) for task in tasks for op in task.ops]
+    for task, op in sorted(ops, key=lambda pair: pair[1].started):
+        row = op_rows.add(
+            op.kind.value, f"{op.kind.value} {op.blocks}", op.started, op.time,
+            op=op.op, task=str(task.task), request=task.request, first=op.first, blocks=op.blocks,
+            moved=op.num_ok, error=op.error,
+        )  # fmt: skip
+        arrow = {"cat": "op", "name": "op", "id": op.op, "ts": _us(op.started)}
+        op_rows.events.append({"ph": "s", "pid": _TASKS, "tid": rows[task.task], **arrow})
+        op_rows.events.append({"ph": "f", "bp": "e", "pid": _OPS, "tid": row, **arrow})
     return {
-        "traceEvents": events,
+        "traceEvents": [
+            *task_rows.events, *op_rows.events, *task_rows.names(), *op_rows.names(),
+            *_queue_events(tasks),
+        ],
         "displayTimeUnit": "ms",
         "otherData": {"fingerprint": trace.header.fingerprint, "version": trace.header.version},
-    }
+    }  # fmt: skip
 
 
 class _Rows:
-    """Assigns rows: a slice goes to the first row of its group that is free at its start."""
+    """The rows of a process, and the slices in them: a slice goes to the first row of its group
+    that is free at its start."""
 
-    def __init__(self) -> None:
+    def __init__(self, process: int, name: str) -> None:
+        self._process = process
         self._free_at: dict[str, list[tuple[float, int]]] = {}
         self._rows: dict[str, list[int]] = {}
         self._numbers = itertools.count(1)
+        self.events = [
+            self._metadata("process_name", 0, name=name),
+            self._metadata("process_sort_index", 0, sort_index=process),
+        ]
 
-    def take(self, group: str, start: float, stop: float) -> int:
-        """Return a row for a slice. Slices must come in the order of their starts."""
+    def add(self, group: str, name: str, start: float, stop: float, **args: Any) -> int:
+        """Add a slice and return its row. Slices must come in the order of their starts."""
         rows = self._free_at.setdefault(group, [])
         if rows and rows[0][0] <= start:
             _, row = heapq.heappop(rows)
@@ -356,42 +348,28 @@ class _Rows:
             row = next(self._numbers)
             self._rows.setdefault(group, []).append(row)
         heapq.heappush(rows, (stop, row))
+        known = {key: value for key, value in args.items() if value not in (None, "")}
+        self.events.append({
+            "ph": "X", "pid": self._process, "tid": row, "name": name, "ts": _us(start),
+            "dur": _us(stop - start), "args": known,
+        })  # fmt: skip
         return row
 
-    def names(self, process: int) -> Iterator[dict[str, Any]]:
+    def names(self) -> Iterator[dict[str, Any]]:
         of_groups = [(group, row) for group, rows in self._rows.items() for row in rows]
         for place, (group, row) in enumerate(of_groups):
-            yield _metadata("thread_name", process, row, {"name": group})
-            yield _metadata("thread_sort_index", process, row, {"sort_index": place})
+            yield self._metadata("thread_name", row, name=group)
+            yield self._metadata("thread_sort_index", row, sort_index=place)
 
-
-def _names(process: int, name: str) -> Iterator[dict[str, Any]]:
-    yield _metadata("process_name", process, 0, {"name": name})
-    yield _metadata("process_sort_index", process, 0, {"sort_index": process})
-
-
-def _metadata(name: str, process: int, row: int, args: dict[str, Any]) -> dict[str, Any]:
-    return {"ph": "M", "name": name, "pid": process, "tid": row, "args": args}
-
-
-def _kind(task: TaskHistory) -> str:
-    return "task" if task.kind is None else task.kind.value
-
-
-def _slice(
-    process: int, row: int, name: str, start: float, stop: float, args: dict[str, Any]
-) -> dict[str, Any]:
-    return {
-        "ph": "X", "pid": process, "tid": row, "name": name, "ts": _us(start),
-        "dur": _us(stop - start), "args": {k: v for k, v in args.items() if v not in (None, "")},
-    }  # fmt: skip
+    def _metadata(self, kind: str, row: int, **args: Any) -> dict[str, Any]:
+        return {"ph": "M", "name": kind, "pid": self._process, "tid": row, "args": args}
 
 
 def _us(seconds: float) -> float:
     return round(seconds * 1e6, 1)
 
 
-def _task_event(task: TaskHistory, row: int) -> dict[str, Any]:
+def _add_task(rows: _Rows, task: TaskHistory) -> int:
     args: dict[str, Any] = {"task": str(task.task), "request": task.request}
     if task.match is not None:
         args |= {
@@ -402,24 +380,9 @@ def _task_event(task: TaskHistory, row: int) -> dict[str, Any]:
         }
     if task.end is not None:
         args |= {"status": task.end.status.value, "moved": task.end.num_ok, "error": task.end.error}
-    name = f"{_kind(task)} {task.request or task.task}"
-    return _slice(_TASKS, row, name, task.began_s, task.ended_s, args)
-
-
-def _op_events(task: TaskHistory, op: OpEnded, task_row: int, row: int) -> Iterator[dict[str, Any]]:
-    args = {
-        "op": op.op,
-        "task": str(task.task),
-        "request": task.request,
-        "first": op.first,
-        "blocks": op.blocks,
-        "moved": op.num_ok,
-        "error": op.error,
-    }
-    yield _slice(_OPS, row, f"{op.kind.value} {op.blocks}", op.started, op.time, args)
-    arrow = {"cat": "op", "name": "op", "id": op.op, "ts": _us(op.started)}
-    yield {"ph": "s", "pid": _TASKS, "tid": task_row, **arrow}
-    yield {"ph": "f", "bp": "e", "pid": _OPS, "tid": row, **arrow}
+    kind = "task" if task.kind is None else task.kind.value
+    name = f"{kind} {task.request or task.task}"
+    return rows.add(kind, name, task.began_s, task.ended_s, **args)
 
 
 def _queue_events(tasks: Sequence[TaskHistory]) -> Iterator[dict[str, Any]]:
@@ -428,7 +391,8 @@ def _queue_events(tasks: Sequence[TaskHistory]) -> Iterator[dict[str, Any]]:
     for task in tasks:
         ready = task.ready_s()
         for op in task.ops:
-            worker = _WORKERS[op.kind]
+            is_remote, is_disk = op.kind in _REMOTE_OPS, op.kind in _DISK_OPS
+            worker = "remote" if is_remote else "disk" if is_disk else "device"
             changes.append((ready[op.op], worker, "waiting", 1))
             changes.append((op.started, worker, "waiting", -1))
             changes.append((op.started, worker, "running", 1))

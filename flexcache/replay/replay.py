@@ -1,4 +1,4 @@
-"""Repeats the calls of a trace on a real cache of any configuration.
+"""Replay of a trace's calls on a real cache of any configuration.
 
 The cache is a `KVManager` in this process with meaningless KV tensors; the prompts are the trace's
 own block keys. The order of calls determines everything except what the cache decides by the
@@ -156,26 +156,6 @@ MAX_GPU_BLOCKS = 256
 
 _FILLS_DRAM = (OpKind.D2H, OpKind.DISK2H, OpKind.REMOTE2H)
 _SETTLE_LOOK_S = 0.01
-
-
-class TraceOutline:
-    """Facts about a trace that a replay must know in advance.
-
-    Attributes:
-        num_fills: Number of ops that brought blocks to DRAM, by task.
-        longest: Blocks of the longest prompt.
-    """
-
-    def __init__(self, trace: Trace) -> None:
-        self.num_records = 0
-        self.num_fills: Counter[int] = Counter()
-        self.longest = 0
-        for record in trace.records():
-            self.num_records += 1
-            if isinstance(record, OpEnded) and record.kind in _FILLS_DRAM:
-                self.num_fills[record.task] += 1
-            elif isinstance(record, Matched):
-                self.longest = max(self.longest, record.stop)
 
 
 @dataclass(slots=True)
@@ -338,22 +318,6 @@ def _first_block(match: Matched) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """A get that found different blocks than in the trace.
-
-    Attributes:
-        then: Blocks by tier, in the trace.
-        now: Blocks by tier, in the replay.
-    """
-
-    call: int
-    time: float
-    request: str
-    then: dict[str, int]
-    now: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True)
 class ReplayReport:
     """The outcome of a replay.
 
@@ -362,12 +326,13 @@ class ReplayReport:
         now: Summary of the replay; its wall time includes all calls.
         tiers: `KVManager.stats()["tiers"]` at the end.
         latest_s: Largest delay behind the trace's pace.
+        differences: Gets that found other blocks: those of the trace and of the replay.
         notes: Parts of the trace that could not be repeated.
     """
 
     then: Summary | None
     now: Summary
-    differences: list[Difference]
+    differences: list[tuple[Matched, Matched]]
     tiers: dict[str, dict[str, int]]
     latest_s: float
     notes: list[str]
@@ -384,16 +349,13 @@ class ReplayReport:
         }
 
 
-def differences_between(then: Trace, now: Trace) -> Iterator[Difference]:
-    """Yield the gets that found different blocks in the replay than in the trace."""
-    for number, (first, second) in enumerate(zip(_matches(then), _matches(now), strict=False)):
+def differences_between(then: Trace, now: Trace) -> Iterator[tuple[Matched, Matched]]:
+    """Yield the gets of a trace that found other blocks in its replay, and those of the replay."""
+    calls = ((r for r in trace.records() if isinstance(r, Matched)) for trace in (then, now))
+    for first, second in zip(*calls, strict=False):
         is_get = first.kind is TaskKind.GET
         if is_get and (first.num_blocks, first.sources) != (second.num_blocks, second.sources):
-            yield Difference(number, first.time, first.request, first.sources, second.sources)
-
-
-def _matches(trace: Trace) -> Iterator[Matched]:
-    return (record for record in trace.records() if isinstance(record, Matched))
+            yield first, second
 
 
 def notes_on(header: TraceHeader, config: CacheConfig, num_dropped: int) -> list[str]:
@@ -451,18 +413,25 @@ def replay(
         )
     config.check_has_tier()
     check_memory(config, block_bytes, MAX_GPU_BLOCKS)
-    outline = TraceOutline(trace)
+    num_records, longest = 0, 0
+    num_fills: Counter[int] = Counter()  # ops that brought blocks to DRAM, by task
+    for record in trace.records():
+        num_records += 1
+        if isinstance(record, OpEnded) and record.kind in _FILLS_DRAM:
+            num_fills[record.task] += 1
+        elif isinstance(record, Matched):
+            longest = max(longest, record.stop)
     with (
         isolated(config, trace_dir) as config,
-        _engine(config, block_bytes, outline.longest) as engine,
+        _engine(config, block_bytes, longest) as engine,
     ):
-        player = Player(engine, config, outline.num_fills, speed)
+        player = Player(engine, config, num_fills, speed)
         for number, record in enumerate(trace.records(with_keys=True)):
             if number % 64 == 0:
-                progress(number, outline.num_records)
+                progress(number, num_records)
             player.play(record)
         player.end()
-        progress(outline.num_records, outline.num_records)
+        progress(num_records, num_records)
         stats = engine.stats()
         engine.shutdown()  # flushes its trace
         own_trace = RecordedTrace([Path(stats["trace"]["file"])])

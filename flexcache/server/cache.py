@@ -27,6 +27,7 @@ from flexcache.storage.remote import check_packages
 from flexcache.storage.shards import KVIdentity, ShardLayouts, Shards
 from flexcache.storage.slot_index import Records, ages_s
 from flexcache.tasks.engine import KVTaskEngine
+from flexcache.tasks.model import TaskLimits
 
 logger = logging.getLogger(__name__)
 
@@ -142,14 +143,16 @@ class ServedCache:
         config = self.config
         return KVTaskEngine(
             build_cache(config, sizes, self.shape if self.model.groups else None),
-            block_bytes=self.shards.block_bytes,
-            load_ranks=range(self.shards.num_ranks),
-            store_ranks=self.shards.storing_ranks,
-            op_timeout_s=config.op_timeout_s,
-            remote_timeout_s=config.remote_timeout_s + _REPLACE_AFTER_S,
-            lookup_timeout_s=config.remote_lookup_timeout_s,
-            match_ttl_s=config.match_ttl_s,
-            max_open_tasks=config.max_open_tasks,
+            TaskLimits(
+                block_bytes=self.shards.block_bytes,
+                load_ranks=range(self.shards.num_ranks),
+                store_ranks=self.shards.storing_ranks,
+                op_timeout_s=config.op_timeout_s,
+                remote_timeout_s=config.remote_timeout_s + _REPLACE_AFTER_S,
+                lookup_timeout_s=config.remote_lookup_timeout_s,
+                match_ttl_s=config.match_ttl_s,
+                max_open_tasks=config.max_open_tasks,
+            ),
         )
 
     def open(self, store_opened: Callable[[], None] = lambda: None) -> None:

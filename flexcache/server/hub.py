@@ -46,7 +46,7 @@ from flexcache.protocol.messages import (
 from flexcache.server.cache import ServedCache
 from flexcache.server.calls import SessionCalls
 from flexcache.server.greeter import Greeter, malformed_greeting, refuse_version
-from flexcache.server.outbox import BackgroundJob, pass_on, problem_of
+from flexcache.server.outbox import BackgroundJob, problem_of
 from flexcache.server.reactor import Buffer, UnreadableError, log_failed, read_message
 from flexcache.server.state import LocalCaller, Rank, Scheduler, ServerState
 from flexcache.tasks.instructions import (
@@ -232,7 +232,7 @@ class Hub:
         self.greeter.readiness_changed()
 
     def op_done(self, executor: str, done: Done, now: float) -> None:
-        pass_on(self._slot.tasks, executor, done, now)
+        self._slot.tasks.op_done(executor, done, now)
 
     def looked_up(self, answer: LookedUp, now: float) -> None:
         self._slot.tasks.looked_up(

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from flexcache.ids import OpId
 from flexcache.logs import log_event
 from flexcache.protocol.messages import Ended, SessionOver, ToClient, WeightsChanged
 from flexcache.tasks.instructions import DropOp, ReplaceExecutor, RunLookUp, RunOp
@@ -29,20 +28,17 @@ from flexcache.transfer.messages import (
     Execute,
     pack_checksums,
     pack_ids,
-    unpack_checksums,
 )
 
 if TYPE_CHECKING:
     from flexcache.server.hub import Hub
     from flexcache.server.reactor import Reactor
-    from flexcache.tasks.engine import KVTaskEngine
 
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 16
 """Slow jobs."""
 _CLOSE_PATIENCE_S = 5.0
-_MAX_ERROR = 4096  # characters of an executor's text, which goes to its task's scheduler
 
 PeerMessage = ToClient | RunOp
 """An op for a rank is encoded when it is sent, without the lock."""
@@ -121,16 +117,6 @@ def problem_of(done: Done) -> str | None:
     if not 0 <= done.seconds < math.inf:
         return f"a load of {done.seconds} s"
     return None
-
-
-def pass_on(tasks: KVTaskEngine, executor: str, done: Done, now: float) -> None:
-    """Let the task engine know how an executor's part of an op ended."""
-    error = done.error and done.error[:_MAX_ERROR]
-    tasks.op_done(
-        executor, OpId(done.op_id), done.num_ok, now, error=error, bad_block=done.bad_block,
-        checksums=unpack_checksums(done.checksums) if done.checksums else None,
-        device_bytes=done.device_bytes, seconds=done.seconds,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

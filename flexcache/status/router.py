@@ -1,4 +1,4 @@
-"""Renders the statistics of a router."""
+"""View of a router's statistics as tables that fit a width."""
 
 from __future__ import annotations
 

@@ -21,7 +21,6 @@ from flexcache.tasks.stats import (
     ServerStats,
     Stats,
     TierStats,
-    TraceStats,
 )
 
 _GAP = 2
@@ -354,8 +353,9 @@ def _others(stats: Stats) -> Iterator[Text]:
         decided |= {f"{tier} load": decision.load, f"{tier} recompute": decision.recompute}
     if any(decided.values()):
         yield titled("load or recompute, in blocks", listed(decided))
-    if server.trace is not None:
-        yield _trace(server.trace)
+    if (trace := server.trace) is not None:
+        lines = {"lines": trace.lines, "dropped": trace.dropped_lines}
+        yield titled("trace", listed(lines), f"{trace.bytes / 1e6:,.1f} MB", trace.file)
 
 
 def _limits(cache: CacheStats) -> Iterator[str]:
@@ -367,11 +367,6 @@ def _limits(cache: CacheStats) -> Iterator[str]:
         expired = {name: tier.expired_blocks for name, tier in cache.tiers.items()}
         kept = duration(cache.retention_s)
         yield f"unused blocks kept {kept}, expired: {listed(expired) or 'none'}"
-
-
-def _trace(trace: TraceStats) -> Text:
-    lines = {"lines": trace.lines, "dropped": trace.dropped_lines}
-    return titled("trace", listed(lines), f"{trace.bytes / 1e6:,.1f} MB", trace.file)
 
 
 def _remote(remote: RemoteStats) -> Text:

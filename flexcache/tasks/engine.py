@@ -26,7 +26,7 @@ Not thread-safe: the shell holds a lock around each call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
@@ -39,7 +39,6 @@ from flexcache.cache.tier import Lease
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.errors import InternalError
 from flexcache.ids import (
-    OpId,
     OpKind,
     SessionId,
     TaskId,
@@ -47,7 +46,7 @@ from flexcache.ids import (
     TierName,
 )
 from flexcache.tasks.accounts import Accounts
-from flexcache.tasks.executors import Checksums, Executors, SlotChecksums
+from flexcache.tasks.executors import Executors, SlotChecksums
 from flexcache.tasks.instructions import (
     REMOTE,
     Forgotten,
@@ -61,36 +60,36 @@ from flexcache.tasks.instructions import (
 )
 from flexcache.tasks.lookups import RemoteLookUps
 from flexcache.tasks.matching import EarlyTasks, Matcher
-from flexcache.tasks.model import ENDS, WORKERS, OpRun, Session, Task, TaskDeadlines
+from flexcache.tasks.model import (
+    DEFAULT_LIMITS,
+    ENDS,
+    WORKERS,
+    OpRun,
+    Session,
+    Task,
+    TaskDeadlines,
+    TaskLimits,
+)
 from flexcache.tasks.report import cache_stats
 from flexcache.tasks.runner import TaskRunner
 from flexcache.tasks.sessions import TaskSessions
 from flexcache.tasks.stats import CacheIdentity, CacheStats, TotalsStats
 from flexcache.transfer.breaker import CircuitBreaker
-from flexcache.transfer.messages import pack_ids
+from flexcache.transfer.messages import Done, pack_ids
 from flexcache.transfer.scheduler import BlockIds
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class TaskQueries:
     """A read-only view of the task engine's parts."""
 
-    def __init__(
-        self,
-        cache: TieredCache,
-        sessions: TaskSessions,
-        executors: Executors,
-        accounts: Accounts,
-        deadlines: TaskDeadlines,
-        lookups: RemoteLookUps | None,
-        breaker: CircuitBreaker,
-    ) -> None:
-        self._cache = cache
-        self._sessions = sessions
-        self._executors = executors
-        self._accounts = accounts
-        self._deadlines = deadlines
-        self._lookups = lookups
-        self._breaker = breaker
+    _cache: TieredCache
+    _sessions: TaskSessions
+    _executors: Executors
+    _accounts: Accounts
+    _deadlines: TaskDeadlines
+    _lookups: RemoteLookUps | None
+    _breaker: CircuitBreaker
 
     # -- sessions and tasks ----------------------------------------------------------------------
 
@@ -190,65 +189,41 @@ class KVTaskEngine:
 
     Args:
         cache: The planner with its tiers.
-        block_bytes: Bytes of one block over all ranks, for the counters.
-        load_ranks: Ranks that must all execute an H2D.
-        store_ranks: Ranks that must all execute a D2H: one for each shard.
-        op_timeout_s: Deadline of an op.
-        remote_timeout_s: Deadline of an op of the remote store.
-        lookup_timeout_s: How long a match may wait for what the remote store has.
-        match_ttl_s: A task that is not launched within this time is cancelled.
-        max_open_tasks: Limit for one session; beyond it a get is a miss and a put is dropped.
+        limits: Of its engines' ranks, and of time.
 
     Attributes:
         is_in_doubt: Whether its state is being changed, or the last change has failed half-way.
         queries: Answers questions about tasks, executors and the remote store.
     """
 
-    def __init__(
-        self,
-        cache: TieredCache,
-        *,
-        block_bytes: int,
-        load_ranks: Sequence[int] = (0,),
-        store_ranks: Sequence[int] = (0,),
-        op_timeout_s: float = 30.0,
-        remote_timeout_s: float = 3.0,
-        lookup_timeout_s: float = 0.25,
-        match_ttl_s: float = 120.0,
-        max_open_tasks: int = 4096,
-    ) -> None:
-        self._make_another = partial(
-            KVTaskEngine, block_bytes=block_bytes, load_ranks=load_ranks, store_ranks=store_ranks,
-            op_timeout_s=op_timeout_s, remote_timeout_s=remote_timeout_s,
-            lookup_timeout_s=lookup_timeout_s, match_ttl_s=match_ttl_s,
-            max_open_tasks=max_open_tasks,
-        )  # fmt: skip
+    def __init__(self, cache: TieredCache, limits: TaskLimits = DEFAULT_LIMITS) -> None:
+        self._limits = limits
         self.is_in_doubt = False
         self._change = _Change(self)
         self.cache = cache
-        self._sessions = TaskSessions(load_ranks, store_ranks)
-        self._accounts = Accounts(block_bytes, cache.tiers.lost, cache.loads)
+        self._sessions = TaskSessions(limits.load_ranks, limits.store_ranks)
+        self._accounts = Accounts(limits.block_bytes, cache.tiers.lost, cache.loads)
         self._breaker = CircuitBreaker()
         self._instructions: list[Instruction] = []
         ssd = cache.tiers.by_name.get(TierName.SSD)
         self._checksums = SlotChecksums(0 if ssd is None else ssd.capacity)
         self._executors = Executors(
-            cache.tiers, self._breaker, self._checksums, self._accounts, self._instructions,
-            block_bytes=block_bytes, op_timeout_s=op_timeout_s,
-            remote_timeout_s=remote_timeout_s,
-        )  # fmt: skip
+            cache.tiers, self._breaker, self._checksums, self._accounts, self._instructions, limits
+        )
         self._lookups: RemoteLookUps | None = None
         if cache.tiers.remote is not None:
-            self._lookups = RemoteLookUps(cache.tiers.remote, self._breaker, lookup_timeout_s)
+            self._lookups = RemoteLookUps(
+                cache.tiers.remote, self._breaker, limits.lookup_timeout_s
+            )
         self._runner = TaskRunner(
             cache, self._sessions, self._executors, self._accounts, self._instructions
         )
         self._matcher = Matcher(
             cache, self._sessions, self._executors, self._lookups, self._instructions,
-            max_open_tasks,
+            limits.max_open_tasks,
         )  # fmt: skip
         self._early = EarlyTasks(cache, self._sessions, self._matcher, self._runner)
-        self._deadlines = TaskDeadlines(match_ttl_s, remote_timeout_s)
+        self._deadlines = TaskDeadlines(limits.match_ttl_s, limits.remote_timeout_s)
         self.queries = TaskQueries(
             cache, self._sessions, self._executors, self._accounts, self._deadlines,
             self._lookups, self._breaker,
@@ -265,7 +240,7 @@ class KVTaskEngine:
         now = self.cache.tiers.now
         runs = self._executors.under_way(self._instructions)
         cache, plan = self.cache.successor(_busy_blocks(runs))
-        fresh = self._make_another(cache)
+        fresh = KVTaskEngine(cache, self._limits)
         fresh._take_over(self, runs, plan, now)
         fresh._instructions.append(Forgotten(error))
         parts = vars(fresh)
@@ -299,11 +274,6 @@ class KVTaskEngine:
         self._runner.keep_on(plan, tasks, now)
         for session in self._sessions.of_engines():
             self._sessions.forget_if_gone(session)
-
-    def _end_doubt(self) -> None:
-        """Forget if the last change has failed, and so has what was to follow from that."""
-        if self.is_in_doubt:
-            self.forget(None)
 
     def _take_in(self, event: Callable[..., object], *args: object) -> None:
         """Take in what has happened. If that fails it has happened all the same: it is taken in
@@ -431,7 +401,8 @@ class KVTaskEngine:
         )  # fmt: skip
 
     def _match(self, task_id: TaskId, prompt: Prompt, now: float) -> Plan:
-        self._end_doubt()
+        if self.is_in_doubt:  # the last change has failed, and so has what was to follow from that
+            self.forget(None)
         owner = self._sessions.of(task_id)
         owner.take_id(task_id)
         with self._change:
@@ -471,7 +442,8 @@ class KVTaskEngine:
         Returns:
             Those that had ended before: cancelled, say. They stay as they are.
         """
-        self._end_doubt()
+        if self.is_in_doubt:  # the last change has failed, and so has what was to follow from that
+            self.forget(None)
         to_start, had_ended = self._sessions.launchable(task_ids, gpu_blocks)
         with self._change:
             for task, blocks in to_start:
@@ -491,7 +463,8 @@ class KVTaskEngine:
         Raises:
             KeyError: The id was never given out.
         """
-        self._end_doubt()
+        if self.is_in_doubt:  # the last change has failed, and so has what was to follow from that
+            self.forget(None)
         task = self._sessions.tasks.get(task_id)
         if task is None:
             self._sessions.of(task_id).require_known(task_id)
@@ -517,7 +490,8 @@ class KVTaskEngine:
         Returns:
             Those that were never launched and have ended by this.
         """
-        self._end_doubt()
+        if self.is_in_doubt:  # the last change has failed, and so has what was to follow from that
+            self.forget(None)
         to_cancel = list(task_ids)
         for task_id in to_cancel:
             self._sessions.of(task_id).require_known(task_id)
@@ -641,25 +615,9 @@ class KVTaskEngine:
 
         self._take_in(change)
 
-    def op_done(
-        self, executor: str, op_id: OpId, num_ok: int, now: float, *, error: str | None = None,
-        bad_block: bool = False, checksums: Checksums | None = None, device_bytes: int = 0,
-        seconds: float = 0.0,
-    ) -> None:  # fmt: skip
-        """An executor has ended its part of an op with the first ``num_ok`` blocks moved.
-
-        ``bad_block``: the next one is unreadable or has wrong bytes. ``checksums``: of the blocks
-        written to a tier that verifies. ``device_bytes``: what the SSD had to move.
-        ``seconds``: what the copies of a gated load took.
-        """
-        self._take_in(
-            lambda: self._runner.settle(
-                self._executors.done(
-                    executor, op_id, num_ok, now, error, bad_block, checksums, device_bytes, seconds
-                ),
-                now,
-            )
-        )
+    def op_done(self, executor: str, done: Done, now: float) -> None:
+        """An executor has ended its part of an op."""
+        self._take_in(lambda: self._runner.settle(self._executors.done(executor, done, now), now))
 
     def tick(self, now: float) -> None:
         """Let deadlines pass, and write what is due to tiers that are available again."""
@@ -707,7 +665,8 @@ class KVTaskEngine:
         return min((time for time in times if time is not None), default=None)
 
     def take_instructions(self) -> list[Instruction]:
-        self._end_doubt()
+        if self.is_in_doubt:
+            self.forget(None)
         try:  # an interrupt between two lines loses none
             return self._instructions.copy()
         finally:

@@ -17,7 +17,7 @@ withdraws it before its turn.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -36,57 +36,11 @@ from flexcache.tasks.instructions import (
     ReplaceExecutor,
     RunOp,
 )
-from flexcache.tasks.model import LOAD_TIER, LOWER_TIER, WORKER_OF, WORKERS, OpRun, Task
+from flexcache.tasks.model import LOAD_TIER, LOWER_TIER, WORKER_OF, WORKERS, OpRun, Task, TaskLimits
 from flexcache.tasks.stats import QueueStats
 from flexcache.transfer.breaker import CircuitBreaker
+from flexcache.transfer.messages import Done, unpack_checksums
 from flexcache.transfer.scheduler import FairQueue, TransferOp, Urgency
-
-
-class Availability:
-    """Applies the rule to the tiers below DRAM.
-
-    A tier takes part while its worker is up and its breaker, if it has one, is closed. One that
-    does not is neither read nor written: gets plan what the other tiers have, write-throughs skip
-    it, and what is dirty stays dirty.
-
-    Args:
-        tiers: Names of these tiers. None takes part before the first `sync`.
-        breakers: Breakers of tiers that can be given up while their worker is up.
-        unavailable: Receives the names of tiers that do not take part: the set that plans are
-            made by.
-    """
-
-    def __init__(
-        self,
-        tiers: Iterable[TierName],
-        breakers: Mapping[TierName, CircuitBreaker],
-        unavailable: set[TierName],
-    ) -> None:
-        self._tiers = tuple(tiers)
-        self._breakers = breakers
-        self._unavailable = unavailable
-        unavailable.update(self._tiers)
-
-    def takes_part(self, tier: TierName, up: Container[str]) -> bool:
-        """Apply the rule to one tier. ``up`` has the names of the workers that are up."""
-        breaker = self._breakers.get(tier)
-        return WORKERS[tier] in up and (breaker is None or breaker.is_closed)
-
-    def sync(self, up: Container[str]) -> list[TierName]:
-        """Apply the rule to every tier; returns those that have just become unavailable."""
-        lost = []
-        for tier in self._tiers:
-            if self.takes_part(tier, up):
-                self._unavailable.discard(tier)
-            elif tier not in self._unavailable:
-                self._unavailable.add(tier)
-                lost.append(tier)
-        return lost
-
-    def check(self, up: Container[str]) -> bool:
-        """Whether the set of unavailable tiers agrees with the rule."""
-        return all(self.takes_part(t, up) is (t not in self._unavailable) for t in self._tiers)
-
 
 Checksums = npt.NDArray[np.uint64]
 
@@ -123,6 +77,7 @@ _MAX_OPS_AT_ONCE = 8  # given to a worker: enough to keep it busy, few enough th
 # wait behind many writes, and that a deadline means what it says
 _SLOWEST_BYTES_PER_S = 1e8  # a large op gets this much longer than the configured deadline
 _GATE_PATIENCE_S = 600.0  # the engine's worker may be in a long step
+_MAX_ERROR = 4096  # characters of an executor's text, which goes to its task's scheduler
 _MAX_STALE_DEADLINES = 64  # and as many as ops run: then those of ended ops are swept out
 
 
@@ -145,9 +100,10 @@ class Executors:
         breaker: Circuit breaker of the remote store.
         checksums: Checksums of the SSD tier's slots.
         instructions: Receives `RunOp`, `DropOp` and `ReplaceExecutor`.
-        block_bytes: Bytes of one block over all ranks.
-        op_timeout_s: Deadline of an op.
-        remote_timeout_s: Deadline of an op of the remote store.
+
+    A tier below DRAM takes part while its worker is up and its breaker, if it has one, is closed.
+    One that does not is neither read nor written: gets plan what the other tiers have,
+    write-throughs skip it, and what is dirty stays dirty.
     """
 
     def __init__(
@@ -157,24 +113,22 @@ class Executors:
         checksums: SlotChecksums,
         accounts: Accounts,
         instructions: list[Instruction],
-        *,
-        block_bytes: int,
-        op_timeout_s: float,
-        remote_timeout_s: float,
+        limits: TaskLimits,
     ) -> None:
         self._up: dict[str, bool] = {}
         """Whether each executor moves blocks between GPU and SSD past DRAM."""
         self._unavailable = tiers.unavailable
         self._breaker = breaker
-        self._availability = Availability(
-            (tier.name for tier in tiers.lower), {TierName.REMOTE: breaker}, tiers.unavailable
-        )
+        self._lower = [tier.name for tier in tiers.lower]
+        tiers.unavailable.update(self._lower)  # until their workers are up
         self._checksums = checksums
         self._instructions = instructions
         self._accounts = accounts
-        self._block_bytes = block_bytes
-        self._op_timeout_s = op_timeout_s
-        self._lanes = {DISK: _WorkerLane(op_timeout_s), REMOTE: _WorkerLane(remote_timeout_s)}
+        self._block_bytes = limits.block_bytes
+        self._op_timeout_s = limits.op_timeout_s
+        self._lanes = {
+            DISK: _WorkerLane(limits.op_timeout_s), REMOTE: _WorkerLane(limits.remote_timeout_s)
+        }  # fmt: skip
         self._running: dict[OpId, OpRun] = {}
         self._direct_blocks = 0
         """How many the running ops between GPU and SSD have together."""
@@ -203,7 +157,7 @@ class Executors:
     def succeed(self, former: Executors, running: Iterable[OpRun], now: float) -> None:
         """Serve on after everything was forgotten but these ops, which are to end early."""
         self._up = former._up
-        self._availability.sync(self._up)
+        self.sync()
         deadlines = {op_id: deadline_s for deadline_s, op_id in former._deadlines}
         for run in running:
             op = run.op
@@ -224,7 +178,7 @@ class Executors:
     def up(self, executor: str, is_direct: bool = False) -> None:
         """An executor serves; if ``is_direct``, ops past DRAM too."""
         self._up[executor] = is_direct
-        self._availability.sync(self._up)
+        self.sync()
 
     def down(self, executor: str, reason: str, now: float) -> list[OpRun]:
         """An executor is gone, and with it all that it was moving."""
@@ -250,9 +204,15 @@ class Executors:
         return any(executor in run.waiting_for for run in self._running.values())
 
     def sync(self, reason: str = "") -> list[OpRun]:
-        """End what waits for a tier that has become unavailable."""
+        """Learn which tiers take part, and end what waits for one that no longer does."""
         ended = []
-        for tier in self._availability.sync(self._up):
+        for tier in self._lower:
+            if self._takes_part(tier):
+                self._unavailable.discard(tier)
+                continue
+            if tier in self._unavailable:
+                continue
+            self._unavailable.add(tier)
             worker = WORKERS[tier]
             why = f"{worker}: {reason or self._breaker.last_reason}"
             while (waiting := self._lanes[worker].queue.next()) is not None:
@@ -260,6 +220,11 @@ class Executors:
                 task.waiting.discard(op.op_id)
                 ended.append(_undone(task, op, why))
         return ended
+
+    def _takes_part(self, tier: TierName) -> bool:
+        return WORKERS[tier] in self._up and (
+            tier is not TierName.REMOTE or self._breaker.is_closed
+        )
 
     # -- ops -------------------------------------------------------------------------------------
 
@@ -292,29 +257,21 @@ class Executors:
         num_early = lane.queue.num_blocks(Urgency.EARLY) if is_early else 0
         return lane.blocks_loading + lane.queue.num_blocks(Urgency.NEEDED) + num_early
 
-    def done(
-        self,
-        executor: str,
-        op_id: OpId,
-        num_ok: int,
-        now: float,
-        error: str | None,
-        bad_block: bool,
-        checksums: Checksums | None,
-        device_bytes: int = 0,
-        seconds: float = 0.0,
-    ) -> list[OpRun]:
+    def done(self, executor: str, done: Done, now: float) -> list[OpRun]:
         """An executor has ended its part of an op."""
-        run = self._running.get(op_id)
+        run = self._running.get(OpId(done.op_id))
         if run is None or executor not in run.waiting_for:
             return []  # it was declared gone before; what it says no longer counts
-        if checksums is not None:
-            covered = self._checksums.record(run.op, checksums)
+        num_ok, error = done.num_ok, done.error
+        if done.checksums:
+            covered = self._checksums.record(run.op, unpack_checksums(done.checksums))
             num_ok = num_ok if covered is None else min(num_ok, covered)
         num_ok = max(0, min(num_ok, len(run.op)))
-        run.device_bytes += device_bytes
-        run.copy_s = max(run.copy_s, seconds)
-        return self._reported(run, executor, num_ok, error, bad_block, now)
+        run.device_bytes += done.device_bytes
+        run.copy_s = max(run.copy_s, done.seconds)
+        if error is not None:
+            error = error[:_MAX_ERROR]
+        return self._reported(run, executor, num_ok, error, done.bad_block, now)
 
     def drop(self, task: Task) -> None:
         """Ask for an early end of the task's running ops. They are still reported."""
@@ -462,7 +419,7 @@ class Executors:
 
     def check(self, open_tasks: dict[TaskId, Task]) -> None:
         """Raise `InternalError` if an invariant does not hold. O(running ops)."""
-        if not self._availability.check(self._up):
+        if any(self._takes_part(t) is (t in self._unavailable) for t in self._lower):
             raise InternalError(f"the tiers {self._unavailable} are not those that are away")
         for tier in self._unavailable:
             if len(self._lanes[WORKERS[tier]].queue):

@@ -66,6 +66,34 @@ MAX_ROOTS = 65_536
 _MAX_ERRORS = 8  # that a response names
 
 
+@dataclass(frozen=True, slots=True)
+class TaskLimits:
+    """Ranks of each engine, and limits of its tasks.
+
+    Attributes:
+        block_bytes: Bytes of one block over all ranks, for counters and deadlines.
+        load_ranks: Ranks that must all execute an H2D.
+        store_ranks: Ranks that must all execute a D2H: one for each shard.
+        op_timeout_s: Deadline of an op.
+        remote_timeout_s: Deadline of an op of the remote store.
+        lookup_timeout_s: How long a match may wait for what the remote store has.
+        match_ttl_s: A task that is not launched within this time is cancelled.
+        max_open_tasks: Limit for one session; beyond it a get is a miss and a put is dropped.
+    """
+
+    block_bytes: int = 1
+    load_ranks: Sequence[int] = (0,)
+    store_ranks: Sequence[int] = (0,)
+    op_timeout_s: float = 30.0
+    remote_timeout_s: float = 3.0
+    lookup_timeout_s: float = 0.25
+    match_ttl_s: float = 120.0
+    max_open_tasks: int = 4096
+
+
+DEFAULT_LIMITS = TaskLimits()
+
+
 @dataclass(slots=True, eq=False)
 class Task:
     """A get, put, prefetch or store that has not ended."""

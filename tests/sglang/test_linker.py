@@ -64,7 +64,7 @@ def check_aborts(ssd: str) -> None:
     forget_gpu(engine)
     check_again(engine, tokens, 192, cold)
     forget_gpu(engine)
-    assert not linker_of(engine).parking.is_busy()
+    assert not linker_of(engine).requests.is_busy()
     tiers = manager_of(engine).stats()["tiers"]
     assert tiers["CPU"]["leased"] == 0
     settle(engine)

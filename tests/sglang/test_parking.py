@@ -29,7 +29,7 @@ MOST_TRIES = 50
 def park(engine: TinyEngine, tokens: list[int], num_new: int = 8) -> Any:
     """Queue a request, which must wait."""
     request = engine.add(tokens, num_new)
-    assert request.rid in linker_of(engine).parking
+    assert request.rid in linker_of(engine).requests.parked
     return request
 
 
@@ -86,11 +86,11 @@ def check_stopped_disk(ssd: str) -> None:
             pass
     for abort in aborts:
         engine.scheduler.abort_request(abort)
-    assert not linker.parking.is_busy()
+    assert not linker.requests.is_busy()
     assert late not in engine.scheduler.waiting_queue
 
     num_pages = 250 // linker.cache.page_size
-    while time.monotonic() - stopped_s < 20 * num_pages / linker.parking.prefill_pages_per_s:
+    while time.monotonic() - stopped_s < 20 * num_pages / linker.requests.prefill_pages_per_s:
         engine.step()
     os.kill(disk_worker, signal.SIGCONT)
     for _ in range(MOST_TRIES):  # until a page arrives, it is unknown how slow the disk is
@@ -99,7 +99,7 @@ def check_stopped_disk(ssd: str) -> None:
             break
         engine.step_until(engine.add(prompts[0]).finished)
     again = engine.add(prompts[4])
-    assert again.rid not in linker.parking  # computing is faster
+    assert again.rid not in linker.requests.parked  # computing is faster
     engine.step_until(again.finished)
     assert again.cached_tokens == 0
     assert list(again.output_ids) == expected[4]

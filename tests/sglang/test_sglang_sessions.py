@@ -27,7 +27,7 @@ def check_sessions(ssd: str) -> None:
     engine.generate(prompt(160, 9))
     settle(engine)
     assert sessions(engine)["known"] == 2
-    assert not linker_of(engine).sessions._of, "requests that have ended"
+    assert not linker_of(engine).requests._known, "requests that have ended"
 
     engine.scheduler.close_session(CloseSessionReqInput(session_id="a"))
     engine.scheduler.close_session(CloseSessionReqInput(session_id="unheard of"))
@@ -45,9 +45,9 @@ def check_sessions(ssd: str) -> None:
     forget_gpu(engine, "CPU")
     early = manager_of(engine).stats()["early_loads"]
     request = engine.add(shared + own)
-    assert request.rid in linker_of(engine).parking
-    linker_of(engine).ended(request.rid)
-    assert request.rid not in linker_of(engine).parking
+    assert request.rid in linker_of(engine).requests.parked
+    linker_of(engine).requests.ended(request.rid)
+    assert request.rid not in linker_of(engine).requests.parked
     until(lambda: not manager_of(engine).stats()["tasks"]["running"])
     until(lambda: open_blocks(engine) == 0)
     assert manager_of(engine).stats()["early_loads"]["early"] == early["early"]
@@ -55,9 +55,9 @@ def check_sessions(ssd: str) -> None:
 
     forget_gpu(engine, "CPU")
     request = engine.add(shared + own)
-    until(lambda: linker_of(engine).is_ready(request.rid))
+    until(lambda: linker_of(engine).requests.is_ready(request.rid))
     assert open_blocks(engine) > 0
-    linker_of(engine).ended(request.rid)
+    linker_of(engine).requests.ended(request.rid)
     until(lambda: open_blocks(engine) == 0)
     engine.step_until(request.finished)
     settle(engine)

@@ -444,10 +444,10 @@ def test_all_files_that_sglang_loads_identify_a_model(models: Path) -> None:
 
 def check_not_waiting(adapter: str, cache: str) -> None:
     from flexcache.integration.sglang.rank import RankCache
-    from flexcache.integration.sglang.weights import RankWeights
+    from flexcache.integration.sglang.weights import SglangWeights
 
     hooks: dict[str, Callable[..., Any]] = {}
-    weights = RankWeights()
+    weights = SglangWeights()
     weights.install(lambda name, hook, kind: hooks.update({name.rpartition(".")[2]: hook}))
     rank = cast(RankCache, Rank())
     weights.watch(rank, None)

@@ -95,7 +95,7 @@ def check_on_ssd(ssd: str) -> None:
 
     for vanish in (damage, lambda: os.truncate(data, 0)):
         forget_gpu(engine, "CPU")
-        before(linker, "park_asked", vanish)
+        before(linker.requests, "park", vanish)
         request = engine.add(TOKENS)
         engine.step_until(request.finished)
         assert request.finished_reason.to_json()["type"] == "length"

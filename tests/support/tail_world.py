@@ -41,6 +41,7 @@ from flexcache.tasks.instructions import (
     TaskResult,
     device,
 )
+from flexcache.transfer.messages import Done
 from flexcache.transfer.scheduler import BlockIds
 
 ROOT = make_root("a model with tails", [], ENGINE_KEYS)
@@ -110,7 +111,7 @@ class TailWorld:
             retention_s=retention_s,
         )
         self.cache = build_cache(config, CacheSizes(cpu, ssd, 2, 1000), self.shape)
-        self.engine = KVTaskEngine(self.cache, block_bytes=1)
+        self.engine = KVTaskEngine(self.cache)
         self.ids = TaskIds(make_session(0, 0))
         self.engine.add_session(self.ids.session, ENGINE)
         self.now = 1000.0
@@ -225,11 +226,10 @@ class TailWorld:
                     break
         for index in range(len(op)):
             self._move(run, index, is_whole=index < count)
-        checksums = np.zeros(len(op), np.uint64) if op.kind is OpKind.H2DISK else None
-        self.engine.op_done(
-            run.executor, op.op_id, count, self.now, bad_block=is_bad and count < len(op),
-            error=None if count == len(op) else "it failed", checksums=checksums,
-        )  # fmt: skip
+        checksums = bytes(8 * len(op)) if op.kind is OpKind.H2DISK else b""
+        error = None if count == len(op) else "it failed"
+        done = Done(op.op_id, count, error, is_bad and count < len(op), checksums)
+        self.engine.op_done(run.executor, done, self.now)
         self._carry_out()
 
     def finish_all(self) -> None:

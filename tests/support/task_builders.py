@@ -49,8 +49,9 @@ from flexcache.tasks.instructions import (
     TaskResult,
     device,
 )
+from flexcache.tasks.model import TaskLimits
 from flexcache.tasks.stats import BreakerStats, CacheIdentity, CacheStats
-from flexcache.transfer.messages import unpack_ids
+from flexcache.transfer.messages import Done, pack_checksums, unpack_ids
 from flexcache.transfer.scheduler import TransferOp
 
 IDENTITY = CacheIdentity(fingerprint="a model", layout="", block_bytes=1, tokens_per_block=16)
@@ -151,11 +152,12 @@ class World:
         }
         self.engine = KVTaskEngine(
             cache,
-            block_bytes=1,
-            load_ranks=load_ranks,
-            store_ranks=store_ranks,
-            op_timeout_s=op_timeout_s,
-            match_ttl_s=match_ttl_s,
+            TaskLimits(
+                load_ranks=load_ranks,
+                store_ranks=store_ranks,
+                op_timeout_s=op_timeout_s,
+                match_ttl_s=match_ttl_s,
+            ),
         )
         self._num_sessions = 0
         self.sessions: dict[str, TaskIds] = {}
@@ -428,7 +430,7 @@ class World:
 
     def report_after_death(self, run: RunOp) -> None:
         """Deliver a late message that an op of the dead executor was done."""
-        self.engine.op_done(run.executor, run.op.op_id, len(run.op), self.now)
+        self.engine.op_done(run.executor, Done(run.op.op_id, len(run.op)), self.now)
         assert self.engine.take_instructions() == []
 
     def ops(self, kind: OpKind | None = None, task_id: TaskId | None = None) -> list[RunOp]:
@@ -445,7 +447,7 @@ class World:
     def finish(self, run: RunOp, num_ok: int | None = None, error: str | None = None) -> None:
         """End the op; all of it has moved unless ``num_ok`` says less."""
         del self.at_work[run.executor, run.op.op_id]
-        op, bad_block, checksums = run.op, False, None
+        op, bad_block, checksums = run.op, False, b""
         count = len(op) if num_ok is None else num_ok
         if op.kind in SSD_READS:
             assert run.checksums is not None
@@ -463,24 +465,21 @@ class World:
         elif op.kind in SSD_WRITES:
             assert op.src is not None
             sums = [self._checksum_to_write(run, block) for block in op.src.tolist()]
-            checksums = np.array(sums, dtype=np.uint64)
+            checksums = pack_checksums(np.array(sums, dtype=np.uint64))
         self._move(run, count)
         target = {OpKind.H2DISK: TierName.SSD, OpKind.H2REMOTE: TierName.REMOTE}.get(op.kind)
         if target in self.write_backs and count < len(op):
             self.write_backs[target].num_failed_writes += 1
-        self.engine.op_done(
-            run.executor, op.op_id, count, self.now,
-            error=error, bad_block=bad_block, checksums=checksums,
-        )  # fmt: skip
+        done = Done(op.op_id, count, error, bad_block, checksums)
+        self.engine.op_done(run.executor, done, self.now)
         self._carry_out()
 
     def finish_bad(self, run: RunOp, num_ok: int = 0) -> None:
         """End the op with a block unreadable, by default its first."""
         del self.at_work[run.executor, run.op.op_id]
         self._move(run, num_ok)
-        self.engine.op_done(
-            run.executor, run.op.op_id, num_ok, self.now, error="a newer version", bad_block=True
-        )
+        done = Done(run.op.op_id, num_ok, "a newer version", bad_block=True)
+        self.engine.op_done(run.executor, done, self.now)
         self._carry_out()
 
     def finish_all(self) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import gpu_hour
 import pytest
@@ -39,11 +40,12 @@ def create_small(block_bytes, num_blocks, *options):
 
 def is_available():
     if bench := sys.modules.get("flexcache.bench.gpu"):
-        from flexcache.bench import gpu_loads, gpu_ways
         bench.OP_BYTES = 4 << 20
         bench.BLOCK_BYTES = bench.BLOCK_BYTES[-1:]
-        gpu_loads.PAGE_BYTES = gpu_loads.PAGE_BYTES[:1]
-        gpu_ways.RUN_BYTES = gpu_ways.RUN_BYTES[:1]
+    if ops := sys.modules.get("bench_gpu_ops"):
+        ops.OP_BYTES = 4 << 20
+        ops.RUN_BYTES = ops.RUN_BYTES[:1]
+        ops.PAGE_BYTES = ops.PAGE_BYTES[:1]
     return True
 
 HostSegment.create = create_small
@@ -91,12 +93,19 @@ def test_the_script_reports_what_each_step_has_found(tmp_path: Path) -> None:
         assert text in report, report
 
 
-def test_all_cases_run_but_the_one_that_multiplies_matrices(tmp_path: Path) -> None:
-    file = tmp_path / "gpu.json"
-    command = ["flexcache.cli", "bench", "gpu", "--json", str(file), "--dir", str(tmp_path)]
-    done = run([sys.executable, "-m", *command], variables_for(tmp_path))
+def cases_of(command: Sequence[str], directory: Path) -> list[dict[str, Any]]:
+    directory.mkdir()
+    file = directory / "gpu.json"
+    options = ["--json", str(file), "--dir", str(directory)]
+    done = run([sys.executable, *command, *options], variables_for(directory))
     assert file.exists(), done.stderr
-    cases = json.loads(file.read_text())["cases"]
+    cases: list[dict[str, Any]] = json.loads(file.read_text())["cases"]
+    return cases
+
+
+def test_all_cases_run_but_the_one_that_multiplies_matrices(tmp_path: Path) -> None:
+    cases = cases_of(["-m", "flexcache.cli", "bench", "gpu"], tmp_path / "users")
+    cases += cases_of([str(ROOT / "benchmarks" / "run.py"), "gpu_ops"], tmp_path / "developers")
     wrong = [case for case in cases if case["outcome"] != "done"]
     unsupported = [] if supports_direct_io(tmp_path) else ["SSD past DRAM"]
     assert [case["title"] for case in wrong] == [*unsupported, "beside the model's work"], wrong

@@ -11,17 +11,18 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster import running_cluster
 from ports import free_port
 from rich.console import Console
 
-from flexcache.cli.status import View, watch
+from flexcache.cli.status import StatusView, watch
 from flexcache.client.link import read_status
 from flexcache.errors import ServerLostError
 from flexcache.status.view import rates_between, render
-from flexcache.tasks.stats import Stats, from_plain
+from flexcache.tasks.stats import from_plain
 
 STATUS = (sys.executable, "-m", "flexcache.cli", "status", "--endpoint")
 TOKENS = list(range(256))
@@ -89,7 +90,7 @@ def test_watching_continues_while_a_server_is_lost_and_comes_back() -> None:
         screen.truncate()
         return text
 
-    def read() -> Stats:
+    def read() -> dict[str, Any]:
         """Read the status, with an action between two reads."""
         nonlocal looks
         looks += 1
@@ -102,10 +103,10 @@ def test_watching_continues_while_a_server_is_lost_and_comes_back() -> None:
             raise ServerLostError("it is gone")
         elif looks == 4:
             assert "waiting for a server: it is gone" in drawn()
-        return from_plain(read_status(cluster.manager.endpoint, None, 30.0))
+        return read_status(cluster.manager.endpoint, None, 30.0)
 
     with running_cluster() as cluster:
-        view = View(read, rates_between, render)
+        view = StatusView(read, from_plain, rates_between, render)
         watch(view, console, interval_s=0.01, rounds=4)
     last = drawn()
     assert f"process {os.getpid()}" in last

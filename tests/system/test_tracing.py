@@ -185,7 +185,7 @@ def test_blocks_that_were_there_before_the_trace_are_named(tmp_path: Path) -> No
     with running_cluster([tmp_path / "ssd"], trace_dir=str(trace_dir), **settings) as cluster:
         assert cluster.get(tokens, range(8)).mask.all()
     report = replayed(opened(tmp_path))
-    assert [(d.then, d.now) for d in report.differences] == [({"SSD": 8}, {})]
+    assert [(then.sources, now.sources) for then, now in report.differences] == [({"SSD": 8}, {})]
     assert any("8 in SSD" in note for note in report.notes)
 
 

@@ -28,7 +28,7 @@ from flexcache.bench.report import (
 from flexcache.bench.suite import (
     SECTIONS,
     Case,
-    Outcome,
+    CaseOutcome,
     Report,
     Result,
     Settings,
@@ -143,14 +143,14 @@ def test_undo_gets_what_the_call_made() -> None:
 
 def test_a_case_that_raises_is_failed_and_keeps_what_it_had_measured() -> None:
     report = run_case("dram", a_case("copies", FAST, error=AssertionError("wrong bytes")))
-    assert (report.outcome, report.results) == (Outcome.FAILED, [FAST])
+    assert (report.outcome, report.results) == (CaseOutcome.FAILED, [FAST])
     assert report.reason == "AssertionError: wrong bytes"
 
 
 @pytest.mark.parametrize("error", [Unsupported("no GPU"), MissingDependencyError("no obstore")])
 def test_missing_requirements_are_told_apart_from_failures(error: Exception) -> None:
     report = run_case("gpu", a_case("copies", error=error))
-    assert (report.outcome, report.reason) == (Outcome.UNSUPPORTED, str(error))
+    assert (report.outcome, report.reason) == (CaseOutcome.UNSUPPORTED, str(error))
 
 
 def test_the_other_cases_and_sections_go_on_after_a_failure(
@@ -170,10 +170,10 @@ def test_the_other_cases_and_sections_go_on_after_a_failure(
     )  # fmt: skip
     report = run_suite(settings_for(("gpu", "ssd", "dram")))
     assert [(case.section, case.title, case.outcome) for case in report.cases] == [
-        ("gpu", "all of it", Outcome.UNSUPPORTED),
-        ("ssd", "all of it", Outcome.FAILED),
-        ("dram", "first", Outcome.FAILED),
-        ("dram", "second", Outcome.DONE),
+        ("gpu", "all of it", CaseOutcome.UNSUPPORTED),
+        ("ssd", "all of it", CaseOutcome.FAILED),
+        ("dram", "first", CaseOutcome.FAILED),
+        ("dram", "second", CaseOutcome.DONE),
     ]
     assert report.has_failed
     text = shown(report)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flexcache.doctor.gpu import Gpus, describe_gpus, judge_gpus, judge_memory, judge_trial
+from flexcache.doctor.gpu import describe_gpus, judge_gpus, judge_memory, judge_trial
 from flexcache.doctor.gpu_driver import (
     ChildOutcome,
     DriverFound,
@@ -44,22 +44,24 @@ def tried(*used_mb: int | None) -> GpuTried:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "expected", "text"),
+    ("found", "has_files", "torch_cuda", "expected", "text"),
     [
-        (Gpus(False, NO_LIBRARY, None), [OK], "no NVIDIA GPU"),
-        (Gpus(True, NO_LIBRARY, "12.8"), [ERROR], "cannot be used: no file"),
-        (Gpus(True, driver(version=12_080, problem="CUDA error 100"), "12.8"), [WARNING],
+        (NO_LIBRARY, False, None, [OK], "no NVIDIA GPU"),
+        (NO_LIBRARY, True, "12.8", [ERROR], "cannot be used: no file"),
+        (driver(version=12_080, problem="CUDA error 100"), True, "12.8", [WARNING],
          "reports no GPU: CUDA error"),
-        (Gpus(True, driver(0, 0, version=12_080), "12.8"), [OK],
+        (driver(0, 0, version=12_080), True, "12.8", [OK],
          "2 GPUs; their driver (CUDA 12.8)"),
-        (Gpus(True, driver(0, version=12_040), "12.8"), [WARNING], "one by one"),
-        (Gpus(True, driver(0), None), [ERROR, OK], "torch was built for the CPU"),
+        (driver(0, version=12_040), True, "12.8", [WARNING], "one by one"),
+        (driver(0), True, None, [ERROR, OK], "torch was built for the CPU"),
     ],
 )  # fmt: skip
-def test_gpus(gpus: Gpus, expected: list[Level], text: str) -> None:
-    found = list(judge_gpus(gpus))
-    assert levels(found) == expected
-    assert text in found[0].text
+def test_gpus(
+    found: DriverFound, has_files: bool, torch_cuda: str | None, expected: list[Level], text: str
+) -> None:
+    findings = list(judge_gpus(found, has_files, torch_cuda))
+    assert levels(findings) == expected
+    assert text in findings[0].text
 
 
 @pytest.mark.parametrize(

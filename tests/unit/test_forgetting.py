@@ -23,6 +23,7 @@ from flexcache.cache.plan import Plan
 from flexcache.cache.prompt import Prompt
 from flexcache.ids import BlockKey, OpId, TaskId, TaskKind, TierName
 from flexcache.tasks.instructions import REMOTE, DropOp, Forgotten, RunLookUp, RunOp, TaskAnswered
+from flexcache.transfer.messages import Done
 
 WORLDS: dict[str, dict[str, Any]] = {
     "SSD": {},
@@ -335,12 +336,13 @@ def test_no_request_or_report_makes_the_engine_forget(name: str) -> None:
                 engine.looked_up(left.lookup_id, draws.choice([0, 3, HUGE, -1]), None, now, turn)
         for op_id, executor in list(given.items()):
             if draws.random() < 0.5:
-                checksums = np.zeros(draws.randrange(9), np.uint64)
-                engine.op_done(
-                    executor, draws.choice([op_id, OpId(HUGE)]), draws.choice([0, 1, 9, -1, HUGE]),
-                    now, error=draws.choice([None, "?"]), bad_block=draws.random() < 0.3,
-                    checksums=draws.choice([None, checksums]), device_bytes=HUGE,
+                checksums = bytes(8 * draws.randrange(9))
+                done = Done(
+                    draws.choice([op_id, OpId(HUGE)]), draws.choice([0, 1, 9, -1, HUGE]),
+                    draws.choice([None, "?"]), draws.random() < 0.3,
+                    draws.choice([b"", checksums]), device_bytes=HUGE,
                 )  # fmt: skip
+                engine.op_done(executor, done, now)
                 del given[op_id]
         engine.tick(now)
         engine.catch_up(now)

@@ -70,13 +70,13 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 77_300,
-    "files of the package": 552,
+    "lines of the package": 74_000,
+    "files of the package": 275,
     "lines of the router": 16_000,
-    "modules under 120 lines with one importer": 73,
-    "class names that several classes have": 32,
-    "functions with too many parameters": 37,
-    "functions more complex than 12": 68,
+    "modules under 120 lines with one importer": 6,
+    "class names that several classes have": 20,
+    "functions with too many parameters": 24,
+    "functions more complex than 12": 67,
     "types of messages": 59,
     "settings of the cache": 60,
     "settings of the router": 40,

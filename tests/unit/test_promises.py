@@ -13,6 +13,7 @@ from task_builders import ENGINE, OTHER, World
 from flexcache.client.tasks import StepPromises
 from flexcache.ids import KVStatus, OpKind, TaskId, TaskKind, TierName
 from flexcache.protocol.fence import Fence
+from flexcache.transfer.messages import Done
 
 PROMPT = "abcd"
 
@@ -164,7 +165,7 @@ def copied(world: World, task_id: TaskId, seconds: float) -> None:
         size = len(run.op)
         world._move(run, size)
         del world.at_work[run.executor, run.op.op_id]
-        world.engine.op_done(run.executor, run.op.op_id, size, world.now, seconds=seconds)
+        world.engine.op_done(run.executor, Done(run.op.op_id, size, seconds=seconds), world.now)
 
 
 def test_its_time_is_that_of_the_copies() -> None:

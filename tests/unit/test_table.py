@@ -14,8 +14,7 @@ from table_goals import GOALS
 from table_rows import ALONE, NO_FIGURE, SAME_RUN, Findings, Goal, Row, rows_for
 
 from flexcache.bench.report import write_json
-from flexcache.bench.suite import CaseReport, Report, Result, Settings
-from flexcache.bench.suite import Outcome as CaseOutcome
+from flexcache.bench.suite import CaseOutcome, CaseReport, Report, Result, Settings
 
 MACHINE = {"directory": {"path": "."}}
 

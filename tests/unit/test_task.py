@@ -38,7 +38,8 @@ from flexcache.tasks.instructions import (
     TaskResult,
     device,
 )
-from flexcache.tasks.model import Task
+from flexcache.tasks.model import Task, TaskLimits
+from flexcache.transfer.messages import Done
 
 STATES = ("created", "ready", "running")
 PROMPTS = ["abcdef", "abcxy", "ab", "apq", "z"]
@@ -825,7 +826,7 @@ def test_a_late_device_op_ends_with_its_rank() -> None:
 
 def test_a_large_op_gets_more_time() -> None:
     world = World()
-    engine = KVTaskEngine(world.cache, block_bytes=10**10, op_timeout_s=30.0)
+    engine = KVTaskEngine(world.cache, TaskLimits(10**10, op_timeout_s=30.0))
     engine.executor_up(device(ENGINE, 0))
     engine.add_session(SESSION, ENGINE)
     task_id = world.ids.next()
@@ -976,7 +977,7 @@ def test_reports_of_an_executor_that_was_declared_gone_are_ignored() -> None:
     world.down(device(ENGINE, 0))
     world.up(device(ENGINE, 0))
     world.report_after_death(world.gone[0])
-    world.engine.op_done(DISK, OpId(10**6), 2, world.now)
+    world.engine.op_done(DISK, Done(10**6, 2), world.now)
     assert status(world, task_id) == (KVStatus.FAILED, 0)
     assert world.cached(CPU, "ab") == 0
 
@@ -1086,7 +1087,7 @@ def test_when_an_engine_dies_its_copies_end_and_its_write_through_goes_on() -> N
 
 def test_each_session_has_its_own_task_limit() -> None:
     world = World(cpu=20, ssd=0)
-    engine = KVTaskEngine(world.cache, block_bytes=1, max_open_tasks=2)
+    engine = KVTaskEngine(world.cache, TaskLimits(max_open_tasks=2))
     sessions = [TaskIds(make_session(9, number)) for number in (1, 2)]
     for number, ids in enumerate(sessions):
         engine.add_session(ids.session, str(number))
@@ -1192,8 +1193,8 @@ def test_tasks_are_answered_in_the_order_they_end() -> None:
         engine.match(task_id, Prompt(TaskKind.PUT, keys_of(text), 0, 1, 16), 0.0)
     engine.launch(tasks, [np.array([0]), np.array([1])], 0.0)
     first, second = [i for i in engine.take_instructions() if isinstance(i, RunOp)]
-    engine.op_done(device(ENGINE, 0), second.op.op_id, 1, 0.0)
-    engine.op_done(device(ENGINE, 0), first.op.op_id, 1, 0.0)
+    engine.op_done(device(ENGINE, 0), Done(second.op.op_id, 1), 0.0)
+    engine.op_done(device(ENGINE, 0), Done(first.op.op_id, 1), 0.0)
     told = engine.take_instructions()
     result = TaskResult(KVStatus.SUCCESS, 0, 1, 16)
     assert [i for i in told if isinstance(i, TaskAnswered)] == [

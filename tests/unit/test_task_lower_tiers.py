@@ -308,7 +308,7 @@ def test_a_tier_whose_worker_is_down_misses_until_it_is_back(tier: TierName, wor
 
 def test_a_tier_misses_until_its_worker_is_up_for_the_first_time() -> None:
     world = below_only(SSD)
-    engine = KVTaskEngine(world.cache, block_bytes=1)
+    engine = KVTaskEngine(world.cache)
     ids = TaskIds(make_session(0, 9))
     engine.add_session(ids.session, ENGINE)
     engine.executor_up(device(ENGINE, 0))

@@ -30,7 +30,6 @@ from sglang.srt.runtime_context import get_parallel
 
 from flexcache.cache.block_keys import PromptContent
 from flexcache.cache.journal import Change, Cleared
-from flexcache.cache.prompt import check_session_id
 from flexcache.config import ModelConfig
 from flexcache.config.values import reject
 from flexcache.events.wire import Event, describe
@@ -41,13 +40,12 @@ from flexcache.integration.sglang.loads import (
     LayerWaits,
     Load,
     PageCalls,
-    Pages,
-    PinnedPages,
     WholeLoad,
 )
-from flexcache.integration.sglang.parking import ParkedRequests, check_allowed
+from flexcache.integration.sglang.parking import check_allowed
 from flexcache.integration.sglang.pools import Blocks, DevicePages, PageTables
 from flexcache.integration.sglang.rank import (
+    Pages,
     RankCache,
     all_agree,
     common_seed,
@@ -56,6 +54,7 @@ from flexcache.integration.sglang.rank import (
     read_model_id,
     read_rank,
 )
+from flexcache.integration.sglang.requests import RankRequests, valid_session_id
 from flexcache.integration.sglang.weights import RANK
 from flexcache.manager import KVManager
 from flexcache.tasks.instructions import PromisedLoad
@@ -110,44 +109,6 @@ class Offloads:
         safely(self._manager.wait, running)
         self._tasks.clear()
         self._ended.clear()
-
-
-class RequestSessions:
-    """The sessions of one rank's requests."""
-
-    def __init__(self, manager: KVManager) -> None:
-        self._manager = manager
-        self._of: dict[str, str] = {}
-
-    def arrived(self, request: Any) -> None:
-        """Note the session of a request: its ``session_id``, or the one that it is part of."""
-        session = getattr(request, "session", None)
-        if session is not None:
-            request.session_id = session.session_id  # SGLang passes it on with what it offloads
-        session_id = valid_session_id(request.session_id)
-        if session_id is not None:
-            self._of[request.rid] = session_id
-
-    def of(self, rid: str) -> str | None:
-        return self._of.get(rid)
-
-    def ended(self, rid: str) -> None:
-        """Forget a request."""
-        self._of.pop(rid, None)
-
-    def closed(self, session_id: object) -> None:
-        """Let a session's blocks go first: SGLang has closed it."""
-        if (name := valid_session_id(session_id)) is not None:
-            safely(self._manager.session_hint, name, over=True)
-
-
-def valid_session_id(session_id: object) -> str | None:
-    """Return a session's name if it can be one: it comes from the sender of the request."""
-    try:
-        check_session_id(session_id)
-    except ValueError:
-        return None
-    return str(session_id)
 
 
 def publishes_events(server_args: Any) -> bool:
@@ -243,13 +204,6 @@ class Queued(NamedTuple):
     pages: Blocks
 
 
-class Asked(NamedTuple):
-    """What SGLang has looked up: pages that its tree lacks."""
-
-    rid: str
-    pages: Pages
-
-
 class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     """One rank's linker, with a cache of its own, or one that ranks with the same KV share.
 
@@ -259,11 +213,10 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         num_before: How many pages are before them; set likewise.
         path: Set likewise before an offload that has pages before it: returns their keys, and the
             slots of all pages up to its end.
-        asked: The last look-up.
         events: KV events of the cache, for SGLang's own stream.
         layer_done_counter: What the KV pool waits with, before it hands out a layer.
         pools: SGLang's pools that are stored.
-        sessions: Whose prompts the requests are.
+        requests: What is pinned for each request, and what it waits for.
 
     Raises:
         ConfigError: A setting is unknown or wrong, or the model has pools that are not supported.
@@ -313,15 +266,10 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.layer_done_counter = LayerWaits(pages.names_by_layer, config.server_timeout_s)
         if PoolName.MAMBA in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
-        self.parking = ParkedRequests(
-            self.cache, config.remote_lookup_timeout_s, config.op_timeout_s
-        )
-        self.sessions = RequestSessions(self.cache.manager)
         self.prefill_rate = PrefillRate() if config.skip_slow_loads else None
         self.parent_key: str | None = None
         self.num_before = 0
         self.path: Callable[[], tuple[Sequence[str], torch.Tensor]] | None = None
-        self.asked: Asked | None = None
         self._params = params
         self._has_peers = rank.has_peers
         self._patience_s = config.server_timeout_s
@@ -331,9 +279,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         to_window = getattr(allocator, "translate_loc_from_full_to_swa", None)
         self._tables = PageTables(pages.groups, params.page_size, to_window)
         self._calls = PageCalls(self.cache)
-        self._pinned = PinnedPages(
-            self._calls, self._tables.has_tails, rank.has_peers, config.match_ttl_s / 2
-        )
+        self.requests = RankRequests(self._calls, self._tables.has_tails, rank.has_peers)
         self._queued: dict[str, Queued] = {}
         self._offloads = Offloads(self.cache)
 
@@ -341,10 +287,16 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """Return the numbers of pages that can be loaded: those in DRAM, which are pinned."""
-        keys, session_id = _of(PoolName.KV, transfers).keys or [], self.sessions.of(rid)
-        pages = Pages(keys, self.parent_key, self.num_before, session_id=session_id)
-        self.asked = Asked(rid, pages)
-        return self._pinned.find(rid, pages)
+        keys, session_id = _of(PoolName.KV, transfers).keys, self.requests.session_of(rid)
+        return self.requests.find(rid, self._pages(keys, None, session_id))
+
+    def _pages(
+        self, keys: Sequence[str] | None, content: PromptContent | None, session_id: str | None
+    ) -> Pages:
+        """Return pages behind those that the hooks have named."""
+        parent = None if self.parent_key is None else bytes.fromhex(self.parent_key)
+        own = [bytes.fromhex(key) for key in keys or ()]
+        return Pages(own, parent, self.num_before, content, session_id)
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """Queue a load of pages that `lookup` has found.
@@ -353,7 +305,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         even if the server dies.
         """
         num_pages = len(_of(PoolName.KV, transfers).keys or ())
-        taken = self._pinned.take(rid, num_pages)
+        taken = self.requests.take(rid, num_pages)
         if taken is None:
             return self.agree(False)
         task_id, pages = taken
@@ -403,31 +355,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def release(self, rid: str) -> None:
         """Unpin what was found for a request."""
-        self._pinned.release(rid)
-
-    def park_asked(self) -> None:
-        """Bring to DRAM what the last look-up missed there; its request waits until `is_ready`."""
-        if self.asked is None:
-            return
-        rid, pages = self.asked
-        if self._pinned.longest(rid) < len(pages.keys):
-            content = self.events.describe(rid)
-            self.parking.arrived(rid, pages.keys, pages.parent_key, content, self.sessions.of(rid))
-
-    def is_ready(self, rid: str) -> bool:
-        """Return whether a request has nothing to wait for."""
-        if rid not in self.parking:
-            return True
-        if not self.parking.is_ready(rid):
-            return False
-        self.release(rid)  # since then more has come
-        return True
-
-    def ended(self, rid: str) -> None:
-        """Forget a request that has ended, or was aborted."""
-        self.parking.ended(rid)
-        self.sessions.ended(rid)
-        self.release(rid)
+        self.requests.release(rid)
 
     def agree(self, answer: bool) -> bool:
         """Return whether all ranks say yes. Each of them must ask, in the same order."""
@@ -447,9 +375,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def _store(self, transfers: Sequence[PoolTransfer], session_id: str | None) -> int | None:
         """Launch a put of a node of SGLang's tree; return its task, None if nothing is to copy."""
         kv = _of(PoolName.KV, transfers)
-        content = self.events.describe()
-        session_id = valid_session_id(session_id)
-        pages = Pages(kv.keys or [], self.parent_key, self.num_before, content, session_id)
+        pages = self._pages(kv.keys, self.events.describe(), valid_session_id(session_id))
         end = pages.num_before + len(pages.keys)
         slots, path = kv.device_indices, self.path
         if path is not None and self._tables.num_window_pages(end) > len(pages.keys):
@@ -459,8 +385,10 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         task_id = self._calls.put(pages, self._tables.pages(kv.device_indices), tail)
         if task_id is None and path is not None and not self._calls.are_in_dram(pages):
             before, slots = path()  # pages before have left DRAM, which keeps none without
-            content = self.events.describe(is_whole=True)
-            whole = Pages([*before, *pages.keys], content=content, session_id=session_id)
+            whole = Pages(
+                [*map(bytes.fromhex, before), *pages.keys],
+                content=self.events.describe(is_whole=True), session_id=pages.session_id,
+            )  # fmt: skip
             task_id = self._calls.put(whole, self._tables.pages(slots), tail)
         return task_id
 
@@ -487,8 +415,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def reset(self) -> None:
         """End all that was begun. What is cached stays."""
-        self.parking.reset()
-        self._pinned.reset()
+        self.requests.reset()
         for rid in list(self._queued):
             self.cancel_queued_load(rid)
         self.layer_done_counter.reset()

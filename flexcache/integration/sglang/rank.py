@@ -1,7 +1,9 @@
 """Rank of an SGLang engine: its cache, its part of the KV, and what identifies that.
 
 SGLang's ranks look up, load and store by themselves, and agree afterwards: a prefix counts as found
-if every rank has it. So each rank has a cache of its own, with its share of the configured sizes.
+if every rank has it. So each rank has a cache of its own, with its share of the configured sizes. A
+cache for all ranks of an engine, as for vLLM, moves the same block ids on every rank in one task:
+ranks would have to wait for each other on threads whose order is not the same.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +30,8 @@ from flexcache.integration.checkpoint import identify_checkpoint
 from flexcache.integration.file_digests import FileDigests, digest
 from flexcache.logs import log_event
 from flexcache.manager import KVManager
+
+logger = logging.getLogger(__name__)
 
 _SETTINGS = (
     "dtype", "quantization", "modelopt_quant", "kv_cache_dtype",
@@ -84,60 +88,43 @@ def _parts(args: Any, digests: FileDigests) -> Iterator[tuple[str, str]]:
         yield "draft", digest(dict(identify_checkpoint(draft, revision, digests)))
 
 
-_INTERVAL_S = 1.0
-
-
-class EngineMetrics:
-    """The counters of one rank's cache, ``sglang:flexcache_..._total``."""
-
-    def __init__(self, manager: KVManager, page_size: int) -> None:
-        self._manager = manager
-        self._page_size = page_size
-        self._reported: Mapping[str, float] = {}
-        self._due_s = 0.0
-
-    def report(self, labels: Mapping[str, str]) -> None:
-        """Add what has happened since the last report, once a second at most.
-
-        Args:
-            labels: Those of SGLang's scheduler.
-        """
-        now = time.monotonic()
-        if now < self._due_s:
-            return
-        self._due_s = now + _INTERVAL_S
-        stats = safely(self._manager.stats)
-        if stats is None:
-            return
-        counters = read_counters(stats, self._page_size)
-        for name, gain in increases(self._reported, counters).items():
-            _counter(name, tuple(labels)).labels(**labels).inc(gain)
-        self._reported = counters
-
-
-@cache
-def _counter(name: str, labels: tuple[str, ...]) -> Any:
-    import prometheus_client  # SGLang sets its directory before the first import
-
-    return prometheus_client.Counter(f"sglang:flexcache_{name}", COUNTERS[name], labels)
-
-
-logger = logging.getLogger(__name__)
-
 _READY_TIMEOUT_S = 60.0
+_METRICS_INTERVAL_S = 1.0
 _UNKNOWN_TOKEN = -1
 _NAMESPACE = ("sglang", "sha256")
 """SGLang's keys: digests chained over the pages' tokens, seeded with salt and adapter."""
 _OF_NO_WEIGHTS = -1
 _APART = (*_NAMESPACE, "apart")
-"""Chains of pages whose prefix was not cached when they were stored."""
+"""Chains of pages whose prefix was not cached when they were stored.
+
+HiCache with ``write_back`` evicts, and so stores, the end of a prompt before its beginning. In the
+prompts' own namespace such pages would stand at two places of the index. Dropping them would leave
+``write_back`` with one page per prompt.
+"""
+
+
+class Pages(NamedTuple):
+    """Pages of a prompt. SGLang names only those that it asks about.
+
+    Attributes:
+        parent_key: Key of the page before them; None at the start of the prompt.
+        num_before: How many pages are before them.
+        content: What is known of the prompt from the first of them on, for KV events.
+        session_id: Whose prompt it is.
+    """
+
+    keys: Sequence[bytes]
+    parent_key: bytes | None = None
+    num_before: int = 0
+    content: PromptContent | None = None
+    session_id: str | None = None
+
+    def first(self, count: int) -> Pages:
+        return self._replace(keys=self.keys[:count])
 
 
 class RankCache:
     """A `KVManager`, and the client that lends it the rank's KV.
-
-    SGLang names only the pages that it asks about. ``parent_key`` is the key of the page before
-    them; None at the start of a prompt.
 
     Args:
         kv_caches: Tensors that count pages in their first dimension.
@@ -158,6 +145,8 @@ class RankCache:
         self.page_size = config.tokens_per_block
         self._of_tree: int | None = None
         """Generation of the weights that SGLang's own cache is of; None while that is empty."""
+        self._reported: Mapping[str, float] = {}
+        self._report_due_s = 0.0
         self.manager = KVManager(model, config)
         try:
             self.manager.start()
@@ -172,7 +161,6 @@ class RankCache:
             self.client.register_kv_caches(
                 kv_caches, layout_description=layout, num_blocks=num_blocks, groups=groups
             )
-            self.metrics = EngineMetrics(self.manager, self.page_size)
             self._wait_ready()
         except BaseException:
             self.close()
@@ -216,20 +204,13 @@ class RankCache:
         if is_present and self._of_tree is not None:
             self._of_tree = self.manager.weights_generation
 
-    def prompt(
-        self,
-        keys: Sequence[bytes],
-        parent_key: bytes | None,
-        apart: bool = False,
-        content: PromptContent | None = None,
-    ) -> dict[str, Any]:
+    def prompt(self, pages: Pages, apart: bool = False) -> dict[str, Any]:
         """Return the arguments that name pages in calls of the manager.
 
         Args:
             apart: Whether the pages are among those stored without their prefix.
-            content: What is known of the prompt from the first of the pages on.
         """
-        num_tokens = len(keys) * self.page_size
+        content, num_tokens = pages.content, len(pages.keys) * self.page_size
         # SGLang has left a prompt's last token out, which a hit in a model with states must leave.
         tokens = np.full(num_tokens + self.manager.model_config.has_states, _UNKNOWN_TOKEN)
         if content is not None and len(content.token_ids) >= num_tokens:
@@ -237,19 +218,39 @@ class RankCache:
         return {
             "token_ids": tokens,
             "namespace": _APART if apart else _NAMESPACE,
-            "block_keys": keys,
-            "parent_key": parent_key,
+            "block_keys": pages.keys,
+            "parent_key": pages.parent_key,
             "request_info": None if content is None else content.info,
+            "session_id": pages.session_id,
             "weights": self.weights,
         }
 
-    def places(self, keys: Sequence[bytes], parent_key: bytes | None) -> Iterator[dict[str, Any]]:
+    def places(self, pages: Pages) -> Iterator[dict[str, Any]]:
         """Yield the arguments for each place where the pages may be: behind their prefix, behind
         pages that were stored without it, or without any before them."""
-        yield self.prompt(keys, parent_key)
-        if parent_key is not None:
-            yield self.prompt(keys, parent_key, apart=True)
-            yield self.prompt(keys, None, apart=True)
+        yield self.prompt(pages)
+        if pages.parent_key is not None:
+            yield self.prompt(pages, apart=True)
+            yield self.prompt(Pages(pages.keys), apart=True)
+
+    def report_metrics(self, labels: Mapping[str, str]) -> None:
+        """Add to ``sglang:flexcache_..._total`` what has happened since the last report, once a
+        second at most.
+
+        Args:
+            labels: Those of SGLang's scheduler.
+        """
+        now = time.monotonic()
+        if now < self._report_due_s:
+            return
+        self._report_due_s = now + _METRICS_INTERVAL_S
+        stats = safely(self.manager.stats)
+        if stats is None:
+            return
+        counters = read_counters(stats, self.page_size)
+        for name, gain in increases(self._reported, counters).items():
+            _counter(name, tuple(labels)).labels(**labels).inc(gain)
+        self._reported = counters
 
     def num_pages(self, mask: np.ndarray) -> int:
         """Return how many pages a mask of a prefix covers."""
@@ -262,8 +263,15 @@ class RankCache:
         self.manager.shutdown()
 
 
+@cache
+def _counter(name: str, labels: tuple[str, ...]) -> Any:
+    import prometheus_client  # SGLang sets its directory before the first import
+
+    return prometheus_client.Counter(f"sglang:flexcache_{name}", COUNTERS[name], labels)
+
+
 @dataclass(frozen=True)
-class Rank:
+class RankPlace:
     """One of an engine's ranks.
 
     Attributes:
@@ -288,7 +296,7 @@ class Rank:
         return self.count > 1 or self.num_replicas > 1
 
 
-def read_rank(parallel: Any, num_replicas: int, is_replicated: bool) -> Rank:
+def read_rank(parallel: Any, num_replicas: int, is_replicated: bool) -> RankPlace:
     """Return the rank that this process is.
 
     Args:
@@ -309,7 +317,7 @@ def read_rank(parallel: Any, num_replicas: int, is_replicated: bool) -> Rank:
     index, count = 0, 1
     for rank, size in whole.values():
         index, count = index * size + rank, count * size
-    return Rank(
+    return RankPlace(
         " ".join(f"{kind} {rank} of {size}" for kind, (rank, size) in part.items() if size > 1),
         "-".join(f"{kind}{rank}" for kind, (rank, size) in whole.items() if size > 1),
         index,
@@ -351,7 +359,7 @@ def _least(value: int, groups: Sequence[Any]) -> int:
 
 
 def read_cache_config(
-    extra: dict[str, Any], page_size: int, rank: Rank, kv_events: bool = False
+    extra: dict[str, Any], page_size: int, rank: RankPlace, kv_events: bool = False
 ) -> CacheConfig:
     """Read the rank's share of what ``FLEXCACHE_*`` and SGLang's extra config say; the latter wins.
 
@@ -381,7 +389,7 @@ def read_cache_config(
     return config if rank.count == 1 else _share(config, rank)
 
 
-def _share(config: CacheConfig, rank: Rank) -> CacheConfig:
+def _share(config: CacheConfig, rank: RankPlace) -> CacheConfig:
     """Divide what the ranks of a host would otherwise all claim."""
     addresses: dict[str, Any] = {
         name: None if (address := getattr(config, name)) is None else _own(name, address, rank)
@@ -403,7 +411,7 @@ def _share(config: CacheConfig, rank: Rank) -> CacheConfig:
     )
 
 
-def _own(name: str, address: str, rank: Rank) -> str:
+def _own(name: str, address: str, rank: RankPlace) -> str:
     """Return a rank's own address: the port plus its index, or a socket file of its name."""
     if address.startswith("ipc://"):
         return f"{address}.{rank.name}"

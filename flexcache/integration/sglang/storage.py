@@ -33,6 +33,7 @@ from flexcache.integration.adapter import safely
 from flexcache.integration.checkpoint import identify_now
 from flexcache.integration.sglang.parking import check_allowed
 from flexcache.integration.sglang.rank import (
+    Pages,
     RankCache,
     common_seed,
     read_cache_config,
@@ -41,6 +42,8 @@ from flexcache.integration.sglang.rank import (
 )
 from flexcache.integration.sglang.weights import RANK
 from flexcache.logs import log_event
+
+logger = logging.getLogger(__name__)
 
 
 def page_tensors(pool: Any) -> dict[str, torch.Tensor]:
@@ -52,8 +55,10 @@ def page_tensors(pool: Any) -> dict[str, torch.Tensor]:
         layer_first         page 0: K, V     of layer 0, of layer 1, ...
         MLA                 page 0: the latent vectors of all layers
 
-    Whatever the layout, a piece of the next page is a fixed distance further on. So each piece
-    becomes a tensor ``[page, byte]`` over the pool's own memory, and nothing is copied on the way.
+    The pool knows the address of every piece in every layout, also in a new one, which the shapes
+    of its tensors do not tell. Whatever the layout, a piece of the next page is a fixed distance
+    further on. So each piece becomes a tensor ``[page, byte]`` over the pool's own memory, and
+    nothing is copied on the way.
 
     Raises:
         UnsupportedLayoutError: Pages do not lie at fixed distances.
@@ -95,8 +100,6 @@ def _view(start: int, num_pages: int, stride: int, size: int) -> torch.Tensor:
     memory = (ctypes.c_uint8 * length).from_address(start)
     return torch.frombuffer(memory, dtype=torch.uint8).as_strided((num_pages, size), (stride, 1))
 
-
-logger = logging.getLogger(__name__)
 
 _SGLANGS_OWN = {"backend_name", "module_path", "class_name", "interface_v1"}
 """Keys of the extra config that are not settings of FlexCache."""
@@ -233,21 +236,15 @@ class FlexCacheHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
 
     # -- calls of the cache ----------------------------------------------------------------------
 
-    def _count(self, cache: RankCache, keys: Sequence[bytes], parent: bytes | None) -> int:
+    def _count(self, cache: RankCache, pages: Pages) -> int:
         def count(prompt: dict[str, Any], start: int) -> int:
             task_id, mask = cache.manager.get_match(**prompt)
             cache.manager.cancel([task_id])
             return cache.num_pages(mask)
 
-        return _by_pieces(count, cache, keys, parent)
+        return _by_pieces(count, cache, pages)
 
-    def _load(
-        self,
-        cache: RankCache,
-        keys: Sequence[bytes],
-        parent: bytes | None,
-        host_indices: torch.Tensor,
-    ) -> int:
+    def _load(self, cache: RankCache, pages: Pages, host_indices: torch.Tensor) -> int:
         slots = host_indices.numpy()
         cache.computes()
 
@@ -256,23 +253,17 @@ class FlexCacheHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
             task_id, _ = cache.manager.get_async(slot_mapping=wanted, **prompt)
             return cache.num_pages(cache.manager.wait([task_id])[task_id].mask)
 
-        return _by_pieces(load, cache, keys, parent)
+        return _by_pieces(load, cache, pages)
 
-    def _store(
-        self,
-        cache: RankCache,
-        keys: Sequence[bytes],
-        parent: bytes | None,
-        host_indices: torch.Tensor,
-    ) -> int:
+    def _store(self, cache: RankCache, pages: Pages, host_indices: torch.Tensor) -> int:
         """Store pages, behind their prefix or else apart from it: a HiCache that writes back hands
         over the end of a prompt before its beginning."""
-        for prompt in cache.places(keys, parent):
+        for prompt in cache.places(pages):
             task_id, _ = cache.manager.put_async(slot_mapping=host_indices.numpy(), **prompt)
             mask = cache.manager.wait([task_id])[task_id].mask
             if mask.size and mask[-1]:
-                return len(keys)
-            num_stored = self._count(cache, keys, parent)  # now or before
+                return len(pages.keys)
+            num_stored = self._count(cache, pages)  # now or before
             if num_stored:
                 return num_stored
         return 0
@@ -289,8 +280,8 @@ class FlexCacheHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
             return 0
         before = extra_info.prefix_keys if extra_info is not None else None
         parent = bytes.fromhex(before[-1]) if before else None
-        own = [bytes.fromhex(key) for key in keys]
-        num_pages: int = safely(call, self.cache, own, parent, *arguments, if_failed=0)
+        pages = Pages([bytes.fromhex(key) for key in keys], parent)
+        num_pages: int = safely(call, self.cache, pages, *arguments, if_failed=0)
         return num_pages
 
     def _for_each(
@@ -315,21 +306,16 @@ class FlexCacheHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         )  # fmt: skip
 
 
-def _by_pieces(
-    call: Callable[[dict[str, Any], int], int],
-    cache: RankCache,
-    keys: Sequence[bytes],
-    parent: bytes | None,
-) -> int:
+def _by_pieces(call: Callable[[dict[str, Any], int], int], cache: RankCache, pages: Pages) -> int:
     """Go along a prompt's pages, which may have been stored in pieces; return how many are there.
 
     Args:
         call: Handles the pages from an index on, at one place; returns how many it found.
     """
     done = 0
-    while done < len(keys):
-        before = keys[done - 1] if done else parent
-        places = cache.places(keys[done:], before)
+    while done < len(pages.keys):
+        before = pages.keys[done - 1] if done else pages.parent_key
+        places = cache.places(Pages(pages.keys[done:], before))
         num_found = next(filter(None, (call(prompt, done) for prompt in places)), 0)
         if not num_found:
             break

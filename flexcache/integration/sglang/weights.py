@@ -54,7 +54,7 @@ _READS_WEIGHTS = ("snapshot", "compare", "checksum")
 _KEPT_ON_HOST = "enable_weights_cpu_backup"
 
 
-class RankWeights:
+class SglangWeights:
     """Watches the one rank of an SGLang engine that is in this process."""
 
     def __init__(self) -> None:
@@ -198,5 +198,5 @@ class RankWeights:
         request.extra_key = request.extra_key.removesuffix(number) + name
 
 
-RANK = RankWeights()
+RANK = SglangWeights()
 """What this process has loaded."""

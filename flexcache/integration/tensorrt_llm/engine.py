@@ -21,25 +21,6 @@ from flexcache.integration.adapter import TaskCalls
 from flexcache.integration.checkpoint import identify_checkpoint
 from flexcache.integration.file_digests import FileDigests, digest, dtype_name
 
-_ANNOUNCED: dict[str, Any] = {}
-"""By endpoint, the arguments that a scheduler was made from. Only their identity counts."""
-
-
-def announce(llm_args: Any, endpoint: str) -> None:
-    """Let the ranks of an engine find its cache."""
-    _ANNOUNCED[endpoint] = llm_args
-
-
-def withdraw(endpoint: str) -> None:
-    """The scheduler is shut down. Idempotent."""
-    _ANNOUNCED.pop(endpoint, None)
-
-
-def find_cache(llm_args: Any) -> str | None:
-    """Return where the cache of an engine is; None if its scheduler is in another process."""
-    found = (place for place, known in _ANNOUNCED.items() if known is llm_args)
-    return next(found, None)
-
 
 class When(Enum):
     """When a load runs."""
@@ -50,7 +31,7 @@ class When(Enum):
 
 
 @dataclass(frozen=True)
-class Load:
+class StepLoad:
     """Blocks that a task fills. ``task_id`` is None if it could not be started."""
 
     request_id: int
@@ -70,23 +51,30 @@ class StepMetadata:
     """
 
     endpoint: str
-    loads: list[Load] = field(default_factory=list)
+    loads: list[StepLoad] = field(default_factory=list)
     first_computed: list[int] = field(default_factory=list)
 
 
 _OF_SCHEDULERS: dict[str, Saves] = {}
-"""Those of the schedulers in this process, by the endpoint of their cache."""
+"""Those of the schedulers in this process, by the endpoint of their cache. TensorRT-LLM makes an
+engine's scheduler and its first rank in one process, from the same arguments."""
 
 
 class Saves:
-    """Known to the scheduler's process alone. TensorRT-LLM frees a request's blocks once all ranks
-    say that they are saved, so it is enough that this process's rank waits."""
+    """The requests of a scheduler that are being stored.
 
-    def __init__(self, cache: TaskCalls, endpoint: str) -> None:
+    Known to the scheduler's process alone. TensorRT-LLM frees a request's blocks once all ranks say
+    that they are saved, so it is enough that this process's rank waits.
+
+    Args:
+        llm_args: What the scheduler was made from. Only their identity counts.
+    """
+
+    def __init__(self, cache: TaskCalls, llm_args: Any) -> None:
         self._cache = cache
-        self._endpoint = endpoint
         self._tasks: dict[int, set[int]] = {}
-        _OF_SCHEDULERS[endpoint] = self
+        self.llm_args = llm_args
+        _OF_SCHEDULERS[cache.manager.endpoint] = self
 
     def add(self, request_id: int, task_ids: Iterable[int]) -> None:
         """Keep a request's blocks until these tasks have ended on every rank."""
@@ -107,7 +95,13 @@ class Saves:
         return not self._tasks
 
     def close(self) -> None:
-        _OF_SCHEDULERS.pop(self._endpoint, None)
+        _OF_SCHEDULERS.pop(self._cache.manager.endpoint, None)
+
+
+def find_cache(llm_args: Any) -> str | None:
+    """Return where the cache of an engine is; None if its scheduler is in another process."""
+    found = (place for place, saves in _OF_SCHEDULERS.items() if saves.llm_args is llm_args)
+    return next(found, None)
 
 
 def saves_of(endpoint: str) -> Saves | None:

@@ -1,4 +1,9 @@
-"""What keeps the KV of TensorRT-LLM's requests apart, and the get that a request has open."""
+"""Scheduler side of TensorRT-LLM's connector: turns its queries into FlexCache tasks.
+
+A request's get is matched when TensorRT-LLM asks, launched when it has allocated blocks, and
+announced to the ranks in the metadata of the same step. Its put begins when it ends: TensorRT-LLM
+keeps the blocks until they are copied.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +22,14 @@ from flexcache.integration.adapter import LayerwiseRule, TaskCalls, safely
 from flexcache.integration.checkpoint import LoadedAdapter, identify_now
 from flexcache.integration.file_digests import FileDigests
 from flexcache.integration.tensorrt_llm.engine import (
-    Load,
     Saves,
+    StepLoad,
     StepMetadata,
     When,
-    announce,
     check_supported,
     read_cache_config,
     read_model_config,
     read_model_id,
-    withdraw,
 )
 from flexcache.logs import log_event
 from flexcache.manager import KVManager
@@ -38,13 +41,15 @@ try:
 except ModuleNotFoundError:  # before its connectors had a package
     from tensorrt_llm._torch.pyexecutor.kv_cache_connector import KvCacheConnectorScheduler
 
+logger = logging.getLogger(__name__)
+
 _MEDIA = ("multimodal_positions", "multimodal_lengths", "multimodal_embedding")
 _UNNAMED = ("prompt_embedding_table", "mrope_rotary_cos_sin", "encoder_tokens", "input_embeds")
 """Inputs that change a request's KV and that nothing identifies."""
 
 
 @dataclass(slots=True)
-class Get:
+class RequestMatch:
     """A match for a request's blocks ``[first, stop)``, all of them in DRAM.
 
     Attributes:
@@ -131,8 +136,6 @@ def _has(request: Any, name: str) -> bool:
     value = getattr(request, name, None)
     return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
 
-
-logger = logging.getLogger(__name__)
 
 _MAX_PREFETCHES = 4  # at once: they use the disk that puts write to
 
@@ -254,17 +257,16 @@ class FlexCacheConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[mi
         model = read_model_config(llm_args, model_id)
         self.manager = KVManager(model, config, endpoint=config.endpoint)
         self.manager.start()
-        announce(llm_args, self.manager.endpoint)
         self._cache = RequestCalls(self.manager, self._block_size)
-        self._saves = Saves(self._cache, self.manager.endpoint)
+        self._saves = Saves(self._cache, llm_args)
         self._scopes = Scopes()
         self._begun: dict[int, int] = {}
         """Generation of the weights that each request began with."""
         self._first_weights = self.manager.weights_generation
         self._asked = (0, 0)
         """The request that was asked about last, and how many tokens the engine had of it."""
-        self._gets: dict[int, Get] = {}
-        self._loads: list[Load] = []
+        self._gets: dict[int, RequestMatch] = {}
+        self._loads: list[StepLoad] = []
 
     # -- loads -----------------------------------------------------------------------------------
 
@@ -288,7 +290,7 @@ class FlexCacheConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[mi
             return 0, False
         task_id, num_found = found
         is_parked = not self._layerwise.allows(request.request_id)
-        self._gets[request.request_id] = Get(
+        self._gets[request.request_id] = RequestMatch(
             task_id, first, first + num_found, num_found, is_parked
         )
         return num_found * self._block_size, is_parked
@@ -309,7 +311,7 @@ class FlexCacheConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[mi
         get.launched = True
         if blocks or get.is_parked:
             task_id = get.task_id if is_started else None
-            self._loads.append(Load(request.request_id, task_id, len(blocks), self._when(get)))
+            self._loads.append(StepLoad(request.request_id, task_id, len(blocks), self._when(get)))
 
     def _note_weights(self, request_id: int) -> None:
         """Note which weights a request begins with. Once they have changed, blocks that the engine
@@ -328,7 +330,7 @@ class FlexCacheConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[mi
         else:
             self._narrow(request, get, get.first, start // self._block_size)
 
-    def _narrow(self, request: Any, get: Get, first: int, stop: int) -> None:
+    def _narrow(self, request: Any, get: RequestMatch, first: int, stop: int) -> None:
         """Match fewer of the blocks, before the others are let go."""
         former, scope, found = get.task_id, self._scopes.read(request), None
         get.first, get.stop = first, max(first, min(stop, get.stop))
@@ -337,7 +339,7 @@ class FlexCacheConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[mi
         get.task_id, get.num_found = found or (former, 0)
         self._cache.cancel(former)
 
-    def _when(self, get: Get) -> When:
+    def _when(self, get: RequestMatch) -> When:
         if get.is_parked:
             return When.BETWEEN
         return When.BY_LAYER if self._is_one_rank else When.FIRST
@@ -428,5 +430,4 @@ class FlexCacheConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[mi
 
     def shutdown(self) -> None:
         self._saves.close()
-        withdraw(self.manager.endpoint)
         self.manager.shutdown()

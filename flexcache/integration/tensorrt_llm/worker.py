@@ -21,7 +21,7 @@ from tensorrt_llm._utils import mpi_rank
 from flexcache.client.rank import KVTPClient
 from flexcache.errors import LoadLostError, UnsupportedLayoutError
 from flexcache.integration.tensorrt_llm.engine import (
-    Load,
+    StepLoad,
     StepMetadata,
     When,
     check_supported,
@@ -109,7 +109,7 @@ class FlexCacheConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         self._endpoint = ""
         self.client: KVTPClient | None = None
         self._news: StepMetadata | None = None
-        self._loads: dict[int, Load] = {}
+        self._loads: dict[int, StepLoad] = {}
         """Loads between steps, by request."""
         self._awaited: set[int] = set()
         self._saving: set[int] = set()
@@ -169,7 +169,7 @@ class FlexCacheConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         self._step_is_lost = not self._lost.isdisjoint(news.first_computed)
         self._lost.difference_update(news.first_computed)
 
-    def _begin(self, load: Load) -> None:
+    def _begin(self, load: StepLoad) -> None:
         if load.when is When.BETWEEN:
             self._loads[load.request_id] = load
         if load.task_id is None or self.client is None:
@@ -180,7 +180,7 @@ class FlexCacheConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         else:
             self.client.open_gates([load.task_id])
 
-    def _await_first(self, loads: Sequence[Load]) -> None:
+    def _await_first(self, loads: Sequence[StepLoad]) -> None:
         """Wait for loads on every rank, so that all ranks agree whether they were lost."""
         waiting = {load.task_id: load for load in loads if load.task_id is not None}
         while waiting and self.client is not None:
