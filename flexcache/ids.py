@@ -205,7 +205,7 @@ class TaskIds:
     The epoch differs from one start of a server to the next, so that a rank which outlived its
     server can tell that a task of the old one will never be reported again. A session is one
     registration of an engine's scheduler; it counts its own tasks, and can name one before the
-    server has answered.
+    server has answered: a match whose answer is lost can be cancelled.
     """
 
     def __init__(self, session: SessionId) -> None:

@@ -24,7 +24,7 @@ from flexcache.cache.prompt import (
     retention_s,
 )
 from flexcache.client import arguments
-from flexcache.client.gpu_blocks import (
+from flexcache.client.arguments import (
     NO_BLOCKS,
     BlockIds,
     GroupBlocks,

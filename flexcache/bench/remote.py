@@ -227,8 +227,8 @@ class StoreBench:
             waiting[start] = len(names.keys)
             self.service.take(Execute(start, kind, blocks, blocks, 1, names=names))
         while waiting:
-            select.select([self.service], [], [])
-            for done in self.service.answers():
+            select.select(self.service.filenos(), [], [])
+            for done in self.service.advance():
                 assert isinstance(done, Done)
                 if done.num_ok != waiting.pop(done.op_id):
                     raise AssertionError(f"not all blocks were moved: {done.error}")

@@ -201,7 +201,7 @@ class DrivenWorker:
                 start = starts.popleft()
                 slots = np.arange(start, min(start + OP_BLOCKS, self._pool.num_slots))
                 open_ops[start] = slots
-                self._worker.execute(self._order(kind, start, slots))
+                self._worker.take(self._order(kind, start, slots))
             for done in self._worker.advance():
                 slots = open_ops.pop(done.op_id)
                 if done.num_ok != len(slots):

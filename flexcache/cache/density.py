@@ -542,11 +542,16 @@ class DensityPolicy(EvictionPolicy):
         visit = self.history.recall(keys, near)
         return None if visit is None else self._outlook(visit)
 
-    def begin_study(self) -> DensityStudy | None:
+    @property
+    def wants_study(self) -> bool:
         is_fit_due = self.history.num_visits >= self._next_fit
-        if self._is_studying or not (is_fit_due or len(self._seen) >= _VISITS_PER_STUDY):
+        return not self._is_studying and (is_fit_due or len(self._seen) >= _VISITS_PER_STUDY)
+
+    def begin_study(self) -> DensityStudy | None:
+        if not self.wants_study:
             return None
         self._is_studying = True
+        is_fit_due = self.history.num_visits >= self._next_fit
         if is_fit_due:
             self._next_fit = self.history.num_visits + VISITS_PER_FIT
         spells = self.history.snapshot() if is_fit_due else None

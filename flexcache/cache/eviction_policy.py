@@ -331,6 +331,11 @@ class EvictionPolicy:
         """Return the kinds of a prompt's blocks by its last look-up; None if there was none."""
         return None
 
+    @property
+    def wants_study(self) -> bool:
+        """Whether there is something to learn that is worth it. Asked after each change."""
+        return False
+
     def begin_study(self) -> Study | None:
         """Return what there is to learn, if it is worth it. The study must be run and adopted."""
         return None

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import typer
 
+from flexcache.cli import bench, config, doctor, events, router, server, status, trace
+
 app = typer.Typer(
     no_args_is_help=True,
     help="A KV-cache memory hierarchy for LLM serving.",

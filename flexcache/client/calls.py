@@ -47,6 +47,9 @@ _SLICE_MS = 100  # how soon a waiting call sees that the server is lost
 class Calls:
     """One request at a time. Thread-safe.
 
+    The socket is the callers' alone: with one for events too, each call would be handed to the
+    client's thread and back, which adds two wake-ups.
+
     Between two sessions every request fails at once with a `ServerLostError`.
 
     Args:
@@ -124,6 +127,8 @@ class Calls:
     ) -> Offer | None:
         """Have a task made; a miss if there is no server. See `Transport.match`."""
         keys, start, stop, tail_at = prompt.keys, prompt.start, prompt.stop, prompt.tail_at
+        # All keys, although a bisection reads a handful. Which ones is known only on the way, and
+        # to ask for them would cost a round trip each.
         key_bytes, data = keys.packed(stop)
         if len(data) > _MAX_PROMPT_BYTES:  # what is beyond is not looked for, nor stored
             stop = stop * _MAX_PROMPT_BYTES // len(data)
@@ -192,6 +197,7 @@ class Calls:
 
     def _show(self, data: bytes | memoryview, tokens: bytes) -> bytes | memoryview | None:
         """Put both where the server sees them; what must be sent instead, if that cannot be."""
+        # A megabyte of tokens took the socket longer than the match itself.
         if self._uses_scratch and data:
             self.scratch.write(data, tokens)
             return None

@@ -25,7 +25,6 @@ from flexcache.errors import NoDirectPathError, UnsupportedLayoutError
 from flexcache.logs import log_event
 from flexcache.protocol.fence import Fence
 from flexcache.protocol.messages import Register, WelcomeRank
-from flexcache.storage.direct_files import DirectFiles, DirectFilesRef
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import (
     BlockLayout,
@@ -33,6 +32,7 @@ from flexcache.storage.layout import (
     bytes_per_index,
     describe_kv_caches,
 )
+from flexcache.storage.pool_directory import DirectFiles, DirectFilesRef
 from flexcache.transfer.copier import Copier, CopyPermit, open_copier
 from flexcache.transfer.cuda_copier import show_life_during
 from flexcache.transfer.device_worker import DeviceWorker

@@ -77,6 +77,7 @@ class RankOps:
         self._worker = worker = attachment.worker
         self._is_woken = attachment.wakes
         self._tasks.attach(worker, epoch)
+        # By the sockets an op wakes the event loop twice and this rank's thread twice.
         self._line = open_line(self._link.endpoint, server_pid, self._link.identity, self)
         self._is_torn, self._num_reporting = False, 0
         if self._line is not None:
@@ -138,6 +139,8 @@ class RankOps:
         worker, line = self._worker, self._line
         if worker is None or line is None or not self._may_be_driven or not self._is_woken:
             return False
+        # The engine's thread needs the interpreter every 50 us, so it waits for whatever the rank's
+        # thread does in Python. Between its steps it does the same work in less time.
         try:
             with self._turn:
                 if line.is_closed or self._is_advancing or worker.failure is not None:
@@ -156,7 +159,7 @@ class RankOps:
             if not may_rest:
                 self.wake()
         except BaseException:  # of any class, from a signal handler
-            self._is_torn = True
+            self._is_torn = True  # an op may be lost: the rank registers again, which ends them all
             with contextlib.suppress(OSError):  # closed meanwhile
                 self.wake()
             raise

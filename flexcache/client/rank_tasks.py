@@ -118,6 +118,8 @@ class HeldLoads:
     * A server that does not know the rank (`Rejected`) may have dropped its pins: nothing is
       finished.
 
+    So it needs no second server, nor an agreement with one.
+
         given --all ops--> held --ops moved--> arrived, or lost
     """
 

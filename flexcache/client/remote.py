@@ -27,8 +27,8 @@ import numpy as np
 
 from flexcache.cache.journal import Change
 from flexcache.cache.prompt import Prompt
+from flexcache.client.arguments import BlockIds
 from flexcache.client.calls import Calls
-from flexcache.client.gpu_blocks import BlockIds
 from flexcache.client.link import ServerLink
 from flexcache.client.tasks import ClientTask, ClientTasks
 from flexcache.config import CacheConfig, ModelConfig, ServerConfig
@@ -645,6 +645,8 @@ class RemoteTransport:
     def _settle(self) -> None:
         """Answer the tasks of the last session, if the time has come."""
         if self._orphans_fence is not None:
+            # A lock that each rank holds while it may copy, not a delay: ranks and scheduler learn
+            # of a server's death at different moments. The kernel releases it when a rank dies.
             slots_are_free = self._orphans_fence.is_free()
             with self._changed:
                 settled = self._life.settle(time.monotonic(), slots_are_free)
@@ -655,6 +657,8 @@ class RemoteTransport:
             return
         assert self._orphans_fence is not None
         if not settled.is_safe:
+            # A watermark in memory, since a rank that is stopped cannot be asked. It revokes older
+            # open tasks of the engine too, which then recomputes.
             self._orphans_fence.revoke(last_id(self._orphans_session))
         if not settled.is_safe and self._life.state is not SessionState.CLOSED:
             log_event(

@@ -48,7 +48,8 @@ class ClientTasks:
         self._changed = threading.Condition(self._lock)
         self._tasks: OrderedDict[int, ClientTask] = OrderedDict()
         self._early: dict[int, TaskResult] = {}
-        """Answers that came before their match had returned."""
+        """Answers that came before their match had returned: a deadline or a disputed name cancels
+        at once."""
         self._session: SessionId | None = None
         self._was_lost = False
         """Since the first loss, a match of another session than this one has come too late."""

@@ -1,6 +1,7 @@
 """Transport: the way from an engine's scheduler to its cache.
 
-Method calls where the cache is in this process, or sockets to a server that engines share.
+Method calls where the cache is in this process, or sockets to a server that engines share. Checking
+calls and remembering results is the same for both (`ClientTasks`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 
 from flexcache.cache.journal import Change
 from flexcache.cache.prompt import Prompt
-from flexcache.client.gpu_blocks import BlockIds
+from flexcache.client.arguments import BlockIds
 from flexcache.client.remote import RemoteTransport
 from flexcache.client.tasks import ClientTasks
 from flexcache.config import CacheConfig, ModelConfig
@@ -165,6 +166,8 @@ _OTHERS_START_AFTER_S = 5.0
 
 def local_endpoint(engine_id: str) -> str:
     """Where the ranks of an engine that keeps its own cache find it."""
+    # Derived from the engine's id: vLLM cannot hand an address from the scheduler to workers that
+    # start before it.
     return private_endpoint(f"engine-{engine_id}" if engine_id else None)
 
 
@@ -175,6 +178,7 @@ def open_transport(
 
     The cache is shared if there is an ``address`` or more than one data-parallel rank.
     """
+    # An engine alone keeps its own cache, whose calls need no round trip; with an address, never.
     if address is None and model.dp_size == 1:
         name = engine_name(engine_id, dp_rank)
         return LocalTransport(local_endpoint(engine_id), model, config, name), engine_id

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from flexcache.client.gpu_blocks import GroupBlocks
+from flexcache.client.arguments import GroupBlocks
 from flexcache.errors import ConfigError, FlexCacheError
 from flexcache.ids import KVStatus
 from flexcache.logs import log_event

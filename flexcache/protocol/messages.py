@@ -28,8 +28,8 @@ import msgspec
 from flexcache.config.model import KVGroup, ModelConfig, read_dtype
 from flexcache.errors import ConfigError
 from flexcache.ids import KVStatus, PromptDetail, RequestInfo, TaskKind
-from flexcache.storage.direct_files import DirectFilesRef
 from flexcache.storage.host_pool import SegmentRef
+from flexcache.storage.pool_directory import DirectFilesRef
 from flexcache.transfer.messages import Done, Drop, Execute, Stop
 
 MAX_NAME_LENGTH = 256

@@ -20,9 +20,9 @@ from flexcache.protocol.messages import HelloRank
 from flexcache.server.outbox import BackgroundJob, Outbox
 from flexcache.server.store import CacheStore, other_layout
 from flexcache.storage.compression import Codec, open_compressor
-from flexcache.storage.direct_files import DirectFilesRef
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.machine import check_pool_fits
+from flexcache.storage.pool_directory import DirectFilesRef
 from flexcache.storage.remote import check_packages
 from flexcache.storage.shards import KVIdentity, ShardLayouts, Shards
 from flexcache.storage.slot_index import Records, ages_s

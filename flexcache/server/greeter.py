@@ -197,7 +197,7 @@ class Greeter:
             return refused
         # A new session has new ids, and would clear the fence: a late copy of the former one could
         # land in slots that serve another request.
-        if self._slot.tasks.queries.uses_gpu_of(hello.engine):
+        if self._slot.tasks.sessions.uses_gpu_of(hello.engine):
             reason = f"tasks of the former engine {hello.engine!r} still move bytes"
             return Refused(reason, final=False)
         self._begin_session(identity, hello, now)
@@ -319,7 +319,7 @@ class Greeter:
         # until it answers or dies. Giving it up would let others have them meanwhile.
         line = self._outbox.lines.get(rank.identity)
         has_line = line is not None and not line.is_closed
-        return has_line or self._slot.tasks.queries.is_busy(rank.executor)
+        return has_line or self._slot.tasks.executors.is_busy(rank.executor)
 
     def lose(self, peer: Peer, reason: str, now: float) -> None:
         """The peer is gone: end its ops or its session. ``closed`` is an orderly reason."""
@@ -357,7 +357,7 @@ class Greeter:
         cache = self._slot.cache
         if cache is None:
             return self._slot.awaited
-        is_up = cache.tasks.queries.is_up
+        is_up = cache.tasks.executors.is_up
         return [f"rank {r}" for r in range(cache.model.num_ranks) if not is_up(device(engine, r))]
 
     def _claimed(self, engine: str) -> list[tuple[str, str]]:
@@ -370,7 +370,7 @@ class Greeter:
         missing, cache = list(self._missing_ranks(engine)), self._slot.cache
         if cache is None:
             return missing
-        if cache.store.disk_pool is not None and not cache.tasks.queries.is_up(DISK):
+        if cache.store.disk_pool is not None and not cache.tasks.executors.is_up(DISK):
             missing.append("disk worker")
         return missing + [text for _, text in self._claimed(engine)]
 

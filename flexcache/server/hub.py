@@ -258,7 +258,7 @@ class Hub:
                 has_news |= isinstance(instruction, LookUpEnded)
                 self._deliver(instruction, now)
         for session, engine in list(ending.items()):  # its other notices were sent before
-            if not tasks.queries.uses_gpu_of(engine):
+            if not tasks.sessions.uses_gpu_of(engine):
                 del ending[session]
                 self.state.tell(engine, SessionOver(session))
         if (begun := tasks.begin_study()) is not None:
@@ -347,7 +347,7 @@ class Hub:
         engines = {
             engine: EngineStats(
                 pid=pid,
-                open_tasks=tasks.queries.num_open_tasks_of(session_id),
+                open_tasks=tasks.sessions.num_open_of(session_id),
                 ranks=len(self.workers(engine)),
             )
             for engine, pid, session_id in self.state.engines_in_session()

@@ -208,8 +208,8 @@ class EventLoop:
         """Whether bytes move, or dirty blocks wait for a worker or the end of a clearing."""
         with self._lock:
             assert self._hub.cache is not None
-            queries = self._hub.cache.tasks.queries
-            return queries.num_open_tasks > 0 or queries.num_held_up > 0
+            tasks = self._hub.cache.tasks
+            return tasks.sessions.num_open > 0 or tasks.queries.num_held_up > 0
 
     def _stop_peers(self) -> None:
         """Send Stop until each peer has hung up: a peer that disconnects first loses what it has

@@ -334,7 +334,7 @@ class LocalLines:
         if self._reactor.stopping or not self._hub.outbox.is_empty:
             self._reactor.wake()
         elif (cache := self._hub.cache) is not None:
-            self._reactor.wake_by(cache.tasks.queries.next_op_deadline())
+            self._reactor.wake_by(cache.tasks.executors.next_deadline())
 
 
 _served: dict[str, LocalLines] = {}

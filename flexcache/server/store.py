@@ -12,9 +12,9 @@ from flexcache.config import CacheConfig
 from flexcache.errors import ConfigError
 from flexcache.logs import log_event
 from flexcache.storage.compression import Codec, open_compressor
-from flexcache.storage.direct_files import DirectFilesRef
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.host_pool import HostSegment
+from flexcache.storage.pool_directory import DirectFilesRef
 from flexcache.storage.shards import KVIdentity, Shards
 from flexcache.storage.slot_index import Records
 from flexcache.transfer.disk_worker import DiskWorkerConfig

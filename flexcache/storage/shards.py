@@ -1,4 +1,4 @@
-"""How the bytes of a block are divided over an engine's ranks.
+"""Shards: how the bytes of a block are divided over an engine's ranks, and what identifies them.
 
 A *shard* is what one rank stores of a block. Ranks are numbered over the whole engine, pipeline
 stage by stage, tensor-parallel neighbours side by side. Neighbours that hold the same KV are

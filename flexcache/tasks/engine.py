@@ -69,10 +69,10 @@ from flexcache.tasks.model import (
     Task,
     TaskDeadlines,
     TaskLimits,
+    TaskSessions,
 )
 from flexcache.tasks.report import cache_stats
 from flexcache.tasks.runner import TaskRunner
-from flexcache.tasks.sessions import TaskSessions
 from flexcache.tasks.stats import CacheIdentity, CacheStats, TotalsStats
 from flexcache.transfer.breaker import CircuitBreaker
 from flexcache.transfer.messages import Done, pack_ids
@@ -81,7 +81,7 @@ from flexcache.transfer.scheduler import BlockIds
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TaskQueries:
-    """A read-only view of the task engine's parts."""
+    """What the shell around `KVTaskEngine` asks of several of its parts; changes nothing."""
 
     _cache: TieredCache
     _sessions: TaskSessions
@@ -91,23 +91,9 @@ class TaskQueries:
     _lookups: RemoteLookUps | None
     _breaker: CircuitBreaker
 
-    # -- sessions and tasks ----------------------------------------------------------------------
-
-    @property
-    def num_open_tasks(self) -> int:
-        """Those of all sessions, and the cache's own."""
-        return self._sessions.num_open
-
-    def num_open_tasks_of(self, session: SessionId) -> int:
-        return self._sessions.num_open_of(session)
-
     def totals_of(self, session: SessionId) -> TotalsStats:
         """What a session has had of the cache."""
         return self._sessions.totals_of(session).stats()
-
-    def uses_gpu_of(self, engine: str) -> bool:
-        """Whether tasks can still be copying from or to the slots of an engine of this name."""
-        return self._sessions.uses_gpu_of(engine)
 
     def stats(self, identity: CacheIdentity, now: float) -> CacheStats:
         """Statistics of the tiers and tasks of the cache with this identity."""
@@ -115,19 +101,6 @@ class TaskQueries:
             identity, self._cache, self._accounts, self._sessions, self._executors.queues(),
             self._deadlines.num_unlaunched, self._lookups, self._breaker, now,
         )  # fmt: skip
-
-    # -- executors and the remote store ----------------------------------------------------------
-
-    def is_up(self, executor: str) -> bool:
-        return self._executors.is_up(executor)
-
-    def is_busy(self, executor: str) -> bool:
-        """Whether ops are with it."""
-        return self._executors.is_busy(executor)
-
-    def next_op_deadline(self) -> float | None:
-        """When the first op that runs misses its deadline, which a call may have set. O(1)."""
-        return self._executors.next_deadline()
 
     def is_looking_up(self, lookup_id: int) -> bool:
         """Whether a question to the remote store is still open."""
@@ -151,7 +124,9 @@ class TaskQueries:
         return sum(
             stores.num_dirty(tier)
             for tier, worker in WORKERS.items()
-            if not self.is_up(worker) or tiers.is_withheld(tier) or stores.throttled_until(tier)
+            if not self._executors.is_up(worker)
+            or tiers.is_withheld(tier)
+            or stores.throttled_until(tier)
         )
 
 
@@ -193,7 +168,9 @@ class KVTaskEngine:
 
     Attributes:
         is_in_doubt: Whether its state is being changed, or the last change has failed half-way.
-        queries: Answers questions about tasks, executors and the remote store.
+        executors: To be asked only which are up, and what they run.
+        sessions: To be asked only for what is open.
+        queries: Answers questions about several parts.
     """
 
     def __init__(self, cache: TieredCache, limits: TaskLimits = DEFAULT_LIMITS) -> None:
@@ -201,13 +178,13 @@ class KVTaskEngine:
         self.is_in_doubt = False
         self._change = _Change(self)
         self.cache = cache
-        self._sessions = TaskSessions(limits.load_ranks, limits.store_ranks)
+        self.sessions = TaskSessions(limits.load_ranks, limits.store_ranks)
         self._accounts = Accounts(limits.block_bytes, cache.tiers.lost, cache.loads)
         self._breaker = CircuitBreaker()
         self._instructions: list[Instruction] = []
         ssd = cache.tiers.by_name.get(TierName.SSD)
         self._checksums = SlotChecksums(0 if ssd is None else ssd.capacity)
-        self._executors = Executors(
+        self.executors = Executors(
             cache.tiers, self._breaker, self._checksums, self._accounts, self._instructions, limits
         )
         self._lookups: RemoteLookUps | None = None
@@ -216,16 +193,16 @@ class KVTaskEngine:
                 cache.tiers.remote, self._breaker, limits.lookup_timeout_s
             )
         self._runner = TaskRunner(
-            cache, self._sessions, self._executors, self._accounts, self._instructions
+            cache, self.sessions, self.executors, self._accounts, self._instructions
         )
         self._matcher = Matcher(
-            cache, self._sessions, self._executors, self._lookups, self._instructions,
+            cache, self.sessions, self.executors, self._lookups, self._instructions,
             limits.max_open_tasks,
         )  # fmt: skip
-        self._early = EarlyTasks(cache, self._sessions, self._matcher, self._runner)
+        self._early = EarlyTasks(cache, self.sessions, self._matcher, self._runner)
         self._deadlines = TaskDeadlines(limits.match_ttl_s, limits.remote_timeout_s)
         self.queries = TaskQueries(
-            cache, self._sessions, self._executors, self._accounts, self._deadlines,
+            cache, self.sessions, self.executors, self._accounts, self._deadlines,
             self._lookups, self._breaker,
         )  # fmt: skip
 
@@ -238,7 +215,7 @@ class KVTaskEngine:
         of them has, none of the blocks that they read or write is used again.
         """
         now = self.cache.tiers.now
-        runs = self._executors.under_way(self._instructions)
+        runs = self.executors.under_way(self._instructions)
         cache, plan = self.cache.successor(_busy_blocks(runs))
         fresh = KVTaskEngine(cache, self._limits)
         fresh._take_over(self, runs, plan, now)
@@ -252,10 +229,10 @@ class KVTaskEngine:
         self._instructions += [
             left for left in former._instructions if not isinstance(left, RunOp | RunLookUp)
         ]
-        self._sessions.succeed(former._sessions)
+        self.sessions.succeed(former.sessions)
         self._accounts.succeed(former._accounts, runs, now)
         self.cache.tiers.lost = self._accounts.totals.dropped_blocks
-        self._executors.succeed(former._executors, runs, now)
+        self.executors.succeed(former.executors, runs, now)
         if self._lookups is not None and former._lookups is not None:
             self._lookups.succeed(former._lookups, self._instructions)
         self._matcher.adopt_layout(former._matcher.layout)
@@ -265,15 +242,15 @@ class KVTaskEngine:
         ended = {answer.task_id for answer in told if answer.result.is_final}
         have_heard = {answer.task_id for answer in told}
         tasks = []
-        for task_id, task in former._sessions.tasks.items():
-            owner = self._sessions.get(task.owner.session)
+        for task_id, task in former.sessions.tasks.items():
+            owner = self.sessions.get(task.owner.session)
             if owner is None or (task_id in ended and task_id not in running):
                 continue
             is_told = task.is_told or task_id in have_heard
             tasks.append(task.forgotten(owner, running.get(task_id, []), is_told))
         self._runner.keep_on(plan, tasks, now)
-        for session in self._sessions.of_engines():
-            self._sessions.forget_if_gone(session)
+        for session in self.sessions.of_engines():
+            self.sessions.forget_if_gone(session)
 
     def _take_in(self, event: Callable[..., object], *args: object) -> None:
         """Take in what has happened. If that fails it has happened all the same: it is taken in
@@ -295,7 +272,7 @@ class KVTaskEngine:
         Args:
             engine: Its name; its ranks' executors are ``device(engine, rank)``.
         """
-        self._take_in(lambda: self._sessions.add(session, engine))
+        self._take_in(lambda: self.sessions.add(session, engine))
         self._accounts.session_began(session, engine)
 
     def end_session(self, session: SessionId, now: float, is_counted_on: bool = True) -> None:
@@ -306,7 +283,7 @@ class KVTaskEngine:
         """
 
         def change() -> None:
-            owner = self._sessions.get(session)
+            owner = self.sessions.get(session)
             if owner is None:
                 return
             if not owner.is_gone:
@@ -315,21 +292,21 @@ class KVTaskEngine:
                 self._cancel_unanswered([owner], now)
             if not is_counted_on:
                 self._cancel([t for t, task in owner.tasks.items() if task.is_promised], now)
-            self._sessions.forget_if_gone(owner)
+            self.sessions.forget_if_gone(owner)
 
         self._take_in(change)
 
     def report_prefill(self, session: SessionId, blocks_per_s: float) -> None:
         """How fast the engine computes, for load or recompute."""
-        self._sessions.report_prefill(session, blocks_per_s)
+        self.sessions.report_prefill(session, blocks_per_s)
 
     def set_disputed(self, engine: str, is_disputed: bool, now: float) -> None:
         """Cancel what sessions of this name have open, and match nothing for them meanwhile."""
 
         def change() -> None:
-            self._sessions.set_disputed(engine, is_disputed)
+            self.sessions.set_disputed(engine, is_disputed)
             if is_disputed:
-                self._cancel_unanswered(self._sessions.of_engine(engine), now)
+                self._cancel_unanswered(self.sessions.of_engine(engine), now)
 
         self._take_in(change)
 
@@ -343,18 +320,19 @@ class KVTaskEngine:
         """
 
         def change() -> None:
-            self._sessions.set_weights(engine, generation)
+            self.sessions.set_weights(engine, generation)
             if is_other and (remote := self.cache.tiers.remote) is not None:
-                for session in self._sessions.of_engine(engine):
+                for session in self.sessions.of_engine(engine):
                     session.named_at = remote.num_clears
-            self._cancel_unanswered(self._sessions.of_engine(engine), now)
+            self._cancel_unanswered(self.sessions.of_engine(engine), now)
             if is_other:
-                self.cache.tiers.retire(self._sessions.take_unused_roots(engine))
+                self.cache.tiers.retire(self.sessions.take_unused_roots(engine))
 
         self._take_in(change)
 
     def _cancel_unanswered(self, sessions: Iterable[Session], now: float) -> None:
         """Cancel what callers wait for, but neither writes below the GPU nor what was promised."""
+        # Writes below the GPU go on when an engine dies: their bytes are in DRAM and published.
         for session in sessions:
             unanswered = [
                 task_id
@@ -379,7 +357,7 @@ class KVTaskEngine:
             The question to wait for (`is_looking_up`, or `LookUpEnded`); None if nothing is asked.
         """
         with self._change:
-            owner = None if session is None else self._sessions.get(session)
+            owner = None if session is None else self.sessions.get(session)
             return self._matcher.look_up(owner, prompt, now)
 
     def awaits_load(self, session: SessionId, prompt: Prompt, now: float) -> bool:
@@ -403,7 +381,7 @@ class KVTaskEngine:
     def _match(self, task_id: TaskId, prompt: Prompt, now: float) -> Plan:
         if self.is_in_doubt:  # the last change has failed, and so has what was to follow from that
             self.forget(None)
-        owner = self._sessions.of(task_id)
+        owner = self.sessions.of(task_id)
         owner.take_id(task_id)
         with self._change:
             cache, kind = self.cache, prompt.kind
@@ -423,7 +401,7 @@ class KVTaskEngine:
                 task.early = cache.early.find(keys)
             self._accounts.matched(task, prompt, now)
             if not plan.is_empty:
-                self._sessions.open(task)
+                self.sessions.open(task)
                 self._deadlines.matched(task_id, now)
                 return plan
             cache.finish(plan)
@@ -444,7 +422,7 @@ class KVTaskEngine:
         """
         if self.is_in_doubt:  # the last change has failed, and so has what was to follow from that
             self.forget(None)
-        to_start, had_ended = self._sessions.launchable(task_ids, gpu_blocks)
+        to_start, had_ended = self.sessions.launchable(task_ids, gpu_blocks)
         with self._change:
             for task, blocks in to_start:
                 task.gated = gated
@@ -465,14 +443,14 @@ class KVTaskEngine:
         """
         if self.is_in_doubt:  # the last change has failed, and so has what was to follow from that
             self.forget(None)
-        task = self._sessions.tasks.get(task_id)
+        task = self.sessions.tasks.get(task_id)
         if task is None:
-            self._sessions.of(task_id).require_known(task_id)
+            self.sessions.of(task_id).require_known(task_id)
             return None
         ops, ranks = task.plan.graph.ops, task.owner.executors[OpKind.H2D]
         is_from_host = [op.kind for op in ops] == [OpKind.H2D] and task.plan.tail is None
         may_start = not task.is_launched and not task.state.is_cancelled
-        if not (is_from_host and may_start and not task.adapter and self._executors.are_up(ranks)):
+        if not (is_from_host and may_start and not task.adapter and self.executors.are_up(ranks)):
             return None
         with self._change:
             task.gated = task.is_promised = True
@@ -494,10 +472,10 @@ class KVTaskEngine:
             self.forget(None)
         to_cancel = list(task_ids)
         for task_id in to_cancel:
-            self._sessions.of(task_id).require_known(task_id)
+            self.sessions.of(task_id).require_known(task_id)
         with self._change:
             for task_id in to_cancel:
-                task = self._sessions.tasks.get(task_id)
+                task = self.sessions.tasks.get(task_id)
                 if task is not None and task.is_promised:
                     task.gated = False  # no rank was given it, so none hears of its end
             return self._cancel(to_cancel, now)
@@ -505,7 +483,7 @@ class KVTaskEngine:
     def _cancel(self, task_ids: Iterable[TaskId], now: float) -> list[TaskId]:
         unlaunched = []
         for task_id in task_ids:
-            task = self._sessions.tasks.get(task_id)
+            task = self.sessions.tasks.get(task_id)
             if task is None:
                 self.cache.early.cancel(task_id, now)
             if task is None or (task.state.is_cancelled and not task.is_promised):
@@ -514,7 +492,7 @@ class KVTaskEngine:
                 task.cancel()
                 self._accounts.cancelled(task)
             if task.is_promised:
-                self._runner.settle(self._executors.take_back(task, now), now)
+                self._runner.settle(self.executors.take_back(task, now), now)
             elif task.is_launched:
                 self._runner.stop(task, now)
             else:
@@ -527,7 +505,7 @@ class KVTaskEngine:
         """Cancel what engines can do without, and write what is dirty."""
 
         def change() -> None:
-            self._cancel(self._sessions.dispensable(), now)
+            self._cancel(self.sessions.dispensable(), now)
             self.cache.stores.begin_closing()
             self._runner.follow(now)
 
@@ -568,7 +546,7 @@ class KVTaskEngine:
 
         def change() -> None:
             if self._matcher.adopt_layout(layout):
-                self._cancel_unanswered(self._sessions.of_engines(), now)
+                self._cancel_unanswered(self.sessions.of_engines(), now)
 
         self._take_in(change)
 
@@ -588,7 +566,7 @@ class KVTaskEngine:
 
     def executor_up(self, executor: str, is_direct: bool = False) -> None:
         """An executor serves, GPU to SSD too if ``is_direct``. Waiting ops start in `tick`."""
-        self._take_in(lambda: self._executors.up(executor, is_direct))
+        self._take_in(lambda: self.executors.up(executor, is_direct))
 
     def executor_down(self, executor: str, reason: str, now: float) -> None:
         """An executor is gone, and with it all that it was moving."""
@@ -597,7 +575,7 @@ class KVTaskEngine:
             if executor == REMOTE and self._lookups is not None:
                 self._breaker.trip(reason, now)
                 self._lookups.give_up(now, self._instructions)
-            self._runner.settle(self._executors.down(executor, reason, now), now)
+            self._runner.settle(self.executors.down(executor, reason, now), now)
 
         self._take_in(change)
 
@@ -611,13 +589,13 @@ class KVTaskEngine:
                 self._lookups.looked_up(
                     lookup_id, max(0, num_present), error, now, self._instructions, tail
                 )
-                self._runner.settle(self._executors.sync(), now)
+                self._runner.settle(self.executors.sync(), now)
 
         self._take_in(change)
 
     def op_done(self, executor: str, done: Done, now: float) -> None:
         """An executor has ended its part of an op."""
-        self._take_in(lambda: self._runner.settle(self._executors.done(executor, done, now), now))
+        self._take_in(lambda: self._runner.settle(self.executors.done(executor, done, now), now))
 
     def tick(self, now: float) -> None:
         """Let deadlines pass, and write what is due to tiers that are available again."""
@@ -626,18 +604,19 @@ class KVTaskEngine:
     def _tick(self, now: float) -> None:
         self.cache.tick(now)
         while (late := self._deadlines.take_late_load(now)) is not None:
-            task = self._sessions.tasks.get(late)
+            task = self.sessions.tasks.get(late)
             if task is None or task.is_answered or not task.open_ops[OpKind.REMOTE2H]:
                 continue  # else it is answered with what has come; a read under way ends in DRAM
+            # No failure of the store: too slow for one engine, it may be of use to another.
             task.errors.append("the remote store takes longer than computing would")
             self._runner.end_unstarted(task, now)
         if self._lookups is not None:
-            self._lookups.tick(now, self._executors.is_up(REMOTE), self._instructions)
-        self._runner.settle(self._executors.sync(), now)
+            self._lookups.tick(now, self.executors.is_up(REMOTE), self._instructions)
+        self._runner.settle(self.executors.sync(), now)
         self._runner.follow(now)
         while (unlaunched := self._deadlines.take_unlaunched(now)) is not None:
             reason = f"not launched within {self._deadlines.match_ttl_s:g} s"
-            self._sessions.tasks[unlaunched].errors.append(reason)
+            self.sessions.tasks[unlaunched].errors.append(reason)
             self._cancel([unlaunched], now)
         self._runner.expire(now)
         self._early.tick(now)
@@ -645,6 +624,8 @@ class KVTaskEngine:
     def begin_study(self) -> tuple[EvictionPolicy, Study] | None:
         """Return what the eviction policy is to learn aside, if it is time for that."""
         policy = self.cache.tiers.policy
+        if not policy.wants_study:
+            return None
         with self._change:  # on the engine's thread too, where a signal's error must get out
             study = policy.begin_study()
         return None if study is None else (policy, study)
@@ -658,10 +639,10 @@ class KVTaskEngine:
         """When `tick` has something to do at the earliest."""
         if self.is_in_doubt:
             return self.cache.tiers.now
-        times = [self._deadlines.next(), self._executors.next_deadline()]
+        times = [self._deadlines.next(), self.executors.next_deadline()]
         times += [self.cache.next_deadline(), self._early.next_deadline()]
         if self._lookups is not None:
-            times.append(self._lookups.next_deadline(self._executors.is_up(REMOTE)))
+            times.append(self._lookups.next_deadline(self.executors.is_up(REMOTE)))
         return min((time for time in times if time is not None), default=None)
 
     def take_instructions(self) -> list[Instruction]:
@@ -697,11 +678,11 @@ class KVTaskEngine:
                 raise InternalError(
                     "an open question to the store cannot be found or has no deadline"
                 )
-            self._executors.check(self._sessions.tasks)
+            self.executors.check(self.sessions.tasks)
             self.cache.check()
             self._runner.check()
-            self._sessions.check()
-            tasks = self._sessions.tasks.items()
+            self.sessions.check()
+            tasks = self.sessions.tasks.items()
             self._deadlines.check([task_id for task_id, task in tasks if not task.is_launched])
 
 

@@ -222,6 +222,9 @@ class Executors:
         return ended
 
     def _takes_part(self, tier: TierName) -> bool:
+        # One rule for both tiers. What a dying worker was writing back is dirty again, and so is
+        # what the store has rejected: the breaker counts each failure, which bounds the retries.
+        # Failed writes of a living disk worker are not retried.
         return WORKERS[tier] in self._up and (
             tier is not TierName.REMOTE or self._breaker.is_closed
         )
@@ -315,6 +318,7 @@ class Executors:
         return overdue
 
     def next_deadline(self) -> float | None:
+        """When the first op that runs misses its deadline, which a call may have set. O(1)."""
         return self._deadlines[0][0] if self._deadlines else None
 
     def _fill(self, lane: _WorkerLane, now: float) -> None:

@@ -5,6 +5,7 @@ begin before, or instead of waiting for, a get.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
@@ -20,9 +21,8 @@ from flexcache.ids import OpKind, SessionId, TaskKind, TierName
 from flexcache.tasks.executors import Executors
 from flexcache.tasks.instructions import REMOTE, Instruction
 from flexcache.tasks.lookups import RemoteLookUps
-from flexcache.tasks.model import Session, load_patience_s
+from flexcache.tasks.model import Session, TaskSessions, load_patience_s
 from flexcache.tasks.runner import TaskRunner
-from flexcache.tasks.sessions import TaskSessions
 
 _LONGEST_WAIT_S = 3.0  # of a get, where it is not known how fast its engine computes
 _GPU_OP_OF = {TaskKind.GET: OpKind.H2D, TaskKind.PUT: OpKind.D2H}
@@ -92,6 +92,7 @@ class Matcher:
             if chain is None:
                 return None
             keys, stop = chain, stop + chain.num_before
+        # The match searches again: the index may change before the store has answered.
         tails = None
         if (tail_loads := self._cache.loads.tails) is not None:
             tails = tail_loads.unknown(keys, stop, now)
@@ -221,6 +222,7 @@ class Matcher:
 _FETCHES_A_TURN = 8  # other tasks go on between turns
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class EarlyTasks:
     """Follows the cache's `EarlyLoads` and `SessionReturns` with tasks.
 
@@ -230,13 +232,10 @@ class EarlyTasks:
     A state machine without I/O.
     """
 
-    def __init__(
-        self, cache: TieredCache, sessions: TaskSessions, matcher: Matcher, runner: TaskRunner
-    ) -> None:
-        self._cache = cache
-        self._sessions = sessions
-        self._matcher = matcher
-        self._runner = runner
+    _cache: TieredCache
+    _sessions: TaskSessions
+    _matcher: Matcher
+    _runner: TaskRunner
 
     def awaits(self, session: SessionId, prompt: Prompt, now: float) -> bool:
         """Whether a get that can wait should ask again a little later.

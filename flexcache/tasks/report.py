@@ -11,8 +11,7 @@ from flexcache.cache.tiered_cache import TieredCache
 from flexcache.ids import OpKind, TierName
 from flexcache.tasks.accounts import Accounts
 from flexcache.tasks.lookups import RemoteLookUps
-from flexcache.tasks.model import ENDS
-from flexcache.tasks.sessions import TaskSessions
+from flexcache.tasks.model import ENDS, TaskSessions
 from flexcache.tasks.stats import (
     BreakerStats,
     CacheIdentity,

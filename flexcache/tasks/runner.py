@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.plan import Plan
@@ -32,8 +33,8 @@ from flexcache.tasks.model import (
     STORE_TIER,
     OpRun,
     Task,
+    TaskSessions,
 )
-from flexcache.tasks.sessions import TaskSessions
 from flexcache.transfer.scheduler import EndedOp, Outcome, TransferScheduler
 
 _FROM_GPU = (OpKind.D2H,)
@@ -41,32 +42,22 @@ _FROM_BELOW = tuple(STAGED_LOAD_TIER)
 _TO_HOST = _FROM_GPU + _FROM_BELOW
 
 
+@dataclass(slots=True, eq=False)
 class TaskRunner:
-    """Runs tasks on the executors.
+    """Runs tasks on the executors."""
 
-    Args:
-        instructions: Receives `TaskAnswered` and `RevokeTask`.
-    """
-
-    def __init__(
-        self,
-        cache: TieredCache,
-        sessions: TaskSessions,
-        executors: Executors,
-        accounts: Accounts,
-        instructions: list[Instruction],
-    ) -> None:
-        self._cache = cache
-        self._sessions = sessions
-        self._executors = executors
-        self._accounts = accounts
-        self._instructions = instructions
-        self._scheduler = TransferScheduler()
-        self._outcomes: deque[Outcome] = deque()
-        self._left: set[OpId] = set()
-        """Ops that have been running since before everything was forgotten."""
-        self._left_with: Plan | None = None
-        """Keeps their blocks."""
+    _cache: TieredCache
+    _sessions: TaskSessions
+    _executors: Executors
+    _accounts: Accounts
+    _instructions: list[Instruction]
+    """Receives `TaskAnswered` and `RevokeTask`."""
+    _scheduler: TransferScheduler = field(default_factory=TransferScheduler)
+    _outcomes: deque[Outcome] = field(default_factory=deque)
+    _left: set[OpId] = field(default_factory=set)
+    """Ops that have been running since before everything was forgotten."""
+    _left_with: Plan | None = None
+    """Keeps their blocks."""
 
     # -- tasks -----------------------------------------------------------------------------------
 
@@ -165,7 +156,8 @@ class TaskRunner:
                 self._instructions.append(RevokeTask(task.task_id, task.owner.engine))
                 self.stop(task, now)
                 self._accounts.answered(task, now)
-                # How long it hangs is unknown: no other answer follows.
+                # How long a hung rank holds up the rest is unknown: no other answer follows, not
+                # for `wait(completely=True)` either.
                 self._notify(task, task.result(is_final=True), task.gated)
 
     def follow(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""An op that reads or writes slots of the SSD tier, block by block, several blocks at a time."""
+"""Block ops: ops that read or write slots of the SSD tier, several of their blocks at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copiers move bytes between KV tensors and the host pool: their interface, and what they share.
+"""Copiers, which move bytes between KV tensors and the host pool: interface and common parts.
 
 Each implementation satisfies `Copier` structurally, and is imported by `open_copier` alone.
 """

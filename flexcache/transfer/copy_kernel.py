@@ -1,4 +1,4 @@
-"""Many small copies at once, by a kernel that reads and writes pinned host memory itself.
+"""Copy kernel: many small copies at once, read from and written to pinned host memory.
 
 The copy engine works through its copies one by one, each queued by the CPU; below some tens of KiB
 that costs more than moving the bytes. A kernel takes a table of copies and has many in flight, but

@@ -1,4 +1,4 @@
-"""Chooses between the copy engine and the kernel for an op, by the measured cost of each.
+"""Ways of copying on a GPU: the self-test of each, and the choice between them by measured cost.
 
 No fixed threshold would do: the crossover depends on the GPU, its link, the driver and the number
 of copies. So both are timed when a rank attaches, for some tens of milliseconds, and an op uses the

@@ -216,14 +216,15 @@ class DiskWorker:
     def is_idle(self) -> bool:
         return not (self._refused or self._moving or self._written or self._group)
 
+    def filenos(self) -> list[int]:
+        return [*self._slots.filenos(), self._commit.fileno()]
+
     def take(self, message: Execute | Drop) -> None:
         """Start an op, or drop one."""
-        if isinstance(message, Execute):
-            self.execute(message)
-        else:
-            self.drop(message.op_id)
-
-    def execute(self, message: Execute) -> None:
+        if isinstance(message, Drop):
+            if message.op_id in self._moving:
+                self._moving[message.op_id].dropped = True
+            return
         try:
             op = _op_of(message)
             op.check("host", self._segments[0].num_blocks)
@@ -237,10 +238,6 @@ class DiskWorker:
         self._queue.add(op)
         if op.direction is Direction.WRITE and op.has_more:
             self._forget(op.slots)
-
-    def drop(self, op_id: int) -> None:
-        if op_id in self._moving:
-            self._moving[op_id].dropped = True
 
     def advance(self) -> list[Done]:
         """Process completions and start more I/O; return the ops that ended."""
@@ -432,10 +429,7 @@ def main() -> None:
         config,
         f"{io.name}, depth {slots.depth}, compression {config.compression}",
         Execute | Drop,
-        worker.take,
-        worker.advance,
-        lambda: worker.is_idle,
-        [*slots.filenos(), commit.fileno()],
+        worker,
     )
     slots.close()
     commit.close()

@@ -1,4 +1,4 @@
-"""Messages between the scheduler's process and the executors of ops.
+"""Messages between the scheduler's process and the executors of ops, and the names of GPU blocks.
 
 One tagged msgspec struct per message; a block list is one binary array (int64, little endian), as
 are checksums (uint64). New fields go last, with defaults.

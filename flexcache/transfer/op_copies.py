@@ -1,4 +1,4 @@
-"""The copies of a device op: addresses on the GPU and in the host segment, and sizes.
+"""Copies of a device op: addresses on the GPU and in the host segment, and sizes.
 
     op          unit 0                      unit 1
     host        [ block | block ]           [ block | block ]        blocks_per_unit = 2

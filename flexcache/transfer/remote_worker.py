@@ -147,7 +147,7 @@ class RemoteWorkerConfig(WorkerConfig, frozen=True):
 
 
 class RemoteService:
-    """Threads that move blocks and look names up; `fileno` is readable when there are answers.
+    """Threads that move blocks and look names up; `filenos` are readable when there are answers.
 
     Args:
         segments: The mapped segments; they must outlive the service.
@@ -184,8 +184,8 @@ class RemoteService:
         for i in range(_LOOKUP_THREADS):
             self._start_thread(f"flexcache-remote-lookup-{i}", self._look_up)
 
-    def fileno(self) -> int:
-        return self._event
+    def filenos(self) -> list[int]:
+        return [self._event]
 
     @property
     def is_idle(self) -> bool:
@@ -208,7 +208,7 @@ class RemoteService:
             elif (done := self._worker.drop(message.op_id)) is not None:
                 self._answer(done)
 
-    def answers(self) -> list[Done | LookedUp]:
+    def advance(self) -> list[Done | LookedUp]:
         """Return the answers since the last call. Never blocks."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._event)
@@ -301,10 +301,7 @@ def main() -> None:
         config,
         check_remote_url(config.url).name,
         Execute | Drop | LookUp,
-        service.take,
-        service.answers,
-        lambda: service.is_idle,
-        [service.fileno()],
+        service,
     )
     if service.is_idle:  # else a thread is inside the client, which cannot be closed under it
         service.close()

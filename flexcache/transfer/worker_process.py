@@ -7,8 +7,8 @@ import ctypes
 import logging
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import zmq
@@ -56,24 +56,29 @@ def map_segments(config: WorkerConfig) -> list[HostSegment]:
     return segments
 
 
-def serve(
-    config: WorkerConfig,
-    detail: str,
-    messages: Any,
-    take: Callable[[Any], None],
-    answers: Callable[[], Iterable[msgspec.Struct]],
-    is_idle: Callable[[], bool],
-    fds: Sequence[int],
-) -> None:
+class ServedWorker(Protocol):
+    """What a worker process does: of the SSD tier, or of the remote store."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the worker may end after a `Stop`."""
+
+    def take(self, message: Any) -> None:
+        """Start processing a message. Does not block."""
+
+    def advance(self) -> Sequence[msgspec.Struct]:
+        """Return the answers to send. Called after every wake-up."""
+
+    def filenos(self) -> Sequence[int]:
+        """Return descriptors that are readable when there may be answers."""
+
+
+def serve(config: WorkerConfig, detail: str, messages: Any, worker: ServedWorker) -> None:
     """Serve until a `Stop` message arrives or the parent closes its end of standard input.
 
     Args:
         detail: Describes how the worker works, for the server's log.
         messages: Union of the accepted messages, besides `Stop`.
-        take: Starts processing a message. Must not block.
-        answers: Returns the answers to send. Called after every wake-up.
-        is_idle: Whether the worker may end after a `Stop`.
-        fds: Descriptors that are readable when there may be answers.
     """
     decoder = msgspec.msgpack.Decoder(messages | Stop)
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
@@ -82,10 +87,10 @@ def serve(
         socket.connect(config.endpoint)
         socket.send(msgspec.msgpack.encode(Ready(detail)))
         poller = zmq.Poller()
-        for source in (socket, sys.stdin.fileno(), *fds):
+        for source in (socket, sys.stdin.fileno(), *worker.filenos()):
             poller.register(source, zmq.POLLIN)
         stopping = False
-        while not (stopping and is_idle()):
+        while not (stopping and worker.is_idle):
             if sys.stdin.fileno() in dict(poller.poll()):
                 return
             with contextlib.suppress(zmq.Again):
@@ -99,6 +104,6 @@ def serve(
                     if isinstance(message, Stop):
                         stopping = True
                     else:
-                        take(message)
-            for answer in answers():
+                        worker.take(message)
+            for answer in worker.advance():
                 socket.send(msgspec.msgpack.encode(answer))

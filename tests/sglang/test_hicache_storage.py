@@ -69,7 +69,7 @@ def settle(engine: TinyEngine) -> None:
     engine.step_until(is_done)
     server = manager._transport.server
     with server.lock, server.session() as tasks:
-        while tasks.queries.num_open_tasks:
+        while tasks.sessions.num_open:
             server.wait_for_change(0.05)
 
 

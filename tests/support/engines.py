@@ -129,7 +129,7 @@ class Engine:
         self.drain()
         server = self.server
         with server.lock, server.session() as tasks:
-            while tasks.queries.num_open_tasks:
+            while tasks.sessions.num_open:
                 server.wait_for_change(0.002)
 
     def forget_gpu(self) -> None:

@@ -704,7 +704,7 @@ class World:
                 e.run.op.kind.touches_gpu and e.run.executor.split(":")[1] == engine
                 for e in self.at_work.values()
             )
-            assert self.engine.queries.uses_gpu_of(engine) or not touches
+            assert self.engine.sessions.uses_gpu_of(engine) or not touches
         for errand in self.at_work.values():
             for places in _places(errand.run):
                 for name, block in places:
@@ -763,7 +763,7 @@ class World:
         """Check, at rest, that every task has its answer and no block belongs to one."""
         self.check()
         assert not self.at_work
-        assert self.engine.queries.num_open_tasks == 0
+        assert self.engine.sessions.num_open == 0
         for tier in self.cache.tiers:
             assert tier.num_leased == 0
         for task_id in self.tasks:

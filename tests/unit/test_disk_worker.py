@@ -31,7 +31,7 @@ from flexcache.storage.pool_directory import data_file_bytes, index_file_bytes
 from flexcache.storage.slot_index import SlotIndex
 from flexcache.storage.slot_io import SlotIO
 from flexcache.transfer.disk_worker import DiskWorker, GroupCommit
-from flexcache.transfer.messages import BlockNames, Done, Execute, pack_ids, unpack_checksums
+from flexcache.transfer.messages import BlockNames, Done, Drop, Execute, pack_ids, unpack_checksums
 
 POOL_ID = b"one pool of many"
 ROOT = b"sixteen byte key"
@@ -58,7 +58,7 @@ def blocks_of(segments: list[HostSegment], blocks: Sequence[int]) -> list[bytes]
 
 def run(worker: DiskWorker, *messages: Execute) -> dict[int, Done]:
     for message in messages:
-        worker.execute(message)
+        worker.take(message)
     done: dict[int, Done] = {}
     while len(done) < len(messages):
         done.update({answer.op_id: answer for answer in worker.advance()})
@@ -289,8 +289,8 @@ MALFORMED = [
 
 @pytest.mark.parametrize("malformed", MALFORMED)
 def test_a_malformed_op_is_refused_and_the_others_go_on(bench: Bench, malformed: Execute) -> None:
-    bench.worker.execute(malformed)
-    bench.worker.execute(store(2, [0], [0]))
+    bench.worker.take(malformed)
+    bench.worker.take(store(2, [0], [0]))
     done = bench.finish()
     assert (done[1].num_ok, done[1].bad_block) == (0, False)
     assert "malformed op" in (done[1].error or "")
@@ -427,7 +427,7 @@ def test_an_error_or_a_short_count_fails_the_op_at_that_block(
     bench: Bench, result: int, text: str
 ) -> None:
     worker, io = bench.worker, bench.io
-    worker.execute(order(1, OpKind.H2DISK, range(5), range(5)))
+    worker.take(order(1, OpKind.H2DISK, range(5), range(5)))
     assert worker.advance() == []
     io.complete(2)
     io.complete(1, result)
@@ -441,10 +441,10 @@ def test_an_error_or_a_short_count_fails_the_op_at_that_block(
 
 def test_the_queue_is_kept_full_and_reads_go_first(bench: Bench) -> None:
     worker, io = bench.worker, bench.io
-    worker.execute(order(1, OpKind.H2DISK, range(8), range(8)))
+    worker.take(order(1, OpKind.H2DISK, range(8), range(8)))
     worker.advance()
     assert [r.direction for r in io.submitted] == [Direction.WRITE] * 3
-    worker.execute(order(2, OpKind.DISK2H, range(8), range(8), bytes(64)))
+    worker.take(order(2, OpKind.DISK2H, range(8), range(8), bytes(64)))
     for position in range(3):
         io.complete(position)
     worker.advance()
@@ -458,10 +458,10 @@ def test_the_queue_is_kept_full_and_reads_go_first(bench: Bench) -> None:
 
 def test_a_dropped_op_ends_with_what_had_been_started(bench: Bench) -> None:
     worker, io = bench.worker, bench.io
-    worker.execute(order(1, OpKind.H2DISK, range(8), range(8)))
+    worker.take(order(1, OpKind.H2DISK, range(8), range(8)))
     worker.advance()
-    worker.drop(1)
-    worker.drop(99)
+    worker.take(Drop(1))
+    worker.take(Drop(99))
     for position in range(3):
         io.complete(position)
     (done,) = worker.advance()
@@ -471,14 +471,14 @@ def test_a_dropped_op_ends_with_what_had_been_started(bench: Bench) -> None:
 
 
 def test_records_are_written_between_the_two_syncs(bench: Bench) -> None:
-    bench.worker.execute(store(1, [0, 1, 2], [4, 5, 6]))
+    bench.worker.take(store(1, [0, 1, 2], [4, 5, 6]))
     assert bench.finish()[1].num_ok == 3
     assert bench.files.calls == [("sync", DATA), ("write", INDEX), ("sync", INDEX)]
 
 
 @pytest.mark.parametrize("bench", ["none"], indirect=True)
 def test_without_syncing_records_are_written_once_the_bytes_are(bench: Bench) -> None:
-    bench.worker.execute(store(1, [0, 1], [4, 5]))
+    bench.worker.take(store(1, [0, 1], [4, 5]))
     bench.worker.advance()
     bench.io.complete(0)
     bench.worker.advance()
@@ -498,14 +498,14 @@ def test_nothing_is_done_before_it_is_durable_and_reads_do_not_wait(bench: Bench
 
     bench.files.fdatasync = gated_sync  # type: ignore[method-assign]
     worker, io = bench.worker, bench.io
-    worker.execute(store(1, [0], [0]))
+    worker.take(store(1, [0], [0]))
     worker.advance()
     io.complete(0)
     assert worker.advance() == []
     assert entered.wait(60)
-    worker.execute(order(2, OpKind.DISK2H, [3], [3], bytes(8)))
-    worker.execute(store(3, [1], [1]))
-    worker.execute(store(4, [2], [2], first=1))
+    worker.take(order(2, OpKind.DISK2H, [3], [3], bytes(8)))
+    worker.take(store(3, [1], [1]))
+    worker.take(store(4, [2], [2], first=1))
     worker.advance()
     assert len(io.submitted) == 4
     for position in (1, 2, 3):
@@ -532,14 +532,14 @@ def test_a_failed_commit_fails_its_group_and_not_the_next(
     bench: Bench, call: tuple[str, int], code: int
 ) -> None:
     bench.files.failing[call] = OSError(code, os.strerror(code))
-    bench.worker.execute(store(1, [0, 1], [0, 1]))
+    bench.worker.take(store(1, [0, 1], [0, 1]))
     failed = bench.finish()[1]
     assert (failed.num_ok, failed.bad_block) == (0, False)
     assert os.strerror(code) in (failed.error or "")
     assert STEPS[call] in (failed.error or "")
     if call == ("sync", DATA):
         assert ("write", INDEX) not in bench.files.calls
-    bench.worker.execute(store(2, [0, 1], [0, 1]))
+    bench.worker.take(store(2, [0, 1], [0, 1]))
     assert bench.finish()[2].num_ok == 2
 
 
@@ -558,15 +558,15 @@ def test_a_failed_sync_fails_all_that_was_written_before_it_was_known(
     bench.files.fdatasync = gated_sync  # type: ignore[method-assign]
     bench.files.failing["sync", DATA] = OSError(errno.EIO, os.strerror(errno.EIO))
     worker, io = bench.worker, bench.io
-    worker.execute(store(1, [0], [0]))
+    worker.take(store(1, [0], [0]))
     worker.advance()
     io.complete(0)
     worker.advance()
     assert entered.wait(60)
-    worker.execute(store(2, [1], [1]))  # will have been written
-    worker.execute(store(3, [2, 3, 4, 5], [2, 3, 4, 5]))  # is being written
-    worker.execute(order(4, OpKind.DISK2H, [6], [6], bytes(8)))
-    worker.execute(store(5, [7], [7]))  # has not been begun
+    worker.take(store(2, [1], [1]))  # will have been written
+    worker.take(store(3, [2, 3, 4, 5], [2, 3, 4, 5]))  # is being written
+    worker.take(order(4, OpKind.DISK2H, [6], [6], bytes(8)))
+    worker.take(store(5, [7], [7]))  # has not been begun
     worker.advance()
     io.complete_all()
     worker.advance()
@@ -585,7 +585,7 @@ def test_a_failed_sync_fails_all_that_was_written_before_it_was_known(
 
 
 def test_only_what_was_written_without_a_gap_is_recorded(bench: Bench, tmp_path: Path) -> None:
-    bench.worker.execute(store(1, [0, 1, 2], [0, 1, 2]))
+    bench.worker.take(store(1, [0, 1, 2], [0, 1, 2]))
     bench.worker.advance()
     bench.io.complete(0)
     bench.io.complete(1, -errno.EIO)
@@ -609,12 +609,12 @@ def recorded(bench: Bench, tmp_path: Path) -> dict[int, bytes]:
 def test_a_slot_is_forgotten_when_it_is_to_be_overwritten_or_turns_out_bad(
     bench: Bench, tmp_path: Path
 ) -> None:
-    bench.worker.execute(store(1, [0, 1, 2, 3], [0, 1, 2, 3]))
+    bench.worker.take(store(1, [0, 1, 2, 3], [0, 1, 2, 3]))
     bench.finish()
     assert sorted(recorded(bench, tmp_path)) == [0, 1, 2, 3]
-    bench.worker.execute(store(2, [4], [2]))
+    bench.worker.take(store(2, [4], [2]))
     assert sorted(recorded(bench, tmp_path)) == [0, 1, 3]
-    bench.worker.execute(order(3, OpKind.DISK2H, [1], [9], bytes(8)))
+    bench.worker.take(order(3, OpKind.DISK2H, [1], [9], bytes(8)))
     bench.finish()
     assert sorted(recorded(bench, tmp_path)) == [0, 2, 3]
 
@@ -631,8 +631,8 @@ def test_a_slot_is_forgotten_when_it_is_to_be_overwritten_or_turns_out_bad(
 def test_names_that_do_not_fit_a_record_fail_their_op_alone(
     bench: Bench, names: BlockNames
 ) -> None:
-    bench.worker.execute(order(1, OpKind.H2DISK, [0], [0], names=names))
-    bench.worker.execute(store(2, [1], [1]))
+    bench.worker.take(order(1, OpKind.H2DISK, [0], [0], names=names))
+    bench.worker.take(store(2, [1], [1]))
     done = bench.finish()
     assert done[1].num_ok == 0
     assert done[1].error

@@ -97,7 +97,7 @@ class FailingWorld(World):
             super().launch(*task_ids, gated=gated)
         except ERRORS:
             for task_id in task_ids:
-                task = self.engine._sessions.tasks.get(task_id)
+                task = self.engine.sessions.tasks.get(task_id)
                 self.tasks[task_id].launched = task is None or task.is_launched
             for left in self.engine._instructions:
                 if isinstance(left, TaskAnswered) and left.task_id in task_ids:
@@ -144,7 +144,7 @@ def steps(world: FailingWorld, draws: random.Random) -> Iterator[Callable[[], ob
     def sessions() -> None:
         if OTHER in world.sessions:
             world.end_session(OTHER)
-        elif not world.engine.queries.uses_gpu_of(OTHER):
+        elif not world.engine.sessions.uses_gpu_of(OTHER):
             world.begin_session(OTHER)
 
     def executors() -> None:

@@ -325,7 +325,7 @@ def test_a_client_that_left_during_a_look_up_gets_no_task(asking: World) -> None
     [matched] = asking.inbox[other.calls]
     assert matched.num_blocks == 3
     assert asking.hub.cache is not None
-    assert asking.hub.cache.tasks.queries.num_open_tasks == 1
+    assert asking.hub.cache.tasks.sessions.num_open == 1
 
 
 def test_one_engine_gets_what_another_put(world: World) -> None:
@@ -483,7 +483,7 @@ def test_a_rank_with_a_different_layout_is_refused_and_its_engine_is_notified(wo
     assert told.missing == ["rank 0"]
     assert "another layout" in told.problems[0]
     assert world.last(one.events).problems == []
-    assert not world.hub.cache.tasks.queries.is_up(device("two", 0))  # type: ignore[union-attr]
+    assert not world.hub.cache.tasks.executors.is_up(device("two", 0))  # type: ignore[union-attr]
 
 
 def test_a_rank_that_comes_back_learns_what_ended_while_it_was_away(world: World) -> None:
@@ -1000,7 +1000,7 @@ class HubHistories(RuleBasedStateMachine):
         hub.cache.tasks.check()
         assert hub.workers() == {device(name, 0): 2 for name in self.ranks}
         for name in NAMES:
-            assert hub.cache.tasks.queries.is_up(device(name, 0)) == (name in self.ranks)
+            assert hub.cache.tasks.executors.is_up(device(name, 0)) == (name in self.ranks)
         expected = {e[1] for e in self.engines.values()} | {r[1] for r in self.ranks.values()}
         assert set(hub.state.peers) == set(self.world.watched) == expected
         tier = self.world.tier()

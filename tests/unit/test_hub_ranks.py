@@ -114,7 +114,7 @@ def test_the_engine_of_this_process_calls_before_its_ranks_have_greeted() -> Non
     assert world.hub.greeter.missing("e") == ["rank 3"]
     assert isinstance(greet(world, 3)[0], WelcomeRank)
     assert world.hub.cache is world.caches[0]
-    assert world.hub.cache.tasks.queries.num_open_tasks_of(ids.session) == 0
+    assert world.hub.cache.tasks.sessions.num_open_of(ids.session) == 0
     world.close()
 
 

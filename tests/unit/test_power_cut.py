@@ -281,7 +281,7 @@ class Machine:
         self.leases[self.num_ops] = (lease, host_blocks)
         names = BlockNames(ROOT, start, lease.parent_key or b"", list(lease.keys))
         src, dst = pack_ids(np.array(host_blocks)), pack_ids(lease.blocks)
-        self.worker.execute(Execute(self.num_ops, OpKind.H2DISK, src, dst, 1, names=names))
+        self.worker.take(Execute(self.num_ops, OpKind.H2DISK, src, dst, 1, names=names))
 
     def answer(self) -> None:
         for done in self.worker.advance():

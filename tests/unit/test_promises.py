@@ -201,13 +201,13 @@ def test_it_ends_with_its_session_once_no_step_counts_on_it() -> None:
     task_id = promised(world)
     session = world.sessions[ENGINE].session
     world.engine.end_session(session, world.now)
-    assert world.engine.queries.uses_gpu_of(ENGINE)
+    assert world.engine.sessions.uses_gpu_of(ENGINE)
     world.at_work.clear()
     world.engine.end_session(session, world.now, is_counted_on=False)
     world._carry_out()
     assert world.final(task_id).status is KVStatus.CANCELLED
-    assert not world.engine.queries.uses_gpu_of(ENGINE)
-    assert world.engine.queries.num_open_tasks == 0
+    assert not world.engine.sessions.uses_gpu_of(ENGINE)
+    assert world.engine.sessions.num_open == 0
 
 
 def test_a_rank_that_dies_ends_it() -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from flexcache.errors import NoDirectPathError
-from flexcache.storage.direct_files import DirectFiles, DirectFilesRef, is_free_of_ranks
 from flexcache.storage.disk_pool import DiskPool
+from flexcache.storage.pool_directory import DirectFiles, DirectFilesRef, is_free_of_ranks
 
 SLOT_BYTES = 8192
 

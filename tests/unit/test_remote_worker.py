@@ -224,7 +224,7 @@ class Running:
         self.service = RemoteService(config(segments), segments, open_store)
         self.answers: dict[int, Done | LookedUp] = {}
         self._poller = zmq.Poller()
-        self._poller.register(self.service.fileno(), zmq.POLLIN)
+        self._poller.register(*self.service.filenos(), zmq.POLLIN)
 
     def ask(self, message: Execute | LookUp) -> Done | LookedUp:
         self.service.take(message)
@@ -233,7 +233,7 @@ class Running:
     def answer(self, number: int) -> Done | LookedUp:
         while number not in self.answers:
             assert self._poller.poll(WAIT_S * 1e3), "no answer"
-            for answer in self.service.answers():
+            for answer in self.service.advance():
                 key = answer.op_id if isinstance(answer, Done) else answer.lookup_id
                 assert key not in self.answers
                 self.answers[key] = answer

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexcache.client.gpu_blocks import matched_slots
+from flexcache.client.arguments import matched_slots
 
 POSITIONS = st.integers(0, 24)
 

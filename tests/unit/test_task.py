@@ -126,7 +126,7 @@ class TaskHistories(RuleBasedStateMachine):
     def a_session_ends_or_begins(self, engine: str) -> None:
         if engine in self.world.sessions:
             self.world.end_session(engine)
-        elif not self.world.engine.queries.uses_gpu_of(engine):
+        elif not self.world.engine.sessions.uses_gpu_of(engine):
             self.world.begin_session(engine)
 
     def clear_every_tier(self) -> None:
@@ -481,7 +481,7 @@ def test_an_empty_match_ends_at_once_as_not_found() -> None:
     assert status(world, task_id) == (KVStatus.NOT_FOUND, 0)
     world.cancel(task_id)
     assert status(world, task_id) == (KVStatus.NOT_FOUND, 0)
-    assert world.engine.queries.num_open_tasks == 0
+    assert world.engine.sessions.num_open == 0
     assert not any(info.answered for info in world.tasks.values())
 
 
@@ -1074,10 +1074,10 @@ def test_when_an_engine_dies_its_copies_end_and_its_write_through_goes_on() -> N
         world.finish(run)
     assert world.ops(OpKind.H2DISK, copied)
     world.end_session(ENGINE)
-    assert world.engine.queries.uses_gpu_of(ENGINE)
+    assert world.engine.sessions.uses_gpu_of(ENGINE)
     for run in world.ops(OpKind.D2H, copying):
         world.finish(run)
-    assert not world.engine.queries.uses_gpu_of(ENGINE)
+    assert not world.engine.sessions.uses_gpu_of(ENGINE)
     world.begin_session(ENGINE)
     world.finish_all()
     assert world.cached(SSD, "abc") == 3
@@ -1145,7 +1145,7 @@ def test_an_id_is_used_once_and_only_in_a_session() -> None:
 
 
 def the_open_task(world: World) -> Task:
-    (task,) = world.engine._sessions.tasks.values()
+    (task,) = world.engine.sessions.tasks.values()
     return task
 
 
@@ -1154,7 +1154,7 @@ def run_an_op_without_executors(world: World) -> None:
 
 
 def forget_a_task_that_runs(world: World) -> None:
-    world.engine._sessions.close(the_open_task(world))
+    world.engine.sessions.close(the_open_task(world))
 
 
 def end_a_task_that_goes_on(world: World) -> None:

@@ -60,7 +60,7 @@ class Scene:
     @property
     def is_up(self) -> bool:
         assert self.world.hub.cache is not None
-        return self.world.hub.cache.tasks.queries.is_up(REMOTE)
+        return self.world.hub.cache.tasks.executors.is_up(REMOTE)
 
 
 @pytest.fixture

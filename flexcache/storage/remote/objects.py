@@ -1,4 +1,4 @@
-"""Format of a block in a remote store: a header, then its bytes.
+"""Objects of a remote store: the format of a block, a header and its bytes, and how they move.
 
     0    magic             8 bytes
     8    format version    uint16

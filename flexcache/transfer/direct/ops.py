@@ -1,4 +1,4 @@
-"""DirectOps: executes DISK2D and D2DISK of one rank, block by block, past the host pool.
+"""Direct ops: DISK2D and D2DISK of one rank, executed block by block, past the host pool.
 
     op --compute is done--> queue --begin--> DirectIO --read: verified, written: summed--> Done
 
