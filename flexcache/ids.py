@@ -107,6 +107,14 @@ class KVStatus(str, Enum):
     TIMEOUT = "timeout"
 
 
+class BreakerState(str, Enum):
+    """State of a circuit breaker; while it is not closed, only trials pass."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
 class RequestInfo(msgspec.Struct, frozen=True):
     """Metadata of one request, for KV events and traces; never affects look-ups.
 

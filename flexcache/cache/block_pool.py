@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +10,7 @@ import numpy.typing as npt
 from flexcache.cache.block_keys import tag_of, tenant_of
 from flexcache.errors import InternalError
 from flexcache.ids import RootId
+from flexcache.stats import QuotaStats
 
 BlockIds = npt.NDArray[np.int64]
 
@@ -87,24 +87,6 @@ NO_ROOT = RootId(b"")
 _FREE = -1
 
 
-class QuotaUse(NamedTuple):
-    """A tenant's part of a tier, in blocks.
-
-    Attributes:
-        quota: What it is sure of.
-        used: What it has, blocks on their way included.
-        evicted: What it has lost to make room for others' blocks or its own.
-        hit: What its gets found in the tier.
-        missed: What they asked for and did not find there.
-    """
-
-    quota: int
-    used: int
-    evicted: int
-    hit: int
-    missed: int
-
-
 class Quotas:
     """Tenants of one tier by number, and their blocks.
 
@@ -126,18 +108,14 @@ class Quotas:
     def __init__(self, capacity: int, quotas: Mapping[str, int]) -> None:
         self._names = list(quotas)
         # Blocks withheld from every plan are under no root: their tenant is never over.
-        self._quotas = [*quotas.values(), capacity]
-        self._used = [0] * len(self._quotas)
-        self._evicted = [0] * len(self._quotas)
-        self._hit = [0] * len(self._quotas)
-        self._missed = [0] * len(self._quotas)
+        self._parts = [QuotaStats(quota=quota) for quota in (*quotas.values(), capacity)]
         self._tenants = {tag_of(name): number for number, name in enumerate(self._names) if number}
         self._tenant_of = np.full(capacity, _FREE, np.int16)
 
     @property
     def num_tenants(self) -> int:
         """Numbers of tenants, with one for blocks under no root."""
-        return len(self._quotas)
+        return len(self._parts)
 
     def tenant(self, root: RootId) -> int:
         """Return the number of a root's tenant. O(1)."""
@@ -148,31 +126,32 @@ class Quotas:
     def take(self, tenant: int, blocks: BlockIds) -> None:
         """Count free blocks as a tenant's."""
         self._tenant_of[blocks] = tenant
-        self._used[tenant] += len(blocks)
+        self._parts[tenant].used += len(blocks)
 
     def give_back(self, blocks: BlockIds) -> None:
         """Count blocks as free."""
         counts = np.bincount(self._tenant_of[blocks], minlength=self.num_tenants)
         for tenant in np.flatnonzero(counts).tolist():
-            self._used[tenant] -= int(counts[tenant])
+            self._parts[tenant].used -= int(counts[tenant])
         self._tenant_of[blocks] = _FREE
 
     def pass_on(self, victim: int, tenant: int, blocks: BlockIds) -> None:
         """Count blocks evicted from one tenant as another's, or its own again."""
-        self._used[victim] -= len(blocks)
+        self._parts[victim].used -= len(blocks)
         self.take(tenant, blocks)
 
     def count_evicted(self, tenant: int, num_blocks: int) -> None:
-        self._evicted[tenant] += num_blocks
+        self._parts[tenant].evicted += num_blocks
 
     def room(self, tenant: int) -> int:
         """Return how many more blocks a tenant is sure of."""
-        return max(0, self._quotas[tenant] - self._used[tenant])
+        part = self._parts[tenant]
+        return max(0, part.quota - part.used)
 
     def count_get(self, root: RootId, num_hit: int, num_missed: int) -> None:
-        tenant = self.tenant(root)
-        self._hit[tenant] += num_hit
-        self._missed[tenant] += num_missed
+        part = self._parts[self.tenant(root)]
+        part.hit += num_hit
+        part.missed += num_missed
 
     def victim(self, tenant: int, missing: int, spared: Collection[int]) -> tuple[int, int] | None:
         """Return who gives up blocks for ``missing`` ones of a tenant, and how many at most.
@@ -184,18 +163,17 @@ class Quotas:
             spared: Those that have nothing left to evict.
         """
         worst, most = tenant, 0
-        for other, (used, quota) in enumerate(zip(self._used, self._quotas, strict=True)):
-            excess = used - quota + (missing if other == tenant else 0)
+        for other, part in enumerate(self._parts):
+            excess = part.used - part.quota + (missing if other == tenant else 0)
             if excess > most and other not in spared:
                 worst, most = other, excess
         if most:
             return worst, min(most, missing)
         return None if tenant in spared else (tenant, missing)
 
-    def uses(self) -> dict[str, QuotaUse]:
+    def stats(self) -> dict[str, QuotaStats]:
         """Return each tenant's part, by name."""
-        parts = zip(self._quotas, self._used, self._evicted, self._hit, self._missed, strict=True)
-        return dict(zip(self._names, map(QuotaUse._make, parts), strict=False))
+        return {n: part.snapshot() for n, part in zip(self._names, self._parts, strict=False)}
 
     def check(self, roots: Iterable[tuple[RootId, BlockIds]], free: BlockIds) -> None:
         """Raise `InternalError` if blocks are counted for the wrong tenant. O(capacity).
@@ -210,5 +188,6 @@ class Quotas:
         if not (self._tenant_of[free] == _FREE).all():
             raise InternalError("a free block is counted for a tenant")
         counts = np.bincount(self._tenant_of + 1, minlength=self.num_tenants + 1)
-        if counts[0] != len(free) or counts[1:].tolist() != self._used:
-            raise InternalError(f"tenants have {counts[1:].tolist()} blocks, counted {self._used}")
+        used = [part.used for part in self._parts]
+        if counts[0] != len(free) or counts[1:].tolist() != used:
+            raise InternalError(f"tenants have {counts[1:].tolist()} blocks, counted {used}")

@@ -31,6 +31,7 @@ from flexcache.cache.tail_index import Tail
 from flexcache.cache.tier import Tier
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId, TaskId, TierName
+from flexcache.stats import EarlyLoadStats
 
 _DEFAULT_SHARE = 0.5
 _MAX_OPEN = 64
@@ -39,21 +40,6 @@ _KEEP = 0.9  # weight of the past, per load
 _FIRST_HOLD_S = 1.0  # assumed until the first loads have ended
 _LEAST_USED = 0.01
 _HALF_LIFE_S = 60.0  # of the past, without loads
-
-
-@dataclass(slots=True)
-class EarlyLoadCounters:
-    """Since startup, in blocks read from tiers below DRAM.
-
-    Attributes:
-        early: In DRAM when their request asked for them.
-        late: On their way when their request asked.
-        wasted: Read, and not asked for in time.
-    """
-
-    early: int = 0
-    late: int = 0
-    wasted: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -142,7 +128,7 @@ class EarlyLoads:
         """The oldest first."""
         self._num_blocks = 0
         self._experience = _Experience()
-        self.counters = EarlyLoadCounters()
+        self.counters = EarlyLoadStats()
 
     @property
     def num_open(self) -> int:

@@ -21,10 +21,16 @@ from typing import Literal
 
 from flexcache.errors import InternalError
 from flexcache.ids import OpKind, TierName
+from flexcache.stats import LoadCostStats
 
 _KEEP = 0.9  # weight of the past, per op
 _STALE_AFTER_S = 30.0
 _MIN_OPS = 4
+_NAMES = {
+    OpKind.DISK2H: TierName.SSD.value, OpKind.REMOTE2H: TierName.REMOTE.value,
+    OpKind.DISK2D: "SSD past DRAM",
+}  # fmt: skip
+"""What the measured loads are called."""
 
 
 def why_recomputed(tier: TierName) -> str:
@@ -104,13 +110,13 @@ class LoadCost:
             return True
         return (seconds - (wait_s or 0.0)) * prefill_blocks_per_s <= num_blocks
 
-    def report(self) -> dict[OpKind, dict[str, float]]:
-        """Return the last measured blocks per second and seconds per op of each kind."""
+    def stats(self) -> dict[str, LoadCostStats]:
+        """Return the last measurements, by tier."""
         return {
-            kind: {
-                "blocks_per_s": lane.blocks / lane.busy_s if lane.busy_s > 0 else 0.0,
-                "seconds_per_op": lane.op_s,
-            }
+            _NAMES[kind]: LoadCostStats(
+                blocks_per_s=lane.blocks / lane.busy_s if lane.busy_s > 0 else 0.0,
+                seconds_per_op=lane.op_s,
+            )
             for kind, lane in self._lanes.items()
             if lane.ops
         }

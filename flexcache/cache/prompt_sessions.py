@@ -32,6 +32,7 @@ from flexcache.cache.prefix_index import PrefixIndex, PrefixMatch, Run
 from flexcache.cache.tiers import Tiers
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId, TaskKind
+from flexcache.stats import SessionStats
 
 _SPARE_ENTRIES = 64
 
@@ -82,29 +83,6 @@ _FETCH_AHEAD_S = 3.0  # at least; a user who says "in 20 s" may be back a little
 _SPARE = 2.0  # times the estimated duration of the load
 
 End = tuple[RootId, BlockKey]
-
-
-@dataclass(slots=True)
-class HintCounters:
-    """What hints were given since startup, and what came of them.
-
-    Attributes:
-        over: Hints that a session is over.
-        returning: Hints that a session goes on soon.
-        unknown: Hints about sessions that are not known (any more).
-        retired_blocks: Blocks that are due first since their session is over.
-        kept_blocks: Blocks kept until their session returns.
-        fetched_blocks: Blocks on their way from tiers below to DRAM since their session returns.
-        returned_sessions: Sessions that went on after they were said to be over.
-    """
-
-    over: int = 0
-    returning: int = 0
-    unknown: int = 0
-    retired_blocks: int = 0
-    kept_blocks: int = 0
-    fetched_blocks: int = 0
-    returned_sessions: int = 0
 
 
 class _Reach(NamedTuple):
@@ -158,7 +136,7 @@ class PromptSessions:
         self._users: dict[End, int] = {}
         """How many sessions have each end; prompts without a session count as one."""
         self._num_ends = 0
-        self.counters = HintCounters()
+        self.counters = SessionStats()
 
     def __len__(self) -> int:
         return len(self._sessions)

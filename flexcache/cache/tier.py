@@ -21,9 +21,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,23 +36,12 @@ from flexcache.cache.retention import Retention, Seconds
 from flexcache.cache.tail_index import Tail, TailIndex, tail_keys
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId, TierName
+from flexcache.stats import TierStats
 
 BlockIds = npt.NDArray[np.int64]
 OnStored = Callable[[RootId, BlockKey | None, Sequence[BlockKey], PromptContent | None, int], None]
 """Root, key of the block before, keys, content, position of the first key in its prompt."""
 _TICK_S = 1e-6  # well above the resolution of a double that counts seconds since boot
-
-
-@dataclass(slots=True)
-class TierCounters:
-    """Counters of a tier since its construction, in blocks."""
-
-    hit_blocks: int = 0
-    miss_blocks: int = 0
-    stored_blocks: int = 0
-    evicted_blocks: int = 0
-    dropped_blocks: int = 0
-    expired_blocks: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -150,7 +139,7 @@ class Tier:
         self._retention: Retention | None = None
         if retention_s is not None:
             self._retention = Retention(self.index, self.tails, retention_s)
-        self.counters = TierCounters()
+        self.counters = TierStats()
         self._flights: dict[RootId, _Flight] = {}
         self._num_leased = 0
         self._era = 0
@@ -468,16 +457,22 @@ class Tier:
         self._give_back(freed)
         self.counters.expired_blocks += len(freed)
 
-    def stats(self) -> dict[str, int]:
-        return {
-            "capacity": self.capacity,
-            "free": self.pool.num_free,
-            "indexed": self.num_indexed,
-            "leased": self._num_leased,
-            "restoring": self.num_expected,
-            "tails": self.tails.num_tails,
-            **asdict(self.counters),
-        }
+    def stats(self, **others: Any) -> TierStats:
+        """Return what was counted and what is there now.
+
+        Args:
+            others: Figures that those have who use the tier.
+        """
+        return self.counters.snapshot(
+            capacity=self.capacity,
+            free=self.pool.num_free,
+            indexed=self.num_indexed,
+            leased=self._num_leased,
+            restoring=self.num_expected,
+            tails=self.tails.num_tails,
+            quotas=None if self.quotas is None else self.quotas.stats(),
+            **others,
+        )
 
     def _drop(self, blocks: BlockIds) -> None:
         self._give_back(blocks)

@@ -34,6 +34,7 @@ from flexcache.config.model import UnitShape
 from flexcache.config.quotas import blocks_of
 from flexcache.errors import InternalError
 from flexcache.ids import OpId, TaskKind, TierName
+from flexcache.stats import TierStats
 
 _RESTORED_AT_ONCE = 1 << 16
 """Blocks of a restart that are found from the start; fewer if their prompts are short."""
@@ -238,21 +239,17 @@ class TieredCache:
             times.append(self._restore_at)
         return min((time for time in times if time is not None), default=None)
 
-    def stats(self) -> dict[str, dict[str, int]]:
+    def stats(self) -> dict[str, TierStats]:
         """Return occupancy and counters of each tier."""
+        limits = {name: int(budget.bytes_per_s) for name, budget in self._write_budgets.items()}
         return {
-            tier.name.value: {
-                **tier.stats(),
-                "available": int(tier.name not in self.tiers.unavailable),
+            tier.name.value: tier.stats(
+                available=int(tier.name not in self.tiers.unavailable),
+                write_limit_bytes_per_s=limits.get(tier.name),
                 **self.stores.stats_of(tier.name),
-                **self._write_limit(tier.name),
-            }
+            )
             for tier in self.tiers
         }
-
-    def _write_limit(self, name: TierName) -> dict[str, int]:
-        budget = self._write_budgets.get(name)
-        return {} if budget is None else {"write_limit_bytes_per_s": int(budget.bytes_per_s)}
 
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold. O(capacity)."""

@@ -9,6 +9,7 @@ import dataclasses
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -26,6 +27,7 @@ from flexcache.cache.journal import MEDIUM_OF, Journal, Removed, TierJournal
 from flexcache.cache.tier import BlockIds, Lease, Tier
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId, TierName
+from flexcache.stats import TierStats
 
 _MAX_ABSENT = 65_536
 _MAX_PLAIN = 65_536
@@ -135,8 +137,8 @@ class RemoteTier(Tier):
         self.num_clears += 1
         return super().clear()
 
-    def stats(self) -> dict[str, int]:
-        return super().stats() | {"known_absent": len(self._absent)}
+    def stats(self, **others: Any) -> TierStats:
+        return super().stats(known_absent=len(self._absent), **others)
 
 
 _MAX_DEFERRED = 64

@@ -196,8 +196,8 @@ def _over_http(url: str) -> StatusView[Any, Any]:
 
 
 def _of_cache(fetch: Callable[[], Any]) -> StatusView[Any, Any]:
+    from flexcache.stats import from_plain
     from flexcache.status.view import rates_between, render
-    from flexcache.tasks.stats import from_plain
 
     return StatusView(fetch, from_plain, rates_between, render)
 

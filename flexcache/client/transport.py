@@ -21,8 +21,8 @@ from flexcache.protocol.endpoints import check_endpoint, private_endpoint
 from flexcache.protocol.messages import engine_name, new_engine_id
 from flexcache.server.operator import LocalSession
 from flexcache.server.server import KVServer
+from flexcache.stats import to_plain
 from flexcache.tasks.instructions import Offer, PromisedLoad
-from flexcache.tasks.stats import to_plain
 
 
 class Transport(Protocol):

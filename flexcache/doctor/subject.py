@@ -15,8 +15,8 @@ from flexcache.config import CacheConfig, ModelConfig, ServerConfig
 from flexcache.config.sources import CONFIG_FILE_ENV, read_environment
 from flexcache.errors import ConfigError, FlexCacheError
 from flexcache.protocol.endpoints import is_served, private_endpoint
+from flexcache.stats import Stats, from_plain
 from flexcache.storage.shards import Shards
-from flexcache.tasks.stats import Stats, from_plain
 
 
 class Level(str, Enum):

@@ -14,8 +14,8 @@ from flexcache.errors import ConfigError, FlexCacheError
 from flexcache.ids import KVStatus
 from flexcache.logs import log_event
 from flexcache.manager import KVManager
+from flexcache.stats import TotalsStats
 from flexcache.tasks.instructions import PromisedLoad
-from flexcache.tasks.stats import TotalsStats
 
 logger = logging.getLogger(__name__)
 

@@ -1,15 +1,14 @@
-"""Serves a catalog's metrics with prometheus-client. Nothing is counted here: a scrape reads the
-statistics once, and between scrapes there is no cost."""
+"""Prometheus exposition of counters: a scrape reads the statistics once, and nothing is counted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, Generic
 
+from flexcache.counters import Counters, Family, Histogram, MetricType, Sample, families, samples
 from flexcache.errors import MissingDependencyError
-from flexcache.metrics.metric import Metric, MetricType, Tree
-from flexcache.tasks.stats import HistogramStats
+from flexcache.metrics.metric import Reading, Tree
 
 try:
     from prometheus_client import CollectorRegistry
@@ -34,34 +33,25 @@ _FAMILIES = {
 }
 
 
-class StatsCollector(Generic[Tree]):
-    """A collector of prometheus-client.
+class Exposition:
+    """The metrics of a tree of counters, as text.
 
     Args:
-        catalog: The metrics.
+        kind: What ``read_stats`` returns.
         read_stats: Returns the statistics as they are now.
     """
 
-    def __init__(self, catalog: Sequence[Metric[Tree]], read_stats: Callable[[], Tree]) -> None:
-        self._catalog = catalog
+    def __init__(self, kind: type[Counters], read_stats: Callable[[], Counters]) -> None:
+        self._families = families(kind)
         self._read_stats = read_stats
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
 
     def collect(self) -> Iterator[Any]:
-        stats = self._read_stats()
-        return (_family(metric, stats) for metric in self._catalog)
-
-
-class Exposition(Generic[Tree]):
-    """The metrics as text.
-
-    Args:
-        catalog: The metrics.
-        read_stats: Returns the statistics as they are now.
-    """
-
-    def __init__(self, catalog: Sequence[Metric[Tree]], read_stats: Callable[[], Tree]) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(StatsCollector(catalog, read_stats))
+        """Yield what prometheus-client encodes."""
+        found = samples(self._read_stats())
+        for each in self._families:
+            yield _family(each, found.get(each.name, ()))
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """Return all metrics as they are now, and their content type, for an ``Accept`` header."""
@@ -69,10 +59,34 @@ class Exposition(Generic[Tree]):
         return encode(self._registry), content_type
 
 
-def _family(metric: Metric[Tree], stats: Tree) -> Any:
+class CatalogExposition(Generic[Tree]):
+    """The metrics of a catalog as text.
+
+    Args:
+        catalog: The metrics.
+        read_stats: Returns the statistics as they are now.
+    """
+
+    def __init__(self, catalog: Sequence[Reading[Tree]], read_stats: Callable[[], Tree]) -> None:
+        self._catalog = catalog
+        self._read_stats = read_stats
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def collect(self) -> Iterator[Any]:
+        stats = self._read_stats()
+        return (_family(metric, metric.read(stats)) for metric in self._catalog)
+
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """As `Exposition.render`."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
+
+
+def _family(metric: Family | Reading[Any], rows: Iterable[Sample]) -> Any:
     family = _FAMILIES[metric.type](metric.name, metric.help, labels=metric.labels)
-    for labels, value in metric.read(stats):
-        if isinstance(value, HistogramStats):
+    for labels, value in rows:
+        if isinstance(value, Histogram):
             bounds = [*map(floatToGoString, value.bounds), "+Inf"]
             buckets = list(zip(bounds, accumulate(value.counts), strict=True))
             family.add_metric(labels, buckets, value.sum)

@@ -44,7 +44,7 @@ from msgspec import Meta
 from flexcache.config.router import RouterConfig
 from flexcache.config.values import is_loopback, split_tcp
 from flexcache.errors import ConfigError
-from flexcache.metrics.collector import Exposition
+from flexcache.metrics.collector import CatalogExposition
 from flexcache.router import ui
 from flexcache.router.chooser import (
     Arrival,
@@ -372,7 +372,7 @@ class ControlApi:
     def __init__(self, service: DeciderService) -> None:
         self._service = service
         self._config: RouterConfig = service.config
-        self._exposition: Exposition[RouterStats] = Exposition(CATALOG, service.stats)
+        self._exposition: CatalogExposition[RouterStats] = CatalogExposition(CATALOG, service.stats)
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
 

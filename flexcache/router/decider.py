@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 from urllib.parse import urlsplit
 
+from flexcache.counters import Histogram
 from flexcache.errors import InternalError
 from flexcache.logs import log_event
 from flexcache.router.chooser import (
@@ -53,7 +54,6 @@ from flexcache.router.stats import QueueStats
 from flexcache.router.stored import StoredIds
 from flexcache.router.tokens.body import named_model
 from flexcache.router.waiting import is_set_within
-from flexcache.tasks.histogram import Histogram
 
 T = TypeVar("T")
 
@@ -477,7 +477,7 @@ class Decider:
         return QueueStats(
             waiting=len(self.line),
             capacity=self.line.size,
-            waits_s=self._waits_s.stats(),
+            waits_s=self._waits_s.snapshot(),
             refused={**self.line.refused, "no_worker": self._num_without_worker},
         )
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from flexcache.metrics.metric import Metric, ReaderOf, Sample, Value, counter, gauge, histogram
+from flexcache.ids import BreakerState
+from flexcache.metrics.metric import ReaderOf, Reading, Sample, Value, counter, gauge, histogram
 from flexcache.router.chooser import Outcome
 from flexcache.router.fleet import Tier, WorkerState
 from flexcache.router.stats import (
@@ -25,7 +26,6 @@ from flexcache.router.stats import (
     TokenizerStats,
     WorkerStats,
 )
-from flexcache.transfer.breaker import BreakerState
 
 Reader = ReaderOf[RouterStats]
 
@@ -641,7 +641,7 @@ PROCESSES = (
     ),
 )
 
-SECTIONS: Mapping[str, Sequence[Metric[RouterStats]]] = {
+SECTIONS: Mapping[str, Sequence[Reading[RouterStats]]] = {
     "Router: decisions": DECISIONS,
     "Router: workers": WORKERS,
     "Router: index": INDEX,
@@ -650,6 +650,6 @@ SECTIONS: Mapping[str, Sequence[Metric[RouterStats]]] = {
     "Router: requests": REQUESTS,
     "Router: processes and peers": PROCESSES,
 }
-CATALOG: Sequence[Metric[RouterStats]] = [
+CATALOG: Sequence[Reading[RouterStats]] = [
     metric for section in SECTIONS.values() for metric in section
 ]

@@ -14,10 +14,11 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from flexcache.errors import InternalError
+from flexcache.ids import BreakerState
 from flexcache.logs import log_event
 from flexcache.router.chooser import Outcome
 from flexcache.router.fleet import WorkerSpec, WorkerState
-from flexcache.transfer.breaker import BreakerState, CircuitBreaker
+from flexcache.transfer.breaker import CircuitBreaker
 
 _PATIENCE = 3
 """Probes without an answer, one after the other, that take an engine out."""

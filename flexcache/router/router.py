@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from flexcache.counters import Histogram
 from flexcache.events.wire import EventBatch
 from flexcache.router.chooser import Decision, RouteRequest
 from flexcache.router.dispatcher import LEASE_S, Dispatcher, Prompt
@@ -32,7 +33,6 @@ from flexcache.router.stats import (
     TTFTStats,
     WorkerStats,
 )
-from flexcache.tasks.histogram import Histogram
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -92,9 +92,9 @@ class TTFTAccuracy:
 
     def stats(self) -> TTFTStats:
         return TTFTStats(
-            predicted_s=self._predicted.stats(),
-            actual_s=self._actual.stats(),
-            error_s=self._error.stats(),
+            predicted_s=self._predicted.snapshot(),
+            actual_s=self._actual.snapshot(),
+            error_s=self._error.snapshot(),
         )
 
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 import msgspec
 
+from flexcache.counters import Histogram
 from flexcache.errors import FlexCacheError
+from flexcache.ids import BreakerState
 from flexcache.router.fleet import WorkerState
-from flexcache.tasks.stats import HistogramStats
-from flexcache.transfer.breaker import BreakerState
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -46,9 +46,9 @@ class CachedTokensStats(_Part, frozen=True, kw_only=True):
 class TTFTStats(_Part, frozen=True, kw_only=True):
     """Time from the choice to the first token, over the requests for which it was predicted."""
 
-    predicted_s: HistogramStats
-    actual_s: HistogramStats
-    error_s: HistogramStats
+    predicted_s: Histogram
+    actual_s: Histogram
+    error_s: Histogram
     """Absolute difference of the two."""
 
 
@@ -199,7 +199,7 @@ class TokenizerStats(_Part, frozen=True, kw_only=True):
     tokens: int
     remembered_tokens: int
     """Those of them that were taken from the memo."""
-    seconds: HistogramStats
+    seconds: Histogram
     checks: int
     """Comparisons with an engine's own rendering."""
     mismatches: int
@@ -217,7 +217,7 @@ class QueueStats(_Part, frozen=True, kw_only=True):
 
     waiting: int
     capacity: int
-    waits_s: HistogramStats
+    waits_s: Histogram
     """Waits of those that were routed in the end, mostly 0."""
     refused: dict[str, int]
     """By reason: ``full``, ``expired``, ``no_worker``."""

@@ -68,11 +68,11 @@ class Greeter:
         """Answer a Hello that is well-formed, or leave it unanswered: the client asks again."""
         config, refused = self._config, refuse_version(hello.version)
         if refused is not None:
-            self._state.counters["rejected_version"] += 1
+            self._state.counters.rejected_messages["version"] += 1
         elif (problem := _misfit(hello, config)) is not None:
             refused = Refused(problem)
         elif len(self._state.peers) >= _MAX_PEERS:
-            self._state.counters["rejected_crowded"] += 1
+            self._state.counters.rejected_messages["crowded"] += 1
             refused = Refused(f"{_MAX_PEERS} clients are connected", final=False)
         elif isinstance(hello, HelloRank):
             refused = self._greet_rank(identity, hello, now)
@@ -311,7 +311,7 @@ class Greeter:
             if isinstance(peer, Rank) and self._may_be_silent(peer):
                 peer.heard_s = now
                 continue
-            self._state.counters["expired_clients"] += 1
+            self._state.counters.expired_clients += 1
             self.lose(peer, f"silent for {timeout_s:g} s", now)
 
     def _may_be_silent(self, rank: Rank) -> bool:

@@ -41,11 +41,10 @@ from flexcache.errors import (
     MissingDependencyError,
 )
 from flexcache.logs import log_event
-from flexcache.metrics.catalog import CATALOG
 from flexcache.metrics.collector import Exposition
 from flexcache.processes import raise_limit
 from flexcache.protocol.trust import find_peer, user_name
-from flexcache.tasks.stats import to_plain
+from flexcache.stats import Stats, to_plain
 
 try:
     import h11
@@ -261,7 +260,7 @@ def _names_loopback(host_header: str) -> bool:
 
 def _make_app(server: Operator, gate: _Gate, patience_s: float) -> Starlette:
     # Read when it is scraped: the counters exist for `stats` anyway.
-    exposition = Exposition(CATALOG, server.stats)
+    exposition = Exposition(Stats, server.stats)
 
     def metrics(request: Request) -> Response:
         text, content_type = exposition.render(request.headers.get("accept", ""))

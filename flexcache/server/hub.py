@@ -13,7 +13,6 @@ sent is left in the outbox. Used under the server's lock only.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -49,6 +48,7 @@ from flexcache.server.greeter import Greeter, malformed_greeting, refuse_version
 from flexcache.server.outbox import BackgroundJob, problem_of
 from flexcache.server.reactor import Buffer, UnreadableError, log_failed, read_message
 from flexcache.server.state import LocalCaller, Rank, Scheduler, ServerState
+from flexcache.stats import CacheIdentity, EngineStats, ServerCounters, ServerStats, Stats, to_plain
 from flexcache.tasks.instructions import (
     DISK,
     REMOTE,
@@ -62,7 +62,6 @@ from flexcache.tasks.instructions import (
     RunOp,
     TaskAnswered,
 )
-from flexcache.tasks.stats import CacheIdentity, EngineStats, ServerStats, Stats, to_plain
 from flexcache.transfer.messages import Done, Drop, LookedUp
 
 logger = logging.getLogger(__name__)
@@ -96,7 +95,7 @@ class Hub:
         return self._slot.cache
 
     @property
-    def counters(self) -> Counter[str]:
+    def counters(self) -> ServerCounters:
         """Counts clients and messages that were refused, failures and deaths of workers."""
         return self.state.counters
 
@@ -138,7 +137,7 @@ class Hub:
                 if caller is not None:
                     self._calls.answer(caller, message, data, now)
                 else:
-                    self.counters["rejected_without_session"] += 1
+                    self.counters.rejected_messages["without_session"] += 1
                     failed = Failed(message.request_id, "session", "no such session")
                     self.outbox.send(identity, failed)
             case Launch() if caller is not None:
@@ -194,12 +193,12 @@ class Hub:
             return False
         refused = refuse_version(greeting.version) if greeting.type.startswith("Hello") else None
         if refused is not None:
-            self.counters["rejected_version"] += 1
+            self.counters.rejected_messages["version"] += 1
             self.outbox.send(identity, refused)
         return refused is not None
 
     def _reject(self, identity: bytes, why: str, text: str) -> None:
-        self.counters[f"rejected_{why}"] += 1
+        self.counters.rejected_messages[why] += 1
         self.outbox.send(identity, Rejected(f"{why} message: {text}"))
 
     def does_not_read(self, identity: bytes, now: float) -> None:
@@ -208,7 +207,7 @@ class Hub:
         A scheduler is given up, whichever of its sockets it is. A rank may be copying: it begins
         again once it reads again, as it may have missed ops and their ends.
         """
-        self.counters["unread_messages"] += 1
+        self.counters.unread_messages += 1
         peer = self.state.peers.get(identity) or self.state.callers.get(identity)
         if isinstance(peer, Scheduler):
             self.greeter.lose(peer, "does not read its messages", now)
@@ -301,7 +300,7 @@ class Hub:
             logger, logging.ERROR, "cache_forgotten", error=repr(error), exc_info=error or False,
             effect="every tier is empty: an error came while it was being changed",
         )  # fmt: skip
-        self.counters["cache_forgotten"] += 1
+        self.counters.cache_forgotten += 1
         self._slot.forgotten()
 
     def _task_answered(self, answered: TaskAnswered) -> None:
@@ -333,7 +332,7 @@ class Hub:
 
     def stats(self, now: float, session: SessionId | None = None) -> Stats:
         """Statistics of everything here and, if one is named, of a session."""
-        server, counters = self._server_stats(), dict(self.counters)
+        server, counters = self._server_stats(), self.counters.snapshot()
         cache = self._slot.cache
         if cache is None:
             return Stats(server=server, counters=counters, engines={})

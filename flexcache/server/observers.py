@@ -16,7 +16,7 @@ from flexcache.events.held_blocks import PublishedNames
 from flexcache.events.publisher import KVEventPublisher
 from flexcache.logs import log_event
 from flexcache.server.cache import ServedCache
-from flexcache.tasks.stats import EventStats, TraceStats
+from flexcache.stats import EventStats, TraceStats
 from flexcache.tracing.tracer import Tracer, make_header
 
 if TYPE_CHECKING:

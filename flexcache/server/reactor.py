@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -22,6 +22,7 @@ from flexcache.logs import log_event
 from flexcache.protocol.endpoints import EndpointLock, listen_privately
 from flexcache.protocol.messages import MAX_FRAME_BYTES, Refused
 from flexcache.protocol.trust import Doorkeeper, describe_stranger, secure_server, stranger_of
+from flexcache.stats import ServerCounters
 
 EndReport = Callable[[float], None]
 """Called with the time when a process has ended."""
@@ -410,10 +411,10 @@ def read_message(
     return message
 
 
-def log_failed(message: object, counters: Counter[str], identity: bytes = b"") -> None:
+def log_failed(message: object, counters: ServerCounters, identity: bytes = b"") -> None:
     """Log and count that a message could not be handled; called where the error was caught."""
     log_event(
         logger, logging.ERROR, "message_failed", message=type(message).__name__,
         identity=identity.hex(), exc_info=True,
     )  # fmt: skip
-    counters["failed_messages"] += 1
+    counters.failed_messages += 1

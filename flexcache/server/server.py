@@ -51,9 +51,9 @@ from flexcache.server.outbox import (
 from flexcache.server.reactor import Endpoint, Reactor
 from flexcache.server.state import Answers, HubConfig, ServerState
 from flexcache.server.workers import WorkerPool
+from flexcache.stats import ServerStats, Stats
 from flexcache.storage.shards import Shards
 from flexcache.tasks.engine import KVTaskEngine
-from flexcache.tasks.stats import ServerStats, Stats
 
 logger = logging.getLogger(__name__)
 
@@ -354,13 +354,15 @@ class KVServer:
             return self._observers.take_changes()
 
     def _own_stats(self) -> ServerStats:
+        pids, restarts = self._pool.pids(), self._pool.restarts()
         return ServerStats(
             version=__version__,
             uptime_s=time.monotonic() - self._started_s,
             endpoint=self.endpoint,
             server_pid=os.getpid(),
-            workers=self.hub.workers() | self._pool.pids(),
-            worker_restarts=self._pool.restarts(),
+            workers=self.hub.workers() | pids,
+            worker_restarts=restarts,
+            worker_up={name: name in pids for name in restarts},
             events=self._observers.event_stats(),
             trace=self._observers.trace_stats(),
         )

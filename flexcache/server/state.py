@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
@@ -23,6 +23,7 @@ from flexcache.server.claims import Claims
 from flexcache.server.observers import ChangeFeed
 from flexcache.server.outbox import Outbox
 from flexcache.server.weights import EngineWeights
+from flexcache.stats import ServerCounters
 from flexcache.storage.shards import Shards
 from flexcache.tasks.instructions import TaskResult, device
 
@@ -181,7 +182,7 @@ class ServerState:
         self.changed = threading.Condition(self.lock)
         self.config = config
         self.host = host
-        self.counters: Counter[str] = Counter()
+        self.counters = ServerCounters()
         self.outbox = Outbox()
         self._open_cache = open_cache
         self.slot = CacheSlot(self._open, self.outbox)

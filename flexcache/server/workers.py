@@ -13,7 +13,6 @@ import secrets
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import IO, TYPE_CHECKING, Protocol
@@ -31,6 +30,7 @@ from flexcache.server.reactor import (
     log_failed,
     read_message,
 )
+from flexcache.stats import ServerCounters
 from flexcache.tasks.instructions import DISK, REMOTE, DropOp, ReplaceExecutor, RunLookUp, RunOp
 from flexcache.transfer.messages import Done, Drop, LookedUp, LookUp, Ready, Stop
 
@@ -167,7 +167,7 @@ class WorkerPool:
 
     def _refuse(self, sender: bytes, why: str, text: str) -> None:
         """Count it; log the first of its kind."""
-        self._owner.counters[f"rejected_{why}"] += 1
+        self._owner.counters.rejected_messages[why] += 1
         if why not in self._logged:
             self._logged.add(why)
             log_event(
@@ -182,7 +182,7 @@ class WorkerPool:
             logger, logging.ERROR, "worker_died", worker=worker.name, how=how,
             effect="its ops fail, it is restarted",
         )  # fmt: skip
-        self._owner.counters[f"{worker.name}_worker_deaths"] += 1
+        self._owner.counters.worker_deaths[worker.name] += 1
         self._owner.worker_down(worker.name, f"{worker.name} worker {how}", now)
 
     # -- instructions ----------------------------------------------------------------------------
@@ -385,7 +385,7 @@ class WorkerOwner(Protocol):
     """Called under the owner's lock, by the thread that drives the `WorkerPool`."""
 
     @property
-    def counters(self) -> Counter[str]:
+    def counters(self) -> ServerCounters:
         """Counts deaths and refused messages."""
 
     def worker_up(self, worker: str) -> None:

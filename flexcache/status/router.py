@@ -9,11 +9,11 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from flexcache.counters import Histogram
+from flexcache.ids import BreakerState
 from flexcache.router.fleet import Tier, WorkerState
 from flexcache.router.stats import CacheStats, RouterStats, SourceStats, WorkerStats
 from flexcache.status.view import Column, duration, entry_name, listed, number, table_of, titled
-from flexcache.tasks.stats import HistogramStats
-from flexcache.transfer.breaker import BreakerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,5 +228,5 @@ def _share(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else "-"
 
 
-def _mean(histogram: HistogramStats) -> float:
+def _mean(histogram: Histogram) -> float:
     return histogram.sum / sum(histogram.counts)

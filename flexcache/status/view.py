@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
-import msgspec
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from flexcache.counters import plain
 from flexcache.ids import TierName
-from flexcache.tasks.stats import (
+from flexcache.stats import (
     CacheStats,
     EngineStats,
     OpStats,
     QuotaStats,
     RemoteStats,
+    ServerCounters,
     ServerStats,
     Stats,
     TierStats,
+    TotalsStats,
 )
 
 _GAP = 2
@@ -315,7 +317,7 @@ def _hits(cache: CacheStats, rates: Rates | None) -> Iterator[Text]:
             f"{rates.ended_tasks:,.0f} tasks/s",
         )
     windows = cache.hit_rate.items()
-    known = [f"{window.rate:.1%} in {name}" for name, window in windows if window.asked_blocks]
+    known = [f"{each.rate:.1%} in {name}" for name, each in windows if each.rate is not None]
     yield titled("hit rate", *known or ["no requests yet"])
 
 
@@ -336,26 +338,35 @@ def _work(cache: CacheStats) -> Iterator[Text]:
 def _others(stats: Stats) -> Iterator[Text]:
     """Yield the lines that appear only if they have something to show."""
     server, cache = stats.server, stats.cache
+    totals = TotalsStats() if cache is None else cache.totals
     if cache is not None and cache.remote is not None:
         yield _remote(cache.remote)
     if cache is not None and (limits := list(_limits(cache))):
         yield titled("limits", *limits)
     for title, counts in (
-        ("blocks not stored", cache.totals.dropped_blocks if cache else {}),
-        ("blocks not loaded", cache.totals.skipped_blocks if cache else {}),
-        ("counters", stats.counters),
-        ("KV events", msgspec.to_builtins(server.events) if server.events else {}),
+        ("blocks not stored", totals.dropped_blocks),
+        ("blocks not loaded", totals.skipped_blocks),
+        ("counters", _trouble(stats.counters)),
+        ("KV events", plain(server.events) if server.events else {}),
     ):
         if told := listed(counts):
             yield titled(title, told)
     decided: dict[str, int] = {}
-    for tier, decision in (cache.load_decisions if cache else {}).items():
-        decided |= {f"{tier} load": decision.load, f"{tier} recompute": decision.recompute}
+    for tier in list(cache.tiers)[1:] if cache else ():
+        skipped = totals.skipped_blocks.get(f"{tier.lower()}_slower_than_recompute", 0)
+        decided |= {f"{tier} load": totals.hit_blocks.get(tier, 0), f"{tier} recompute": skipped}
     if any(decided.values()):
         yield titled("load or recompute, in blocks", listed(decided))
     if (trace := server.trace) is not None:
         lines = {"lines": trace.lines, "dropped": trace.dropped_lines}
         yield titled("trace", listed(lines), f"{trace.bytes / 1e6:,.1f} MB", trace.file)
+
+
+def _trouble(counters: ServerCounters) -> dict[str, int]:
+    counts: dict[str, Any] = plain(counters)
+    rejected, deaths = counts.pop("rejected_messages"), counts.pop("worker_deaths")
+    counts |= {f"rejected_{why}": count for why, count in rejected.items()}
+    return counts | {f"{worker}_worker_deaths": count for worker, count in deaths.items()}
 
 
 def _limits(cache: CacheStats) -> Iterator[str]:
@@ -375,7 +386,7 @@ def _remote(remote: RemoteStats) -> Text:
     if not remote.available:
         line.append("not available", "red")
     if breaker.state != "closed":
-        line.append(f", breaker {breaker.state} ({breaker.last_reason})", "red")
+        line.append(f", breaker {breaker.state.value} ({breaker.last_reason})", "red")
     return line.append(
         f", breaker opened {breaker.openings:,} times; {lookups.asked:,} lookups, "
         f"{lookups.late:,} answered late"

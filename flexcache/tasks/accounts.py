@@ -7,23 +7,24 @@ index changes, is in `cache.tier`.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 
 from flexcache.cache.load_cost import Way
 from flexcache.cache.load_plan import LoadPlanner
 from flexcache.cache.prompt import Prompt
+from flexcache.counters import Histogram
 from flexcache.ids import KVStatus, OpKind, SessionId, TaskKind, TierName
-from flexcache.tasks.histogram import BYTES, SECONDS, Histogram
-from flexcache.tasks.hit_rate import HitRates
+from flexcache.stats import HitRateStats, TotalsStats
 from flexcache.tasks.instructions import Recorder, TaskResult
 from flexcache.tasks.model import LOAD_TIER, OpRun, Task
-from flexcache.tasks.totals import Totals
 
 _ENDED = {
     (kind, status): f"{kind.value}_{status.value}" for kind in TaskKind for status in KVStatus
 }
 """Names of counters; to make one at each end takes a microsecond."""
+_WINDOWS = {"1m": 60.0, "10m": 600.0, "1h": 3600.0}
+_SLICE_S = 10.0
 
 
 class Accounts:
@@ -45,19 +46,20 @@ class Accounts:
         self._load_cost = loads.cost
         self._ways = loads.ways
         self.recorder: Recorder | None = None
-        self.totals = Totals(dropped_blocks=lost_blocks)
-        self.hit_rates = HitRates()
-        self.op_seconds = {kind: Histogram(SECONDS) for kind in OpKind}
-        self.op_bytes = {kind: Histogram(BYTES) for kind in OpKind}
-        self.task_seconds = {kind: Histogram(SECONDS) for kind in TaskKind}
+        self.lost = lost_blocks
+        self.totals = TotalsStats(dropped_blocks=lost_blocks)
+        self.op_seconds = {kind: Histogram() for kind in OpKind}
+        self.task_seconds = {kind: Histogram() for kind in TaskKind}
+        self._recent: deque[list[float]] = deque()
+        """Gets in slices of ten seconds: end, blocks asked for, found."""
         self.num_ended = 0
 
     def succeed(self, former: Accounts, running: Iterable[OpRun], now: float) -> None:
         """Count on after everything was forgotten but these ops, which still run."""
-        self.recorder, self.totals = former.recorder, former.totals
-        self.op_seconds, self.op_bytes = former.op_seconds, former.op_bytes
-        self.task_seconds, self.num_ended = former.task_seconds, former.num_ended
-        counts = Counter(run.op.kind for run in running if not run.counts_late)
+        self.recorder, self.totals, self.lost = former.recorder, former.totals, former.lost
+        self.op_seconds, self.task_seconds = former.op_seconds, former.task_seconds
+        self.num_ended = former.num_ended
+        counts = Counter(run.op.kind.value for run in running if not run.counts_late)
         for kind, total in self.totals.ops.items():
             total.keep_running(counts[kind], now)
 
@@ -76,12 +78,39 @@ class Accounts:
     def matched(self, task: Task, prompt: Prompt, now: float) -> None:
         """Blocks of a prompt were asked for or offered; ``task.plan`` is what came of it."""
         plan = task.plan
-        self.totals.matched(plan, prompt.stop)
-        task.owner.totals.matched(plan, prompt.stop)
+        for totals in (self.totals, task.owner.totals):
+            for reason, count in plan.dropped.items():
+                totals.dropped_blocks[reason] += count
+            for reason, count in plan.skipped.items():
+                totals.skipped_blocks[reason] += count
+            if plan.kind is TaskKind.GET:
+                for tier, count in plan.sources.items():
+                    totals.hit_blocks[tier] += count
+                totals.missed_blocks += prompt.stop - plan.stop
         if plan.kind is TaskKind.GET:
-            self.hit_rates.add(now, prompt.stop - prompt.start, plan.num_blocks)
+            self._add_recent(now, prompt.stop - prompt.start, plan.num_blocks)
         if self.recorder is not None:
             self.recorder.matched(task, prompt)
+
+    def _add_recent(self, now: float, num_asked: int, num_found: int) -> None:
+        slices = self._recent
+        if not slices or slices[-1][0] <= now:
+            slices.append([(now // _SLICE_S + 1) * _SLICE_S, 0, 0])
+            while slices[0][0] <= now - _WINDOWS["1h"]:
+                slices.popleft()
+        slices[-1][1] += num_asked
+        slices[-1][2] += num_found
+
+    def hit_rate(self, now: float) -> dict[str, HitRateStats]:
+        """Return the share of blocks asked for that was found, by window, each right to within a
+        slice."""
+        windows = {}
+        for name, length in _WINDOWS.items():
+            recent = [s for s in self._recent if s[0] > now - length]
+            asked, found = int(sum(s[1] for s in recent)), int(sum(s[2] for s in recent))
+            rate = found / asked if asked else None
+            windows[name] = HitRateStats(asked_blocks=asked, hit_blocks=found, rate=rate)
+        return windows
 
     def launched(self, task: Task) -> None:
         if self.recorder is not None:
@@ -140,7 +169,6 @@ class Accounts:
                 totals.ops[kind].started(now - seconds)
             totals.ops[kind].ended(now, num_wanted, num_ok, num_bytes, run.device_bytes)
         self.op_seconds[kind].observe(seconds)
-        self.op_bytes[kind].observe(num_bytes)
         if kind is OpKind.DISK2D and run.error is not None:
             self._ways.failed()
         if self._load_cost is not None and kind in LOAD_TIER:

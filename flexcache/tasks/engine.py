@@ -45,6 +45,7 @@ from flexcache.ids import (
     TaskKind,
     TierName,
 )
+from flexcache.stats import CacheIdentity, CacheStats, RemoteStats, TotalsStats
 from flexcache.tasks.accounts import Accounts
 from flexcache.tasks.executors import Executors, SlotChecksums
 from flexcache.tasks.instructions import (
@@ -71,9 +72,7 @@ from flexcache.tasks.model import (
     TaskLimits,
     TaskSessions,
 )
-from flexcache.tasks.report import cache_stats
 from flexcache.tasks.runner import TaskRunner
-from flexcache.tasks.stats import CacheIdentity, CacheStats, TotalsStats
 from flexcache.transfer.breaker import CircuitBreaker
 from flexcache.transfer.messages import Done, pack_ids
 from flexcache.transfer.scheduler import BlockIds
@@ -93,14 +92,43 @@ class TaskQueries:
 
     def totals_of(self, session: SessionId) -> TotalsStats:
         """What a session has had of the cache."""
-        return self._sessions.totals_of(session).stats()
+        return self._sessions.totals_of(session).snapshot()
 
     def stats(self, identity: CacheIdentity, now: float) -> CacheStats:
         """Statistics of the tiers and tasks of the cache with this identity."""
-        return cache_stats(
-            identity, self._cache, self._accounts, self._sessions, self._executors.queues(),
-            self._deadlines.num_unlaunched, self._lookups, self._breaker, now,
-        )  # fmt: skip
+        cache, accounts, lookups = self._cache, self._accounts, self._lookups
+        remote = None
+        if lookups is not None:
+            is_available = TierName.REMOTE not in cache.tiers.unavailable
+            remote = RemoteStats(
+                available=is_available, breaker=self._breaker.stats(), lookups=lookups.counters
+            )
+        tiers = cache.stats()
+        for kind, (source, target) in ENDS.items():
+            num_bytes = accounts.totals.ops[kind].bytes
+            if source in tiers:
+                tiers[source].read_bytes += num_bytes
+            if target in tiers:
+                tiers[target].written_bytes += num_bytes
+        live = CacheStats(
+            identity=identity,
+            totals=accounts.totals,
+            tiers=tiers,
+            tasks=self._sessions.by_state(),
+            hit_rate=accounts.hit_rate(now),
+            op_seconds={kind.value: each for kind, each in accounts.op_seconds.items()},
+            task_seconds={kind.value: each for kind, each in accounts.task_seconds.items()},
+            queues=self._executors.queues(),
+            unlaunched_tasks=self._deadlines.num_unlaunched,
+            open_lookups=0 if lookups is None else lookups.num_open,
+            store_backlog_blocks=cache.stores.backlog,
+            early_loads=cache.early.counters.snapshot(open_blocks=cache.early.num_blocks),
+            sessions=cache.sessions.counters.snapshot(known=len(cache.sessions)),
+            retention_s=cache.tiers.host.retention_s,
+            remote=remote,
+            load_cost=None if cache.loads.cost is None else cache.loads.cost.stats(),
+        )
+        return live.snapshot()
 
     def is_looking_up(self, lookup_id: int) -> bool:
         """Whether a question to the remote store is still open."""
@@ -231,7 +259,7 @@ class KVTaskEngine:
         ]
         self.sessions.succeed(former.sessions)
         self._accounts.succeed(former._accounts, runs, now)
-        self.cache.tiers.lost = self._accounts.totals.dropped_blocks
+        self.cache.tiers.lost = self._accounts.lost
         self.executors.succeed(former.executors, runs, now)
         if self._lookups is not None and former._lookups is not None:
             self._lookups.succeed(former._lookups, self._instructions)

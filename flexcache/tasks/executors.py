@@ -27,6 +27,7 @@ from flexcache.cache.restore import Records
 from flexcache.cache.tiers import Tiers
 from flexcache.errors import InternalError
 from flexcache.ids import OpId, OpKind, TaskId, TaskKind, TierName
+from flexcache.stats import QueueStats
 from flexcache.tasks.accounts import Accounts
 from flexcache.tasks.instructions import (
     DISK,
@@ -37,7 +38,6 @@ from flexcache.tasks.instructions import (
     RunOp,
 )
 from flexcache.tasks.model import LOAD_TIER, LOWER_TIER, WORKER_OF, WORKERS, OpRun, Task, TaskLimits
-from flexcache.tasks.stats import QueueStats
 from flexcache.transfer.breaker import CircuitBreaker
 from flexcache.transfer.messages import Done, unpack_checksums
 from flexcache.transfer.scheduler import FairQueue, TransferOp, Urgency

@@ -21,6 +21,7 @@ from flexcache.cache.block_keys import BlockKeys, PromptContent
 from flexcache.cache.load_plan import AskedTail
 from flexcache.cache.tiers import RemoteTier
 from flexcache.ids import BlockKey, RootId
+from flexcache.stats import LookUpStats
 from flexcache.tasks.instructions import Instruction, LookUpEnded, RunLookUp
 from flexcache.transfer.breaker import CircuitBreaker
 
@@ -76,8 +77,7 @@ class RemoteLookUps:
         self._deadlines: SortedList[tuple[float, int]] = SortedList()
         """One for each open question, the earliest first."""
         self._has_trial = False
-        self.num_asked = 0
-        self.num_late = 0
+        self.counters = LookUpStats()
 
     def look_up(
         self, keys: BlockKeys, stop: int, now: float, instructions: list[Instruction],
@@ -111,13 +111,13 @@ class RemoteLookUps:
         self._by_key[keys.root, question.name] = lookup_id
         asked = [(question.num_needed(tail), tail.last_unit) for tail in tails]
         instructions.append(RunLookUp(lookup_id, at_store, wanted, asked))
-        self.num_asked += 1
+        self.counters.asked += 1
         return lookup_id
 
     def succeed(self, former: RemoteLookUps, instructions: list[Instruction]) -> None:
         """Number on after everything was forgotten; the former questions have ended."""
         self._ids = former._ids
-        self.num_asked, self.num_late = former.num_asked, former.num_late
+        self.counters = former.counters
         told = {left.lookup_id for left in instructions if isinstance(left, LookUpEnded)}
         for lookup_id, question in former._open.items():
             if not question.is_trial and lookup_id not in told:
@@ -171,7 +171,7 @@ class RemoteLookUps:
         while self._deadlines and self._deadlines[0][0] <= now:
             lookup_id = self._deadlines[0][1]
             question = self._open[lookup_id]
-            self.num_late += not question.is_trial
+            self.counters.late += not question.is_trial
             self._give_up(lookup_id, now, instructions)
             self._breaker.failed(f"no answer within {now - question.asked_s:.3f} s", now)
         if worker_is_up and not self._has_trial and self._breaker.wants_trial(now):

@@ -30,8 +30,8 @@ from flexcache.ids import (
     make_session,
     session_of,
 )
+from flexcache.stats import TotalsStats
 from flexcache.tasks.instructions import DISK, REMOTE, TaskResult, device
-from flexcache.tasks.totals import Totals
 from flexcache.transfer.scheduler import BlockIds, TransferOp
 
 WORKERS = {TierName.SSD: DISK, TierName.REMOTE: REMOTE}
@@ -305,7 +305,7 @@ class Session:
     prefill_blocks_per_s: float = 0.0
     """What the engine computes: whatever would take longer to load is not loaded for it."""
     is_gone: bool = False
-    totals: Totals = field(default_factory=Totals)
+    totals: TotalsStats = field(default_factory=TotalsStats)
 
     def uses(self, root: RootId) -> None:
         """The engine has matched a prompt under this root."""
@@ -594,7 +594,7 @@ class TaskSessions:
 
     # -- insight ---------------------------------------------------------------------------------
 
-    def totals_of(self, session: SessionId) -> Totals:
+    def totals_of(self, session: SessionId) -> TotalsStats:
         return self._sessions[session].totals
 
     def num_open_of(self, session: SessionId) -> int:

@@ -14,8 +14,9 @@ Pure: the caller passes the time.
 from __future__ import annotations
 
 from collections import deque
-from enum import Enum
-from typing import Any
+
+from flexcache.ids import BreakerState
+from flexcache.stats import BreakerStats
 
 _WINDOW = 32
 _MIN_CALLS = 4
@@ -24,12 +25,6 @@ _TRIALS_TO_CLOSE = 3
 _FIRST_BACKOFF_S = 0.5
 _LONGEST_BACKOFF_S = 15.0
 _STABLE_AFTER_S = 60.0
-
-
-class BreakerState(str, Enum):
-    CLOSED = "closed"
-    OPEN = "open"
-    HALF_OPEN = "half_open"
 
 
 class CircuitBreaker:
@@ -92,9 +87,7 @@ class CircuitBreaker:
         """Return when the answer of `wants_trial` changes by itself."""
         return self._retry_at_s if self.state is BreakerState.OPEN else None
 
-    def report(self) -> dict[str, Any]:
-        return {
-            "state": self.state.value,
-            "openings": self.num_openings,
-            "last_reason": self.last_reason,
-        }
+    def stats(self) -> BreakerStats:
+        return BreakerStats(
+            state=self.state, openings=self.num_openings, last_reason=self.last_reason
+        )

@@ -59,7 +59,7 @@ class CopyPermit:
 
     def check(self) -> None:
         """Raise `TaskRevokedError` if the copy must not continue."""
-        if self.is_revoked:
+        if self.task_id <= max(self._words):
             raise TaskRevokedError
 
 

@@ -4,9 +4,6 @@ No fixed threshold would do: the crossover depends on the GPU, its link, the dri
 of copies. So both are timed when a rank attaches, for some tens of milliseconds, and an op uses the
 one that should finish sooner. They take turns, since an engine may be using the GPU meanwhile. The
 kernel must be clearly quicker, because it takes multiprocessors from the model.
-
-An engine that attaches has not begun to serve, so what was found then is looked at once more, on
-ops that are to be made anyway (`CopyReview`).
 """
 
 from __future__ import annotations
@@ -15,9 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ctypes import c_uint8
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
-from statistics import median
 from typing import TypeVar
 
 import numpy as np
@@ -42,8 +38,6 @@ _CLEARLY_QUICKER = 0.9
 """On an H200 four programs, of 132 multiprocessors, copy runs of 64 KiB at 51 GB/s; the engine at
 40. At 128 KiB it is 51 to 46, and the engine is left to it."""
 _NEARLY_AS_QUICK = 1.1
-_REVIEW_AFTER_S = 1.0
-_REVIEW_OPS = 8
 
 
 Way = TypeVar("Way")
@@ -73,9 +67,6 @@ class CopyCost:
         size = num_bytes / num_runs
         run_s = float(np.interp(size, SIZES, self.run_s))
         return self.start_s + num_runs * run_s * max(1.0, size / SIZES[-1])
-
-    def scaled(self, factor: float) -> CopyCost:
-        return CopyCost(self.start_s * factor, tuple(each * factor for each in self.run_s))
 
     @classmethod
     def fit(cls, seconds: tuple[float, ...]) -> CopyCost:
@@ -116,53 +107,6 @@ class CopyChoice:
         engine_s = self.engine.estimate(num_runs, num_bytes)
         kernel_s = self.kernel.estimate(num_runs, num_bytes)
         return kernel_s < _CLEARLY_QUICKER * engine_s
-
-
-@dataclass(slots=True)
-class CopyReview:
-    """A choice in one direction that is corrected once, by ops that are to be made anyway.
-
-    When these have taken a second, some are made in each way in turns, and timed by the device.
-    Both ways are right, so no copy is made for it, and none of the scratch memory is needed.
-    """
-
-    choice: CopyChoice
-    _estimated_s: float = 0.0
-    """How long the ops so far should have taken."""
-    _num_tried: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
-    """Ops that were to be timed: by the kernel, and by the engine."""
-    _factors: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
-    """How many times as long as estimated each of them took."""
-
-    @property
-    def is_trying(self) -> bool:
-        """Whether the next op is to be timed, in the way that `choose` returns."""
-        is_due = self._estimated_s >= _REVIEW_AFTER_S
-        return is_due and min(self._num_tried.values()) < _REVIEW_OPS
-
-    def choose(self, num_runs: int, num_bytes: int) -> bool:
-        """Choose the way of an op that is made now; return whether it is the kernel."""
-        by_kernel = self.choice.prefers_kernel(num_runs, num_bytes)
-        if self.is_trying:
-            by_kernel = self._num_tried[True] <= self._num_tried[False]
-            self._num_tried[by_kernel] += 1
-        self._estimated_s += self._cost(by_kernel).estimate(num_runs, num_bytes)
-        return by_kernel
-
-    def took(self, by_kernel: bool, num_runs: int, num_bytes: int, seconds: float) -> bool:
-        """Record how long the device took for an op. Returns whether this was the last one: then
-        the choice is corrected."""
-        estimated_s = self._cost(by_kernel).estimate(num_runs, num_bytes)
-        self._factors[by_kernel].append(seconds / estimated_s)
-        if sum(map(len, self._factors.values())) < 2 * _REVIEW_OPS:
-            return False
-        engine = self.choice.engine.scaled(median(self._factors[False]))
-        kernel = self.choice.kernel.scaled(median(self._factors[True]))
-        self.choice = replace(self.choice, engine=engine, kernel=kernel)
-        return True
-
-    def _cost(self, by_kernel: bool) -> CopyCost:
-        return self.choice.kernel if by_kernel else self.choice.engine
 
 
 def measure_costs(

@@ -234,6 +234,8 @@ class CopyQueue:
             helper.wait()
 
 
+_LANES = {OpKind.H2D: 0, OpKind.D2H: 1}
+"""Lanes of the queue: loads go first."""
 CopyRuns = Callable[[Addresses, Addresses, Addresses, CopyPermit], None]
 
 
@@ -273,27 +275,22 @@ class CpuCopier:
         """
         runs = runs.joined()
         if not urgent and not alone and (queue := self.queue(kind)):
-            return queue.add(_lane_of(kind), *runs, self._permit.task_id)
+            return queue.add(_LANES[kind], *runs, self._permit.task_id)
         self._copy(*runs, self._permit)
         return None
 
     def may_start(self, kind: OpKind, after: object) -> bool:
-        return self._queue is None or self._queue.has_room(_lane_of(kind))
+        return self._queue is None or self._queue.has_room(_LANES[kind])
 
     def queue(self, kind: OpKind) -> CopyQueue | None:
         queue = self._queue
-        if queue is None or not queue.is_ready() or not queue.has_room(_lane_of(kind)):
+        if queue is None or not queue.is_ready() or not queue.has_room(_LANES[kind]):
             return None
         return queue
 
     def close(self) -> None:
         if self._queue is not None:
             self._queue.close()
-
-
-def _lane_of(kind: OpKind) -> int:
-    """Return the lane of the queue: loads go first."""
-    return 0 if kind is OpKind.H2D else 1
 
 
 @cache
@@ -308,14 +305,7 @@ def load_copy_runs() -> CopyRuns:
             reason=error, effect="copies hold the interpreter lock", remedy="pip install '.[cpu]'",
         )  # fmt: skip
         return _copy_with_ctypes
-
-    def copy_compiled(
-        destinations: Addresses, sources: Addresses, sizes: Addresses, permit: CopyPermit
-    ) -> None:
-        if not copy_runs(destinations, sources, sizes, permit.address, permit.task_id):
-            raise TaskRevokedError
-
-    return copy_compiled
+    return copy_runs
 
 
 def _copy_with_ctypes(

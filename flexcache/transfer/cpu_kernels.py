@@ -23,16 +23,14 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from llvmlite import ir
 from numba import cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from flexcache.errors import TaskRevokedError
 from flexcache.ids import NUM_WORDS, WORD_BYTES
-from flexcache.transfer.copier import PIECE_BYTES
-
-Addresses = npt.NDArray[np.int64]
+from flexcache.transfer.copier import PIECE_BYTES, Addresses, CopyPermit
 
 _NUM_STREAMS = 4
 _LINE = 64  # bytes of a cache line, and of a vector here; LLVM splits it on CPUs with shorter ones
@@ -196,15 +194,23 @@ def _copy_table(
 
 
 copy_table: Callable[[int, int, int, int, int, int], bool] = _copy_table.ctypes
-"""`copy_runs` for compiled code, of tables at addresses, and their length."""
+"""`copy_runs` for compiled code: of tables at addresses and their length, for a task, until a word
+of its permit revokes it. Returns whether all was copied."""
 
 
 def copy_runs(
-    destinations: Addresses, sources: Addresses, sizes: Addresses, words: int, task_id: int
-) -> bool:
-    """Copy each run of ``sizes[i]`` bytes for a task; False if one of the words at ``words``
-    (`CopyPermit`) revoked it during the copy. Runs do not overlap. Needs no interpreter lock.
+    destinations: Addresses, sources: Addresses, sizes: Addresses, permit: CopyPermit
+) -> None:
+    """Copy each run of ``sizes[i]`` bytes. Runs do not overlap. Needs no interpreter lock.
+
+    Raises:
+        TaskRevokedError: The permit was revoked, before the copy or during it.
     """
-    runs = [np.ascontiguousarray(each, np.int64) for each in (destinations, sources, sizes)]
-    at, start, length = (each.ctypes.data for each in runs)
-    return copy_table(at, start, length, len(sizes), words, task_id)
+    destinations = np.ascontiguousarray(destinations, np.int64)
+    sources = np.ascontiguousarray(sources, np.int64)
+    sizes = np.ascontiguousarray(sizes, np.int64)
+    if not copy_table(
+        destinations.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes),
+        permit.address, permit.task_id,
+    ):  # fmt: skip
+        raise TaskRevokedError

@@ -33,7 +33,6 @@ from flexcache.storage.host_pool import HostSegment
 from flexcache.transfer.copier import CopyLane, Runs
 from flexcache.transfer.copy_ways import (
     CopyChoice,
-    CopyReview,
     CopyWay,
     ScratchMemory,
     Verdict,
@@ -231,18 +230,6 @@ def _words_for(num_runs: int) -> int:
     return 3 * num_runs + num_runs % 2
 
 
-@dataclass(frozen=True, slots=True)
-class _Timed:
-    """An op that is timed by the device, from its turn on its stream to its landing."""
-
-    kind: OpKind
-    by_kernel: bool
-    num_runs: int
-    num_bytes: int
-    began: torch.cuda.Event
-    landed: torch.cuda.Event
-
-
 class CudaCopier:
     """A `Copier` for one device. From `attach` on, all methods but `fence` belong to one thread.
 
@@ -269,8 +256,7 @@ class CudaCopier:
         self._pageable_way: CopyWay | None = None  # for what of the segment is not pinned
         self._kernel: ModuleType | None = None
         self._tables: KernelTables | None = None
-        self._reviews: dict[OpKind, CopyReview] = {}
-        self._timed: deque[_Timed] = deque()
+        self._choices: dict[OpKind, CopyChoice] = {}
         self._programs: dict[OpKind, int] = {}
         if not self._driver.has_batch_copy:
             log_event(
@@ -340,20 +326,17 @@ class CudaCopier:
             if after is not None:
                 stream.wait_event(after)
             runs, pageable = self._pinned.split(runs, kind)
-            timed = None
             if way is not None:
                 self._queue(runs, kind, way, lane)
             else:
-                timed = self._queue_as_chosen(runs, kind, lane)
+                self._queue_as_chosen(runs, kind, lane)
             if len(pageable.sizes):
                 assert self._pageable_way is not None
                 self._queue(pageable, kind, self._pageable_way, lane, is_pinned=False)
-            landed = torch.cuda.Event() if timed is None else timed.landed
+            landed = torch.cuda.Event()
             landed.record(stream)
             if self._tables is not None:
                 self._tables.landed(lane, landed)
-            if timed is not None and not len(pageable.sizes):
-                self._timed.append(timed)
         except Exception as error:
             self._settle(lane)  # slots of a failed op are reused at once
             if isinstance(error, RuntimeError):
@@ -385,26 +368,18 @@ class CudaCopier:
         Raises:
             RuntimeError: No way supports them.
         """
-        if not self._has_choice(runs):
-            return self._only_way(runs)
-        assert self._engine is not None
-        by_kernel = self._reviews[kind].choice.prefers_kernel(len(runs.sizes), runs.num_bytes)
-        return CopyWay.KERNEL if by_kernel else self._engine
-
-    def _has_choice(self, runs: Runs) -> bool:
-        """Whether both the engine and the kernel may make these copies."""
         engine, kernel = self._engine, self._kernel
-        if engine is None or kernel is None or len(runs.sizes) < kernel.MIN_RUNS:
-            return False
-        return bool(kernel.takes(*runs))
-
-    def _only_way(self, runs: Runs) -> CopyWay:
-        if self._engine is not None:
-            return self._engine
-        assert self._kernel is not None
-        if not self._kernel.takes(*runs):
-            raise RuntimeError("only the kernel can copy here, and it needs whole words")
-        return CopyWay.KERNEL
+        if kernel is None or (engine is not None and len(runs.sizes) < kernel.MIN_RUNS):
+            assert engine is not None
+            return engine
+        if not kernel.takes(*runs):
+            if engine is None:
+                raise RuntimeError("only the kernel can copy here, and it needs whole words")
+            return engine
+        if engine is None:
+            return CopyWay.KERNEL
+        by_kernel = self._choices[kind].prefers_kernel(len(runs.sizes), runs.num_bytes)
+        return CopyWay.KERNEL if by_kernel else engine
 
     def may_start(self, kind: OpKind, after: torch.cuda.Event | None) -> bool:
         """Whether `start` would not wait: a store to unpinned memory ends before it returns."""
@@ -434,20 +409,22 @@ class CudaCopier:
                     logger, logging.WARNING, "copier_not_closed_cleanly", error=describe(error)
                 )
 
-    def _queue_as_chosen(self, runs: Runs, kind: OpKind, lane: CopyLane) -> _Timed | None:
-        """Queue the copies in the way that should be quickest; return them if they are to be timed.
+    def _queue_as_chosen(self, runs: Runs, kind: OpKind, lane: CopyLane) -> None:
+        """Queue the copies in the way that should be quickest.
 
         If the kernel fails it is abandoned for good, and the copy engine takes over.
         """
-        if not self._has_choice(runs):
-            self._queue(runs, kind, self._only_way(runs), lane)
-            return None
-        way, timed = self._choose_now(runs, kind, lane)
+        way = self.choose(runs, kind)
+        if self._engine is None or way is not CopyWay.KERNEL:
+            self._queue(runs, kind, way, lane)
+            return
+        assert self._tables is not None
+        if not self._tables.has_room(lane, len(runs.sizes)):  # the model must not wait for a table
+            self._queue(runs, kind, self._engine, lane)
+            return
         try:
             self._queue(runs, kind, way, lane)
         except Exception as error:
-            if way is not CopyWay.KERNEL or self._engine is None:
-                raise
             self._settle(lane)
             # For good: at each retry torch's allocator would empty its cache and stall the model.
             self._kernel = None
@@ -456,40 +433,6 @@ class CudaCopier:
                 error=describe(error), effect=f"all copies use {self._engine.value}",
             )  # fmt: skip
             self._queue(runs, kind, self._engine, lane)
-            return None
-        return timed
-
-    def _choose_now(
-        self, runs: Runs, kind: OpKind, lane: CopyLane
-    ) -> tuple[CopyWay, _Timed | None]:  # fmt: skip
-        """Choose the way of copies that may be made in both, and that are queued next."""
-        assert self._engine is not None and self._tables is not None and self._streams is not None
-        num_runs, num_bytes = len(runs.sizes), runs.num_bytes
-        if not self._tables.has_room(lane, num_runs):  # the model must not wait for a table
-            return self._engine, None
-        if lane is CopyLane.LAYERS:  # the model waits for them
-            return self.choose(runs, kind), None
-        self._take_timed()
-        review = self._reviews[kind]
-        is_timed, by_kernel = review.is_trying, review.choose(num_runs, num_bytes)
-        way = CopyWay.KERNEL if by_kernel else self._engine
-        if not is_timed:
-            return way, None
-        began, landed = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record(self._streams[lane])
-        return way, _Timed(kind, by_kernel, num_runs, num_bytes, began, landed)
-
-    def _take_timed(self) -> None:
-        """Correct what is chosen by the ops that were timed and have landed."""
-        while self._timed and self._timed[0].landed.query():
-            op = self._timed.popleft()
-            seconds = op.began.elapsed_time(op.landed) / 1e3
-            review = self._reviews[op.kind]
-            if review.took(op.by_kernel, op.num_runs, op.num_bytes, seconds):
-                log_event(
-                    logger, logging.INFO, "copy_way_chosen", op=op.kind.name, choice=review.choice,
-                    reason="ops of the engine were timed",
-                )  # fmt: skip
 
     def _queue(
         self, runs: Runs, kind: OpKind, way: CopyWay, lane: CopyLane, is_pinned: bool | None = None
@@ -599,7 +542,7 @@ class CudaCopier:
                 )  # fmt: skip
                 self._kernel = None
                 return
-            self._reviews[kind], self._programs[kind] = CopyReview(choice), choice.programs
+            self._choices[kind], self._programs[kind] = choice, choice.programs
             log_event(logger, logging.INFO, "copy_way_chosen", op=kind.name, choice=choice)
 
     def _copy_now(self, runs: Runs, kind: OpKind, way: CopyWay, is_pinned: bool = True) -> None:

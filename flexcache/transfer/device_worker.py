@@ -181,6 +181,7 @@ _PIECE_BYTES = 32 << 20
 _LARGE_PIECE_BYTES = 256 << 20  # on a GPU, where nothing waits by layer: half of what may be queued
 _TURN_BYTES = 16 << 20  # copied by a turn to which no further op is added; reported together
 _TURN_STARTS = 32  # where most of them only queue what another thread copies
+_LANES = {OpKind.H2D: CopyLane.LOADS, OpKind.D2H: CopyLane.STORES}
 _LOADS_FIRST, _STORES_FIRST = (OpKind.H2D, OpKind.D2H), (OpKind.D2H, OpKind.H2D)
 
 
@@ -337,11 +338,11 @@ class DeviceWorker:
         Args:
             may_copy: Whether the calling thread may do that; else it only queues copies.
         """
-        for task_id in [task_id for task_id in self._parked if self.gates.is_open(task_id)]:
-            for message in self._parked.pop(task_id):
-                self.execute(message)
-        self._note_begun()
-        done = self._end_dropped()
+        if self._parked:
+            self._take_opened()
+        if self._not_begun:
+            self._note_begun()
+        done = self._end_dropped() if self._dropped else []
         # Where a start is the whole copy few of them make a turn, so that messages get through.
         self._turn_bytes = num_started = 0
         while self._turn_bytes < _TURN_BYTES and (start := self._next_start(may_copy)) is not None:
@@ -356,6 +357,12 @@ class DeviceWorker:
             done.extend(self._direct.advance())
         return done
 
+    def _take_opened(self) -> None:
+        """Take the ops whose gates have been opened."""
+        for task_id in [task_id for task_id in self._parked if self.gates.is_open(task_id)]:
+            for message in self._parked.pop(task_id):
+                self.execute(message)
+
     def _next_start(self, may_copy: bool = True) -> Callable[[], list[Done]] | None:
         """Return what is to be started next, if it may be now."""
         has_room = partial(self._in_flight.has_room, beside_layers=self.gates.has_layer_loads)
@@ -363,7 +370,7 @@ class DeviceWorker:
         if has_layers and may_copy and has_room(OpKind.H2D, urgent=True):
             return self._start_by_layer if self._queues[CopyLane.LAYERS] else self._start_part
         for kind in _STORES_FIRST if self._loads_in_a_row >= EAGER_LOADS else _LOADS_FIRST:
-            op, queue = self._in_pieces.get(kind), self._queues[CopyLane.of(kind, urgent=False)]
+            op, queue = self._in_pieces.get(kind), self._queues[_LANES[kind]]
             if op is None and not queue:
                 continue
             if not has_room(kind) or (has_layers and kind is OpKind.H2D):
@@ -378,8 +385,6 @@ class DeviceWorker:
         return None
 
     def _end_dropped(self) -> list[Done]:
-        if not self._dropped:
-            return []
         ended = []
         if self._direct is not None:
             self._direct.drop(self._dropped)
@@ -402,7 +407,7 @@ class DeviceWorker:
         self._loads_in_a_row = self._loads_in_a_row + 1 if kind is OpKind.H2D else 0
         op = self._in_pieces.pop(kind, None)
         if op is None:
-            message = self._queues[CopyLane.of(kind, urgent=False)].popleft()
+            message = self._queues[_LANES[kind]].popleft()
             try:
                 op = self._addresses.copies_of(message)
             except ValueError as error:
@@ -449,8 +454,6 @@ class DeviceWorker:
 
     def _note_begun(self) -> None:
         """Note of gated loads whether the compute that their copies come after has ended."""
-        if not self._not_begun:
-            return
         waiting = []
         for op in self._not_begun:
             after = self.gates.opened_at(op.message.task_id)

@@ -158,7 +158,8 @@ class DeviceGates:
 
     def fence_of(self, task_id: int) -> ComputePoint | None:
         """Return the point of the engine's compute that a task's next copy comes after."""
-        after = self.opened_at(task_id)
+        with self._lock:
+            after = self._opened.get(task_id)
         return self._copier.fence() if after is None else after
 
     def end(self) -> None:

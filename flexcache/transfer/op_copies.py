@@ -30,15 +30,6 @@ class _GroupCopies:
     destinations: Addresses
     sources: Addresses
 
-    @classmethod
-    def of(
-        cls, layout: BlockLayout, blocks: Addresses, starts: Addresses, is_load: bool
-    ) -> _GroupCopies:
-        """Pair blocks on the GPU with where they start in the host segment."""
-        on_gpu = layout.gpu_addresses(blocks)
-        on_host = layout.host_addresses(starts)
-        return cls(layout, *((on_gpu, on_host) if is_load else (on_host, on_gpu)))
-
     def columns(self, columns: slice) -> Runs:
         destinations, sources = self.destinations[:, columns], self.sources[:, columns]
         sizes = np.empty(sources.shape, np.int64)
@@ -56,6 +47,7 @@ class OpCopies:
     num_blocks: int
     """GPU blocks to be copied."""
     groups: list[_GroupCopies]
+    num_bytes: int = 0
     num_started: int = 0
     """Segments whose copies were taken; or copies, if all segments are taken together."""
     num_in_flight: int = 0
@@ -68,10 +60,6 @@ class OpCopies:
     _all: Runs | None = None
     _ends: Addresses | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(len(group.sources) * group.layout.block_bytes for group in self.groups)
-
     def require_whole(self, num_blocks: int) -> None:
         """Raise `ValueError` unless these are all blocks of a load by layer."""
         if self.num_blocks != num_blocks:
@@ -83,7 +71,11 @@ class OpCopies:
         """Return the next copies of all segments: this many bytes, but at least one copy. Without
         more to take, `is_over`."""
         if self._all is None:
-            self._all = self._join()
+            if len(self.groups) == 1:
+                self._all = self.groups[0].columns(slice(None))
+            else:
+                groups = [group.columns(slice(None)) for group in self.groups]
+                self._all = Runs(*map(np.concatenate, zip(*groups, strict=True)))
             if self.num_bytes <= num_bytes:
                 self.num_started, self.is_over = len(self._all.sizes), True
                 return self._all
@@ -94,12 +86,6 @@ class OpCopies:
         stop = max(first + 1, int(ends.searchsorted(taken + num_bytes, side="right")))
         self.num_started, self.is_over = stop, stop >= len(ends)
         return self._all.part(slice(first, stop))
-
-    def _join(self) -> Runs:
-        groups = [group.columns(slice(None)) for group in self.groups]
-        if len(groups) == 1:
-            return groups[0]
-        return Runs(*map(np.concatenate, zip(*groups, strict=True)))
 
     def next_part(self, layout: BlockLayout, min_bytes: int) -> int:
         """Return the first end of a layer that makes the next part large enough, or the last. There
@@ -167,26 +153,31 @@ class OpAddresses:
             wanted = np.flatnonzero(gpu != -1) if self._may_skip else np.arange(len(gpu))
             gpu = gpu[wanted]
             starts = starts[wanted // per_unit] + wanted % per_unit * self._block_bytes
-        groups = [
-            _GroupCopies.of(layout.by_layer if by_layer else layout, blocks, starts[rows], is_load)
-            for layout, blocks, rows in self._by_group(gpu)
-        ]
-        return OpCopies(message, num_units, len(gpu), groups)
+        op = OpCopies(message, num_units, len(gpu), [])
+        for layout, blocks, rows in self._by_group(gpu):
+            of_form = layout.by_layer if by_layer else layout
+            on_gpu = of_form.gpu_addresses(blocks)
+            on_host = of_form.host_addresses(starts[rows])
+            pair = (on_gpu, on_host) if is_load else (on_host, on_gpu)
+            op.groups.append(_GroupCopies(of_form, *pair))
+            op.num_bytes += len(blocks) * layout.block_bytes
+        return op
 
     def _by_group(
         self, gpu: Addresses
     ) -> Iterable[tuple[BlockLayout, Addresses, Addresses | slice]]:
-        """Yield each group's layout, the ids of its blocks, and where in the list they are."""
+        """Return each group's layout, the ids of its blocks, and where in the list they are."""
         if len(self._layouts) == 1:
             _require_range("GPU", gpu, self._layouts[0].num_blocks)
-            yield self._layouts[0], gpu, slice(None)
-            return
+            return [(self._layouts[0], gpu, slice(None))]
+        found: list[tuple[BlockLayout, Addresses, Addresses | slice]] = []
         groups, ids = groups_of(gpu), ids_of(gpu)
         _require_range("group's", groups, len(self._layouts))
         for group in np.unique(groups).tolist():
             rows = np.flatnonzero(groups == group)
             _require_range("GPU", ids[rows], self._layouts[group].num_blocks)
-            yield self._layouts[group], ids[rows], rows
+            found.append((self._layouts[group], ids[rows], rows))
+        return found
 
 
 def _require_range(place: str, blocks: Addresses, count: int) -> None:

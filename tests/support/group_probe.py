@@ -18,6 +18,7 @@ import xxhash
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import MambaSpec, iter_layer_specs
 
+from flexcache.integration.vllm.calls import Get
 from flexcache.integration.vllm.connector import FlexCacheConnectorV1 as _Connector
 from flexcache.integration.vllm.groups import cached_group_ids
 
@@ -44,7 +45,7 @@ class GroupProbe(_Connector):  # type: ignore[misc]
 
         def noted_match(request: Any, num_computed: int, num_tokens: int, look_up: bool) -> Any:
             found = match(request, num_computed, num_tokens, look_up)
-            if isinstance(found, tuple):
+            if isinstance(found, Get):
                 stop = num_computed + found.num_tokens
                 extents[found.task_id] = (request, True, num_computed, stop)
             return found

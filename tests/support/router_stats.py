@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flexcache.counters import Histogram
 from flexcache.router.stats import (
     CachedTokensStats,
     CacheStats,
@@ -18,7 +19,6 @@ from flexcache.router.stats import (
     TTFTStats,
     WorkerStats,
 )
-from flexcache.tasks.stats import HistogramStats
 
 A, B = "http://10.0.0.1:8000", "http://10.0.0.2:8000"
 SOURCE_A, SOURCE_B = "tcp://10.0.0.1:5557", "tcp://10.0.0.2:5557"
@@ -26,8 +26,8 @@ SHARED = "tcp://10.0.0.9:5560"
 CACHE_A, CACHE_B = "http://10.0.0.1:9470", "http://10.0.0.2:9470"
 
 
-def histogram(*counts: int, total: float = 1.0) -> HistogramStats:
-    return HistogramStats(bounds=[0.01, 0.1, 1.0], counts=list(counts), sum=total)
+def histogram(*counts: int, total: float = 1.0) -> Histogram:
+    return Histogram(bounds=(0.01, 0.1, 1.0), counts=list(counts), sum=total)
 
 
 def make_worker(**changes: object) -> WorkerStats:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from flexcache.tasks.stats import ServerStats
+from flexcache.stats import ServerStats
 
 SERVER_STATS = ServerStats(
     version="1.2", uptime_s=5.0, endpoint="ipc:///a/socket", server_pid=4, workers={},
-    worker_restarts={},
+    worker_restarts={}, worker_up={},
 )  # fmt: skip

@@ -35,6 +35,7 @@ from flexcache.ids import (
     TierName,
     make_session,
 )
+from flexcache.stats import BreakerStats, CacheIdentity, CacheStats
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.instructions import (
     DISK,
@@ -50,7 +51,6 @@ from flexcache.tasks.instructions import (
     device,
 )
 from flexcache.tasks.model import TaskLimits
-from flexcache.tasks.stats import BreakerStats, CacheIdentity, CacheStats
 from flexcache.transfer.messages import Done, pack_checksums, unpack_ids
 from flexcache.transfer.scheduler import TransferOp
 
@@ -694,8 +694,8 @@ class World:
         assert self.cache.tiers.unavailable == self.away
         for tier in self.cache.tiers:
             stats = tier.stats()
-            assert stats["free"] + stats["indexed"] + stats["leased"] == stats["capacity"]
-            assert min(stats["free"], stats["indexed"], stats["leased"]) >= 0
+            assert stats.free + stats.indexed + stats.leased == stats.capacity
+            assert min(stats.free, stats.indexed, stats.leased) >= 0
         for text in {info.text for info in self.tasks.values()}:
             for tier, layout in itertools.product(self.cache.tiers, self.roots):
                 self._check_content(tier, text, layout)

@@ -22,7 +22,7 @@ def is_up(cluster: Cluster) -> bool:
 
 
 def num_deaths(cluster: Cluster) -> int:
-    return int(cluster.manager.stats()["counters"].get("disk_worker_deaths", 0))
+    return int(cluster.manager.stats()["counters"]["worker_deaths"].get("disk", 0))
 
 
 def kill_disk_worker(cluster: Cluster) -> None:

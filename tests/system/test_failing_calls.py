@@ -103,7 +103,7 @@ def let_each_method_fail(
         if num_quiet == 3:
             break
     assert work.num_hits
-    return int(cluster.manager.stats()["counters"].get("cache_forgotten", 0))
+    return int(cluster.manager.stats()["counters"]["cache_forgotten"])
 
 
 @pytest.fixture(autouse=True)

@@ -38,8 +38,7 @@ def slot_of(cluster: Cluster, position: int) -> int:
 
 
 def rejected(cluster: Cluster) -> int:
-    counters = cluster.manager.stats()["counters"]
-    return sum(n for reason, n in counters.items() if reason.startswith("rejected"))
+    return sum(cluster.manager.stats()["counters"]["rejected_messages"].values())
 
 
 def place_of(cluster: Cluster, position: int) -> tuple[int, int]:

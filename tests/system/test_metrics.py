@@ -34,11 +34,12 @@ from scrapes import CHANGES, Expected, Is, Scrapes
 from flexcache import CacheConfig, KVManager, KVTPClient, ModelConfig, __version__
 from flexcache.cache import tiered_cache
 from flexcache.cache.admission import MIN_MISSED_BLOCKS
+from flexcache.counters import families
 from flexcache.events.wire import END_OF_REPLAY
-from flexcache.metrics.catalog import CATALOG
 from flexcache.protocol.endpoints import private_endpoint
 from flexcache.protocol.messages import HelloEngine, ModelSpec
 from flexcache.server.server import KVServer
+from flexcache.stats import Stats
 from flexcache.storage.pool_directory import DATA_FILE
 
 NUM_BLOCKS = 24
@@ -236,7 +237,7 @@ def hold_the_disk_worker_up(server: Server, tmp_path: Path) -> None:
         server.look_until(lambda look: look['waiting_ops{worker="disk"}'] == 4)
         os.kill(pid, signal.SIGKILL)
         until(lambda: not serves(server))
-        server.look_until(lambda look: look['worker_deaths_total{worker="disk"}'] == 1)
+        server.look_until(lambda look: look['worker_restarts_total{worker="disk"}'] == 1)
         cluster.manager.wait_ready(READY_S)
         assert json.loads(server.ask("/healthz")) == {"serving": True, "missing": []}
         server.look()
@@ -297,7 +298,9 @@ def share_a_server(server: Server, tmp_path: Path) -> None:
             spec = ModelSpec.of(MODEL, 16)
             hello = HelloEngine("silent", "x", os.getpid(), spec, b"calls")
             silent.send(msgspec.msgpack.encode(hello))
-            server.look_until(lambda look: look["engines"] == 2)
+            server.look_until(
+                lambda look: len([name for name in look if "engine_ranks" in name]) == 2
+            )
             server.look_until(lambda look: look["expired_clients_total"] > 0)
         with zmq.Context() as context, context.socket(zmq.DEALER) as deaf:
             deaf.linger = 0
@@ -309,10 +312,10 @@ def share_a_server(server: Server, tmp_path: Path) -> None:
         fail_at_a_message(kv_server)
         with kv_server.lock:
             kv_server.hub.cache.tasks.forget(AssertionError("played"))
-        until(lambda: kv_server.hub.counters["cache_forgotten"] > 0)
+        until(lambda: kv_server.hub.counters.cache_forgotten > 0)
         client.close()
         manager.shutdown()
-        server.look_until(lambda look: look["engines"] == 0)
+        server.look_until(lambda look: not [name for name in look if "engine_ranks" in name])
 
 
 def fail_at_a_message(server: KVServer) -> None:
@@ -322,7 +325,7 @@ def fail_at_a_message(server: KVServer) -> None:
         raise AssertionError("played")
 
     server.hub._dispatch = fail
-    until(lambda: server.hub.counters["failed_messages"] > 0)  # a client pings
+    until(lambda: server.hub.counters.failed_messages > 0)  # a client pings
     del server.hub._dispatch
 
 
@@ -400,31 +403,16 @@ EXPECTED: dict[Callable[[Server, Path], None], Expected] = {
         'tier_hit_blocks_total{tier="CPU"}': NUM_BLOCKS,
         'tier_hit_blocks_total{tier="SSD"}': NUM_BLOCKS,
         'tier_hit_blocks_total{tier="REMOTE"}': NUM_BLOCKS,
-        'tier_hit_tokens_total{tier="REMOTE"}': NUM_BLOCKS * 16,
-        'tier_miss_blocks_total{tier="CPU"}': 4 * NUM_BLOCKS,  # from SSD, from the store, not twice
-        'tier_miss_tokens_total{tier="CPU"}': 4 * NUM_BLOCKS * 16,
         "missed_blocks_total": 2 * NUM_BLOCKS,
-        "missed_tokens_total": 2 * NUM_BLOCKS * 16,
         'hit_ratio{window="1m"}': CHANGES,  # on a slow machine some gets are older than that
         'hit_ratio{window="10m"}': Is(3 / 5),
         'hit_ratio{window="1h"}': Is(3 / 5),
-        'load_decision_blocks_total{decision="load",tier="SSD"}': NUM_BLOCKS,
-        'load_decision_blocks_total{decision="recompute",tier="SSD"}': NUM_BLOCKS,
-        'load_decision_blocks_total{decision="load",tier="REMOTE"}': NUM_BLOCKS,
         'skipped_blocks_total{reason="ssd_slower_than_recompute"}': NUM_BLOCKS,
         'tier_stored_blocks_total{tier="SSD"}': 9 * NUM_BLOCKS,
         'tier_stored_blocks_total{tier="CPU"}': 12 * NUM_BLOCKS,  # twice by a get, by a prefetch
-        'tier_stored_tokens_total{tier="REMOTE"}': 9 * NUM_BLOCKS * 16,
         'tier_evicted_blocks_total{tier="SSD"}': 5 * NUM_BLOCKS,
-        'tier_evicted_tokens_total{tier="SSD"}': 5 * NUM_BLOCKS * 16,
-        'tier_read_bytes_total{tier="REMOTE"}': 2 * PROMPT_BYTES,
-        'tier_written_bytes_total{tier="SSD"}': 9 * PROMPT_BYTES,
-        'tier_free_blocks{tier="CPU"}': CHANGES,
-        'tier_free_bytes{tier="CPU"}': CHANGES,
         'tier_indexed_blocks{tier="SSD"}': CHANGES,
-        'tier_indexed_bytes{tier="SSD"}': CHANGES,
         'tier_leased_blocks{tier="REMOTE"}': CHANGES,
-        'tier_leased_bytes{tier="SSD"}': CHANGES,
         'op_blocks_total{op="D2H"}': 9 * NUM_BLOCKS,
         'op_blocks_total{op="H2D"}': 3 * NUM_BLOCKS,
         'op_blocks_total{op="H2DISK"}': 9 * NUM_BLOCKS,
@@ -437,8 +425,6 @@ EXPECTED: dict[Callable[[Server, Path], None], Expected] = {
         'op_busy_seconds_total{op="D2H"}': CHANGES,
         'op_duration_seconds_count{op="DISK2H"}': 12,
         'op_duration_seconds_sum{op="REMOTE2H"}': CHANGES,
-        'op_size_bytes_count{op="DISK2H"}': 12,
-        'op_size_bytes_sum{op="REMOTE2H"}': 2 * PROMPT_BYTES,
         'ended_tasks_total{kind="put",status="success"}': 9,
         'ended_tasks_total{kind="put",status="cancelled"}': 1,
         'ended_tasks_total{kind="get",status="success"}': 3,
@@ -447,14 +433,10 @@ EXPECTED: dict[Callable[[Server, Path], None], Expected] = {
         'task_duration_seconds_count{kind="get"}': 3,
         'task_duration_seconds_sum{kind="put"}': CHANGES,
         'tasks{state="created"}': CHANGES,
-        "unlaunched_tasks": CHANGES,
-        'load_bytes_per_second{tier="SSD"}': CHANGES,
-        'load_seconds_per_op{tier="REMOTE"}': CHANGES,
         "uptime_seconds": CHANGES,
     },
     hold_the_disk_worker_up: {
         'worker_up{worker="disk"}': CHANGES,
-        'worker_deaths_total{worker="disk"}': 1,
         'worker_restarts_total{worker="disk"}': 1,
         'waiting_ops{worker="disk"}': CHANGES,
         'running_ops{worker="disk"}': CHANGES,
@@ -464,8 +446,6 @@ EXPECTED: dict[Callable[[Server, Path], None], Expected] = {
         'dropped_blocks_total{reason="ssd_write_failed"}': 16,
         'dropped_blocks_total{reason="ssd_unavailable"}': 8,
         'dropped_blocks_total{reason="ssd_bad_block"}': CHANGES,
-        'tier_dropped_blocks_total{tier="SSD"}': NUM_BLOCKS,
-        'tier_dropped_tokens_total{tier="SSD"}': NUM_BLOCKS * 16,
     },
     hold_the_store_up: {
         "remote_lookups_total": 4,
@@ -480,7 +460,6 @@ EXPECTED: dict[Callable[[Server, Path], None], Expected] = {
         'early_load_blocks_total{outcome="early"}': NUM_BLOCKS,
         'early_load_blocks_total{outcome="late"}': NUM_BLOCKS,
         'early_load_blocks_total{outcome="wasted"}': NUM_BLOCKS,
-        "open_early_load_blocks": CHANGES,
     },
     keep_to_quotas: {
         'quota_blocks{namespace="quiet",tier="CPU"}': Is(NUM_BLOCKS),
@@ -494,9 +473,6 @@ EXPECTED: dict[Callable[[Server, Path], None], Expected] = {
     limit_writes_and_retention: {
         'tier_expired_blocks_total{tier="CPU"}': NUM_BLOCKS,
         'tier_expired_blocks_total{tier="SSD"}': NUM_BLOCKS,
-        'tier_expired_tokens_total{tier="SSD"}': NUM_BLOCKS * 16,
-        'tier_write_limit_bytes_per_second{tier="SSD"}': Is(500e6),
-        "retention_seconds": Is(1.0),
     },
     pause_useless_writes: {
         'tier_writes_paused{tier="SSD"}': CHANGES,
@@ -505,19 +481,15 @@ EXPECTED: dict[Callable[[Server, Path], None], Expected] = {
     },
     restart_with_much_on_ssd: {
         'tier_restoring_blocks{tier="SSD"}': CHANGES,
-        'tier_restoring_bytes{tier="SSD"}': CHANGES,
     },
     give_hints: {
-        "sessions": 1,
         'session_hints_total{hint="over"}': 2,
         'session_hints_total{hint="returning"}': 1,
         'session_hints_total{hint="unknown"}': 1,
         'session_hint_blocks_total{effect="retired"}': NUM_BLOCKS,
         'session_hint_blocks_total{effect="kept"}': NUM_BLOCKS,
-        "returned_sessions_total": 1,
     },
     share_a_server: {
-        "engines": CHANGES,
         'engine_ranks{engine="a/dp0"}': CHANGES,
         'engine_open_tasks{engine="a/dp0"}': CHANGES,
         "expired_clients_total": CHANGES,
@@ -529,20 +501,13 @@ EXPECTED: dict[Callable[[Server, Path], None], Expected] = {
         "block_bytes": BLOCK_BYTES,
         "block_tokens": 16,
         'tier_capacity_blocks{tier="CPU"}': 48,
-        'tier_capacity_bytes{tier="CPU"}': 48 * BLOCK_BYTES,
     },
     follow_the_cache: {
-        "event_batches_total": CHANGES,
         "published_event_batches_total": CHANGES,
         "dropped_event_batches_total": CHANGES,
         "queued_event_batches": CHANGES,
         "replayed_event_batches_total": CHANGES,
-        "event_snapshot_pages_total": 1,
-        "bad_replay_requests_total": 1,
-        "untaken_event_batches": CHANGES,
         "lost_event_batches_total": CHANGES,
-        "trace_lines_total": CHANGES,
-        "trace_bytes_total": CHANGES,
         "dropped_trace_lines_total": CHANGES,
     },
 }
@@ -563,7 +528,7 @@ def test_every_metric_is_in_a_scenario() -> None:
         for expected in EXPECTED.values()
         for sample in expected
     }
-    assert moved == {metric.name.removeprefix("flexcache_") for metric in CATALOG}
+    assert moved == {metric.name.removeprefix("flexcache_") for metric in families(Stats)}
 
 
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")

@@ -21,8 +21,8 @@ from rich.console import Console
 from flexcache.cli.status import StatusView, watch
 from flexcache.client.link import read_status
 from flexcache.errors import ServerLostError
+from flexcache.stats import from_plain
 from flexcache.status.view import rates_between, render
-from flexcache.tasks.stats import from_plain
 
 STATUS = (sys.executable, "-m", "flexcache.cli", "status", "--endpoint")
 TOKENS = list(range(256))

@@ -121,7 +121,7 @@ def test_a_client_that_asks_and_never_reads_costs_others_nothing(has_session: bo
                     assert victim.load.get(3, 20) == 20
                     assert victim.load.seen.wrong == []
                     assert resident_bytes(process.pid) - before < 100 << 20
-                    return bool(victim.manager.stats()["counters"].get("unread_messages"))
+                    return bool(victim.manager.stats()["counters"]["unread_messages"])
 
                 until(was_dropped)
                 until(lambda: victim.manager.stats()["engines"].keys() == {"victim/dp0"})

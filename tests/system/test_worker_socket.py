@@ -46,8 +46,8 @@ def speaking_as(identity: bytes | None) -> Iterator[zmq.Socket[bytes]]:
 
 
 def refused(cluster: Cluster, why: str = "") -> int:
-    counters = cluster.manager.stats()["counters"]
-    return sum(n for name, n in counters.items() if name.startswith(f"rejected_{why}"))
+    rejected = cluster.manager.stats()["counters"]["rejected_messages"]
+    return sum(count for reason, count in rejected.items() if reason.startswith(why))
 
 
 def serves_on(cluster: Cluster, number: int) -> None:
@@ -103,7 +103,7 @@ def test_a_worker_that_sends_garbage_fails_its_own_ops_and_is_replaced(
             for message in frames:
                 impostor.send_multipart(message)
             until(lambda: refused(cluster) >= len(NO_MESSAGES))
-            assert cluster.manager.stats()["counters"].get("failed_messages", 0) == 0
+            assert cluster.manager.stats()["counters"]["failed_messages"] == 0
             cluster.put(TOKENS, SOURCE)  # the impostor has the worker's ops now
             until(lambda: cluster.manager.stats()["worker_restarts"]["disk"] > 0)
         cluster.manager.wait_ready(60)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-from flexcache.metrics import catalog as server_metrics
-from flexcache.metrics.metric import MetricType
+from flexcache.counters import MetricType, families
 from flexcache.router import metrics as router_metrics
+from flexcache.stats import Stats
 
 RULES = ROOT / "docs" / "grafana" / "alerts.yml"
 DASHBOARDS = {
@@ -190,7 +190,7 @@ def test_every_alert_is_tested_and_says_what_to_do() -> None:
 
 def test_dashboards_and_alerts_query_existing_metrics() -> None:
     known = set()
-    for metric in (*server_metrics.CATALOG, *router_metrics.CATALOG):
+    for metric in (*families(Stats), *router_metrics.CATALOG):
         known.add(metric.name)
         if metric.type is MetricType.HISTOGRAM:
             known |= {f"{metric.name}_{part}" for part in ("bucket", "sum", "count")}

@@ -635,38 +635,6 @@ def test_a_table_is_left_alone_until_its_copies_have_landed(
     assert rig.gpu.registered == pinned
 
 
-def test_what_is_chosen_at_attach_is_looked_at_again_on_real_ops(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As the engine served, batches became slow."""
-    monkeypatch.setattr(cuda_copier, "measure_costs", lambda _: costs_of(
-        {0: 50e9, 4: 40e9, 8: 40e9, 12: 40e9}
-    ))  # fmt: skip
-    monkeypatch.setattr(copy_ways, "_REVIEW_AFTER_S", 5 * NUM_BLOCKS / 2 * BLOCK / 50e9)
-    kernel = rig.add_kernel()
-    rig.attach()
-    before = rig.blocks.copy()
-    rig.gpu.set_speed(run_us=1000)
-    for _ in range(5):
-        rig.copy(OpKind.D2H, EVEN, EVEN)
-    assert kernel.num_ops == 0
-    caplog.set_level(logging.INFO, "flexcache")
-    caplog.clear()  # the level may have been so before
-    for _ in range(2 * copy_ways._REVIEW_OPS + 2):
-        rig.copy(OpKind.D2H, EVEN, ODD)
-    [line] = [r.getMessage() for r in caplog.records if "copy_way_chosen" in r.getMessage()]
-    assert "D2H" in line
-    rig.gpu.forget_copy_calls()
-    kernel.num_ops = 0
-    for _ in range(4):
-        rig.copy(OpKind.D2H, ODD, EVEN)
-    assert (kernel.num_ops, rig.gpu.batches) == (4, [])
-    rig.copy(OpKind.H2D, EVEN, EVEN)  # of the other direction nothing is known
-    assert rig.gpu.batches == [len(EVEN)]
-    assert all(rig.on_host(block) == before[block - 1].tobytes() for block in ODD)
-    assert all(rig.on_host(block) == before[block + 1].tobytes() for block in EVEN)
-
-
 # -- what fails ----------------------------------------------------------------------------------
 
 

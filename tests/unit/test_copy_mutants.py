@@ -24,7 +24,7 @@ from flexcache.storage import layout, machine
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import bytes_per_index
 from flexcache.transfer import copy_ways, device_worker
-from flexcache.transfer.copy_ways import CopyChoice, CopyCost, CopyReview, CopyWay
+from flexcache.transfer.copy_ways import CopyChoice, CopyCost, CopyWay
 from flexcache.transfer.cuda_copier import CudaCopier, CudaStreams, KernelTables
 from flexcache.transfer.cuda_driver import CudaDriver, PinnedSegment
 from flexcache.transfer.device_worker import DeviceWorker, InFlight
@@ -160,15 +160,9 @@ ON_RIG = [
     Mutant("tables are never free again", KernelTables, "landed",
            "table.landed = table.landed or event", "pass",
            on_cuda.test_a_table_is_left_alone_until_its_copies_have_landed),
-    Mutant("the model waits for a table", CudaCopier, "_choose_now",
-           "if not self._tables.has_room(lane, num_runs):", "if False:",
+    Mutant("the model waits for a table", CudaCopier, "_queue_as_chosen",
+           "if not self._tables.has_room(lane, len(runs.sizes)):", "if False:",
            on_cuda.test_a_table_is_left_alone_until_its_copies_have_landed),
-    Mutant("what was chosen at attach stays", CopyReview, "took",
-           "self.choice = replace(self.choice, engine=engine, kernel=kernel)", "pass",
-           on_cuda.test_what_is_chosen_at_attach_is_looked_at_again_on_real_ops),
-    Mutant("the device is not asked how long an op took", CudaCopier, "_take_timed",
-           "op.began.elapsed_time(op.landed) / 1e3", "1.0",
-           on_cuda.test_what_is_chosen_at_attach_is_looked_at_again_on_real_ops),
 ]  # fmt: skip
 
 

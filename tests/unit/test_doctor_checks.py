@@ -27,8 +27,8 @@ from flexcache.doctor.directories import judge_file_system
 from flexcache.doctor.endpoints import check_ssd_compression
 from flexcache.doctor.machine import explain_io_uring, judge_kernel
 from flexcache.doctor.subject import Finding, Level, Subject, VllmOptions
+from flexcache.stats import Stats
 from flexcache.storage.machine import mount_of
-from flexcache.tasks.stats import Stats
 
 EPERM = "PermissionError: [Errno 1] Operation not permitted"
 ENOSYS = "OSError: [Errno 38] Function not implemented"

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from task_builders import World
 
-from flexcache.cache.early_loads import EarlyLoadCounters, EarlyLoads
+from flexcache.cache.early_loads import EarlyLoads
 from flexcache.cache.prompt import Prompt
 from flexcache.cache.prompt_sessions import SessionReturns
 from flexcache.ids import KVStatus, OpKind, TaskId, TaskKind, TierName
+from flexcache.stats import EarlyLoadStats
 
 TTL_S = 120.0
 CPU, SSD = TierName.CPU, TierName.SSD
@@ -29,7 +30,7 @@ def world_with(*texts: str, cpu: int = 12, ssd: int = 40, **options: object) -> 
     return world
 
 
-def counters(world: World) -> EarlyLoadCounters:
+def counters(world: World) -> EarlyLoadStats:
     return world.cache.early.counters
 
 
@@ -58,7 +59,7 @@ def test_what_was_loaded_early_is_kept_until_its_request_asks() -> None:
     assert world.cached(CPU, "abcd") == 4
     task_id = world.get("abcdz")
     assert world.tasks[task_id].plan.sources == {CPU: 4}
-    assert counters(world) == EarlyLoadCounters(early=4)
+    assert counters(world) == EarlyLoadStats(early=4)
     world.finish_all()
     for text in ("ghijkl!", "mnopqr!"):
         world.put(text)
@@ -71,10 +72,10 @@ def test_a_get_that_is_not_launched_does_not_use_it() -> None:
     world = world_with("abcd")
     prefetched(world, "abcd")
     world.cancel(world.match(TaskKind.GET, "abcd"))
-    assert counters(world) == EarlyLoadCounters()
+    assert counters(world) == EarlyLoadStats()
     assert world.cache.early.num_blocks == 4
     world.get("abcd")
-    assert counters(world) == EarlyLoadCounters(early=4)
+    assert counters(world) == EarlyLoadStats(early=4)
 
 
 def test_nothing_is_kept_for_a_request_that_does_not_come() -> None:
@@ -86,7 +87,7 @@ def test_nothing_is_kept_for_a_request_that_does_not_come() -> None:
     world.tick(TTL_S - 1)
     assert world.cache.early.num_blocks == 4
     world.tick(1)
-    assert counters(world) == EarlyLoadCounters(wasted=4)
+    assert counters(world) == EarlyLoadStats(wasted=4)
     assert len(world.cache.tiers.clear(CPU.value)[CPU]) == 4, "it is pinned no longer"
 
 
@@ -95,7 +96,7 @@ def test_a_tier_that_is_cleared_keeps_nothing() -> None:
     prefetched(world, "abcd")
     world.cache.early.forget()
     assert world.clear(CPU) == 4
-    assert counters(world) == EarlyLoadCounters(wasted=4)
+    assert counters(world) == EarlyLoadStats(wasted=4)
 
 
 def test_a_cancelled_load_is_no_longer_moved_nor_kept() -> None:
@@ -118,10 +119,10 @@ def test_what_has_landed_for_a_request_that_is_gone_is_kept_no_longer() -> None:
     world = world_with("abcd")
     task_id = prefetched(world, "abcd")
     world.cancel(task_id)
-    assert counters(world) == EarlyLoadCounters(wasted=4)
+    assert counters(world) == EarlyLoadStats(wasted=4)
     world.check_nothing_is_held()
     world.cancel(task_id)
-    assert counters(world) == EarlyLoadCounters(wasted=4)
+    assert counters(world) == EarlyLoadStats(wasted=4)
 
 
 def test_a_load_that_was_asked_for_and_fails_is_counted_once() -> None:
@@ -133,7 +134,7 @@ def test_a_load_that_was_asked_for_and_fails_is_counted_once() -> None:
     world.finish(first, 0, "broken")
     world.finish_all()
     assert world.final(task_id).num_ok == 0
-    assert counters(world) == EarlyLoadCounters(late=4)
+    assert counters(world) == EarlyLoadStats(late=4)
 
 
 # -- what it may take -----------------------------------------------------------------------------
@@ -306,7 +307,7 @@ def test_a_request_that_comes_loads_what_has_not_begun() -> None:
     task_id = world.get(text)
     sources = {CPU: len(at_work), SSD: len(text) - len(at_work)}
     assert world.tasks[task_id].plan.sources == sources
-    assert counters(world) == EarlyLoadCounters(late=len(at_work))
+    assert counters(world) == EarlyLoadStats(late=len(at_work))
     world.finish_all()
     assert world.cached(CPU, text) == len(text)
 
@@ -340,7 +341,7 @@ def test_a_load_that_has_no_turn_at_a_busy_disk_gives_its_room_back() -> None:
     world.finish_all()
     assert world.final(reading).num_ok == 8
     assert world.cached(CPU, "xyz") == 0
-    assert counters(world) == EarlyLoadCounters()
+    assert counters(world) == EarlyLoadStats()
     world.engine.check()
 
 
@@ -364,7 +365,7 @@ def test_a_load_that_continues_another_counts_when_both_have_landed() -> None:
         world.finish_all()
     assert world.cached(CPU, "abcdef") == 6, "both are kept for their requests"
     world.get("abcdef")
-    assert counters(world) == EarlyLoadCounters(late=6), "it had asked before"
+    assert counters(world) == EarlyLoadStats(late=6), "it had asked before"
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
@@ -376,11 +377,11 @@ def test_a_load_behind_one_that_fails_is_wasted(is_cancelled: bool) -> None:
     world.finish(run)
     if is_cancelled:
         world.cancel(behind)
-        assert counters(world) == EarlyLoadCounters(wasted=2)
+        assert counters(world) == EarlyLoadStats(wasted=2)
     else:
         for run in world.ops(OpKind.DISK2H, before):
             world.finish(run, 0, "broken")
-        assert counters(world) == EarlyLoadCounters(wasted=2)
+        assert counters(world) == EarlyLoadStats(wasted=2)
         assert world.cache.early.num_open == 0
     world.finish_all()
     world.engine.check()
@@ -428,7 +429,7 @@ def test_what_a_session_needs_is_in_dram_when_it_returns() -> None:
     assert world.cache.sessions.counters.fetched_blocks == 4
     world.tick(3.0)
     world.get("abcdef")
-    assert counters(world) == EarlyLoadCounters(early=4)
+    assert counters(world) == EarlyLoadStats(early=4)
     world.finish_all()
     world.check_nothing_is_held()
 
@@ -524,7 +525,7 @@ def test_a_request_waits_for_what_is_on_its_way() -> None:
     world.finish_all()
     assert not awaits(world, "abcdz")
     world.get("abcdz")
-    assert counters(world) == EarlyLoadCounters(late=4)
+    assert counters(world) == EarlyLoadStats(late=4)
 
 
 def test_a_request_waits_no_longer_than_computing_would_take() -> None:

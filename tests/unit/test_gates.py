@@ -41,11 +41,13 @@ from paths import ROOT
 
 LAYERS = (
     (
+        "counters",
         "errors",
         "ids",
         "logs",
         "terminal",
         "processes",
+        "stats",
     ),
     ("config",),
     ("storage",),
@@ -80,7 +82,7 @@ CEILINGS = {
     "types of messages": 59,
     "settings of the cache": 60,
     "settings of the router": 40,
-    "metrics": 174,
+    "metrics": 139,
 }
 """What the package has at most. A ceiling falls with the code. It rises only for a feature that
 needs it, with a line in CHANGELOG.md that names the feature."""

@@ -29,7 +29,7 @@ from server_stats import SERVER_STATS
 
 from flexcache.errors import ClosedError, ConfigError, StorageError
 from flexcache.server.http import HttpService
-from flexcache.tasks.stats import Stats, to_plain
+from flexcache.stats import ServerCounters, Stats, to_plain
 
 TOKEN = "correct horse"
 JSON = {"Content-Type": "application/json"}
@@ -53,7 +53,11 @@ class PlayedServer:
     def stats(self) -> Stats:
         if self.failure is not None:
             raise self.failure
-        return Stats(server=SERVER_STATS, counters={self.padding: 1}, engines={})
+        return Stats(
+            server=SERVER_STATS,
+            counters=ServerCounters(rejected_messages={self.padding: 1}),
+            engines={},
+        )
 
     def health(self) -> dict[str, Any]:
         return {"serving": True, "missing": self.missing}

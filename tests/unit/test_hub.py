@@ -60,9 +60,9 @@ from flexcache.server.claims import CLAIM_TTL_S
 from flexcache.server.hub import Hub
 from flexcache.server.outbox import make_execute
 from flexcache.server.state import HubConfig, ServerState
+from flexcache.stats import CacheStats, TierStats
 from flexcache.storage.shards import Shards
 from flexcache.tasks.instructions import REMOTE, RunLookUp, RunOp, device
-from flexcache.tasks.stats import CacheStats, TierStats
 from flexcache.transfer.copier import CopyPermit
 from flexcache.transfer.messages import Done, Execute
 
@@ -386,7 +386,7 @@ def test_another_version_is_refused_and_counted(world: World) -> None:
         [refused] = world.send(b"x", message)
         assert isinstance(refused, Refused)
         assert "protocol" in refused.reason
-    assert world.hub.counters["rejected_version"] == 2
+    assert world.hub.counters.rejected_messages["version"] == 2
 
 
 def test_a_name_belongs_to_its_holder_until_the_holder_is_gone(world: World) -> None:
@@ -432,7 +432,7 @@ def test_a_silent_scheduler_expires_and_one_that_pings_does_not(world: World) ->
     assert world.send(lively.events, Ping()) == [Pong()]
     world.hub.greeter.expire(world.now + 2)
     assert list(world.hub.stats(world.now).engines) == ["lively"]
-    assert world.hub.counters["expired_clients"] == 1
+    assert world.hub.counters.expired_clients == 1
     assert quiet.events not in world.watched
 
 
@@ -681,7 +681,7 @@ def test_an_oversized_frame_is_counted_and_answered(world: World) -> None:
     request = Match(1, engine.ids.next(), TaskKind.GET, ROOT, 0, 1, 16, 8)
     [rejected] = world.send(engine.calls, request, big)
     assert isinstance(rejected, Rejected)
-    assert world.hub.counters["rejected_oversized"] == 1
+    assert world.hub.counters.rejected_messages["oversized"] == 1
 
 
 def test_a_failing_handler_is_answered_and_affects_no_other_engine(world: World) -> None:
@@ -698,7 +698,7 @@ def test_a_failing_handler_is_answered_and_affects_no_other_engine(world: World)
     _, failed = one.match(TaskKind.GET, "ab")
     assert failed == Failed(5, "internal", "RuntimeError('a bug')")
     assert isinstance(two.match(TaskKind.GET, "ab")[1], Matched)
-    assert world.hub.counters["failed_messages"] == 1
+    assert world.hub.counters.failed_messages == 1
 
 
 def test_fences_and_problems_do_not_outlive_their_engines(world: World) -> None:

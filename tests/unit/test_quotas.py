@@ -19,13 +19,14 @@ from hypothesis.stateful import (
 )
 
 from flexcache.cache.block_keys import ENGINE_KEYS, make_root, tag_of, tenant_of
-from flexcache.cache.block_pool import Quotas, QuotaUse
+from flexcache.cache.block_pool import Quotas
 from flexcache.cache.eviction_policy import LruQueue, Outlook
 from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.tail_index import Tail
 from flexcache.cache.tier import Lease, RestoredRun, Tier
 from flexcache.errors import InternalError
 from flexcache.ids import RootId, TierName
+from flexcache.stats import QuotaStats
 
 
 def root_of(*namespace: str) -> RootId:
@@ -71,7 +72,7 @@ def store_tail(tier: Tier, word: str, root: RootId, num_units: int) -> None:
 
 def used(tier: Tier) -> dict[str, int]:
     assert tier.quotas is not None
-    return {tenant: use.used for tenant, use in tier.quotas.uses().items()}
+    return {tenant: use.used for tenant, use in tier.quotas.stats().items()}
 
 
 class QuotaMachine(RuleBasedStateMachine):
@@ -203,7 +204,7 @@ class QuotaMachine(RuleBasedStateMachine):
             return
         self.tier.check()
         assert self.tier.quotas is not None
-        uses, owners = self.tier.quotas.uses(), Counter(self.owners().values())
+        uses, owners = self.tier.quotas.stats(), Counter(self.owners().values())
         assert {who: use.used for who, use in uses.items()} == {
             who: owners[who] for who in self.quota
         }
@@ -304,7 +305,7 @@ def test_the_rest_of_a_tail_is_used_before_more_is_evicted() -> None:
     assert tier.match(prompt("xxxxxxx", B)).num_blocks == 7
     assert used(tier) == {"*": 0, "a": 1, "b": 11}
     assert tier.quotas is not None
-    assert [use.evicted for use in tier.quotas.uses().values()] == [0, 12, 0]
+    assert [use.evicted for use in tier.quotas.stats().values()] == [0, 12, 0]
     assert tier.counters.evicted_blocks == 12
     tier.check()
 
@@ -354,7 +355,9 @@ def test_look_ups_are_counted_by_tenant() -> None:
     quotas.count_get(A, 3, 1)
     quotas.count_get(UNNAMED, 0, 2)
     quotas.count_get(root_of("another"), 1, 0)
-    assert quotas.uses() == {"*": QuotaUse(1, 0, 0, 1, 2), "a": QuotaUse(3, 0, 0, 3, 1)}
+    assert quotas.stats() == {
+        "*": QuotaStats(quota=1, hit=1, missed=2), "a": QuotaStats(quota=3, hit=3, missed=1)
+    }  # fmt: skip
 
 
 # -- roots -----------------------------------------------------------------------------------
@@ -381,7 +384,7 @@ def _charge_another(quotas: Quotas) -> None:
 
 
 def _miscount(quotas: Quotas) -> None:
-    quotas._used[1] += 1
+    quotas._parts[1].used += 1
 
 
 def _charge_a_free_block(quotas: Quotas) -> None:

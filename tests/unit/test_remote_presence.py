@@ -68,7 +68,7 @@ def test_a_prompt_longer_than_the_capacity_is_not_looked_up_again_at_once() -> N
         if asked is None:
             break
         look_ups.looked_up(asked, 8, None, 0.0, instructions)
-    assert look_ups.num_asked == 1
+    assert look_ups.counters.asked == 1
     assert tier.match(prompt("aaaaaaaa")).num_blocks == 3
 
 

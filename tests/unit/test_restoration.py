@@ -128,7 +128,7 @@ class RestorationMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_found_has_its_bytes(self) -> None:
         self.tier.check()
-        assert self.tier.stats()["restoring"] == self.tier.num_expected
+        assert self.tier.stats().restoring == self.tier.num_expected
         names = {name for word in self.content.values() for name in prefixes(word)}
         for name in names:
             found = slots(self.tier, name)

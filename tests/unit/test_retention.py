@@ -171,7 +171,7 @@ def test_only_the_part_of_a_prompt_that_is_not_used_goes() -> None:
     assert cached(tier, "abcdef") == 3
     sweep(tier, 130.0)
     assert cached(tier, "abcdef") == 0
-    assert tier.stats()["expired_blocks"] == 6
+    assert tier.stats().expired_blocks == 6
 
 
 def test_the_work_of_a_turn_is_bounded_and_turns_follow_until_all_is_gone() -> None:

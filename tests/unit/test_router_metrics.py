@@ -12,10 +12,10 @@ import msgspec
 import pytest
 from router_stats import CACHE_A, CACHE_B, SHARED, SOURCE_A, SOURCE_B, A, B, make_stats, make_worker
 
-from flexcache.metrics import catalog as server_metrics
-from flexcache.metrics.metric import MetricType
+from flexcache.counters import MetricType, families
 from flexcache.router.metrics import CATALOG
 from flexcache.router.stats import RouterStats
+from flexcache.stats import Stats
 
 UNSHOWN = {
     "workers.*.url", "workers.*.sources", "process.pid", "process.address",
@@ -33,9 +33,9 @@ def samples(stats: RouterStats) -> Samples:
     pytest.importorskip("prometheus_client")
     from prometheus_client.parser import text_string_to_metric_families
 
-    from flexcache.metrics.collector import Exposition
+    from flexcache.metrics.collector import CatalogExposition
 
-    text = Exposition(CATALOG, lambda: stats).render()[0].decode()
+    text = CatalogExposition(CATALOG, lambda: stats).render()[0].decode()
     return {
         key(sample.name.removeprefix("flexcache_router_"), **sample.labels): sample.value
         for family in text_string_to_metric_families(text)
@@ -158,7 +158,7 @@ def test_counters_by_reason_exist_before_their_first_event() -> None:
 def test_names_follow_the_conventions() -> None:
     names = [metric.name for metric in CATALOG]
     assert len(set(names)) == len(names)
-    assert not {metric.name for metric in server_metrics.CATALOG} & set(names)
+    assert not {metric.name for metric in families(Stats)} & set(names)
     for metric in CATALOG:
         assert re.fullmatch("flexcache_router_[a-z_]+", metric.name)
         assert metric.name.endswith("_total") == (metric.type is MetricType.COUNTER)
@@ -175,8 +175,8 @@ def test_any_worker_name_is_escaped() -> None:
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 def test_promtool_accepts_the_metrics() -> None:
     pytest.importorskip("prometheus_client")
-    from flexcache.metrics.collector import Exposition
+    from flexcache.metrics.collector import CatalogExposition
 
-    text = Exposition(CATALOG, make_stats).render()[0]
+    text = CatalogExposition(CATALOG, make_stats).render()[0]
     checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True)
     assert (checked.returncode, checked.stdout + checked.stderr) == (0, b"")

@@ -11,23 +11,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from flexcache.counters import plain
+from flexcache.stats import (
+    EarlyLoadStats,
+    OpStats,
+    ServerCounters,
+    SessionStats,
+    TierStats,
+    from_plain,
+)
 from flexcache.status.view import Rates, rates_between, render
-from flexcache.tasks.stats import from_plain
 
 COUNT = st.integers(0, 1_000_000)
 SECONDS = 4.0
 
 
-def tier(**counts: int) -> dict[str, int]:
-    names = ("capacity", "free", "indexed", "leased", "hit_blocks", "miss_blocks", "stored_blocks",
-             "dropped_blocks", "evicted_blocks", "expired_blocks", "read_bytes",
-             "written_bytes")  # fmt: skip
-    return {"capacity": 100, "available": 1, **dict.fromkeys(names[1:], 0), **counts}
+def tier(**counts: int) -> Any:
+    return plain(TierStats(**{"capacity": 100, "available": 1, **counts}))
 
 
-def op(**counts: float) -> dict[str, float]:
-    names = ("ops", "failed_ops", "blocks", "bytes", "seconds")
-    return {**dict.fromkeys(names, 0), **counts}
+def op(**counts: float) -> Any:
+    return plain(OpStats(**counts))
 
 
 def figures(**changes: Any) -> dict[str, Any]:
@@ -50,7 +54,7 @@ def figures(**changes: Any) -> dict[str, Any]:
         "missed_blocks": 5,
         "hit_rate": {
             "1m": {"asked_blocks": 20, "hit_blocks": 15, "rate": 0.75},
-            "10m": {"asked_blocks": 0, "hit_blocks": 0, "rate": 0.0},
+            "10m": {"asked_blocks": 0, "hit_blocks": 0},
         },
         "ops": {
             "H2D": op(ops=3, blocks=30, bytes=6_000_000_000, seconds=2.0),
@@ -67,30 +71,21 @@ def figures(**changes: Any) -> dict[str, Any]:
         "store_backlog_blocks": 9,
         "open_lookups": 0,
         "dropped_blocks": {"remote_write_failed": 8},
-        "skipped_blocks": {},
-        "counters": {"disk_worker_deaths": 1},
-        "load_decisions": {"SSD": {"load": 6, "recompute": 2}},
-        "early_loads": {"open_blocks": 0, "early": 0, "late": 0, "wasted": 0},
-        "sessions": {
-            "known": 0,
-            "over": 0,
-            "returning": 0,
-            "unknown": 0,
-            "retired_blocks": 0,
-            "kept_blocks": 0,
-            "fetched_blocks": 0,
-            "returned_sessions": 0,
-        },
+        "skipped_blocks": {"ssd_slower_than_recompute": 2},
+        "counters": plain(ServerCounters(worker_deaths={"disk": 1})),
+        "early_loads": plain(EarlyLoadStats()),
+        "sessions": plain(SessionStats()),
         "workers": {"disk": 77},
         "worker_restarts": {"disk": 1, "remote": 0},
+        "worker_up": {"disk": True, "remote": False},
         "engines": {"an-engine": {"pid": 55, "ranks": 2, "open_tasks": 3}},
         "remote": {
             "available": False,
             "breaker": {"state": "open", "openings": 2, "last_reason": "too slow"},
             "lookups": {"asked": 11, "late": 1},
         },
-        "op_histograms": {},
-        "task_histograms": {},
+        "op_seconds": {},
+        "task_seconds": {},
         "events": {
             "published_batches": 12,
             "dropped_batches": 3,
@@ -105,9 +100,9 @@ def figures(**changes: Any) -> dict[str, Any]:
 def before_any_engine() -> dict[str, Any]:
     return {
         key: value
-        for key, value in figures(tiers={}, tasks={}, engines={}, counters={}).items()
+        for key, value in figures(tiers={}, tasks={}, engines={}).items()
         if key in ("version", "uptime_s", "endpoint", "server_pid", "tiers", "tasks", "engines",
-                   "counters", "workers", "worker_restarts")
+                   "counters", "workers", "worker_restarts", "worker_up")
     }  # fmt: skip
 
 
@@ -162,7 +157,7 @@ def test_no_rates_are_shown_across_a_restart_or_before_the_first_engine() -> Non
         "blocks not stored: remote write failed 8",
         "counters: disk worker deaths 1",
         "KV events: published batches 12, dropped batches 3",
-        "load or recompute, in blocks: SSD load 6, SSD recompute 2",
+        "load or recompute, in blocks: SSD load 5, SSD recompute 2",
         "trace: lines 99, 2.5 MB, /t/trace.jsonl",
     ],
 )

@@ -298,12 +298,12 @@ def test_a_tier_whose_worker_is_down_misses_until_it_is_back(tier: TierName, wor
     world.down(worker)
     for _ in range(3):
         assert world.final(world.get("abcd")).status is KVStatus.NOT_FOUND
-    assert not world.cache.stats()[tier.value]["available"]
+    assert not world.cache.stats()[tier.value].available
     back(world, worker)
     task_id = world.get("abcd")
     world.finish_all()
     assert (world.final(task_id).status, world.final(task_id).num_ok) == (KVStatus.SUCCESS, 4)
-    assert world.cache.stats()[tier.value]["available"]
+    assert world.cache.stats()[tier.value].available
 
 
 def test_a_tier_misses_until_its_worker_is_up_for_the_first_time() -> None:

@@ -8,7 +8,7 @@ from server_stats import SERVER_STATS
 from task_builders import World
 
 from flexcache.errors import FlexCacheError
-from flexcache.tasks.stats import EngineStats, EventStats, Stats, from_plain, to_plain
+from flexcache.stats import EngineStats, EventStats, ServerCounters, Stats, from_plain, to_plain
 
 SERVER = msgspec.structs.replace(
     SERVER_STATS,
@@ -16,7 +16,7 @@ SERVER = msgspec.structs.replace(
     worker_restarts={"disk": 0, "remote": 1},
     events=EventStats(untaken_batches=1, lost_batches=0),
 )
-EMPTY = Stats(server=SERVER, counters={"rejected_malformed": 2}, engines={})
+EMPTY = Stats(server=SERVER, counters=ServerCounters(failed_messages=2), engines={})
 
 
 def used_world() -> World:
@@ -30,14 +30,17 @@ def used_world() -> World:
 def stats_of(world: World) -> Stats:
     ours = world.engine.queries.totals_of(world.ids.session)
     engines = {"an engine": EngineStats(pid=6, open_tasks=1, ranks=2)}
-    return Stats(server=SERVER, counters={}, engines=engines, cache=world.stats(), engine=ours)
+    return Stats(
+        server=SERVER, counters=ServerCounters(), engines=engines, cache=world.stats(), engine=ours
+    )
 
 
 @pytest.mark.parametrize("has_engine", [True, False])
 def test_the_tree_survives_the_wire(has_engine: bool) -> None:
-    stats = stats_of(used_world()) if has_engine else EMPTY
-    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(to_plain(stats)))
-    assert from_plain(sent) == stats
+    plain = to_plain(stats_of(used_world()) if has_engine else EMPTY)
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(plain))
+    assert sent == plain
+    assert to_plain(from_plain(sent)) == plain
 
 
 def test_plain_statistics_are_flat_and_omit_absent_parts() -> None:

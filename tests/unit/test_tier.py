@@ -273,7 +273,7 @@ class TierMachine(RuleBasedStateMachine):
     def every_id_has_one_owner(self) -> None:
         self.tier.check()
         stats = self.tier.stats()
-        assert stats["free"] + stats["indexed"] + stats["leased"] == stats["capacity"]
+        assert stats.free + stats.indexed + stats.leased == stats.capacity
         free = [block for block in range(self.tier.capacity) if self.tier.pool.is_free(block)]
         indexed = [b for run in self.tier.index._runs.values() for b in run.blocks.tolist()]
         leased = [
@@ -611,8 +611,8 @@ def test_stats_say_where_the_blocks_are() -> None:
     store(tier, "ab")
     reserve(tier, "abcde")
     stats = tier.stats()
-    assert (stats["capacity"], stats["free"], stats["indexed"], stats["leased"]) == (8, 3, 2, 3)
-    assert stats["stored_blocks"] == 2
+    assert (stats.capacity, stats.free, stats.indexed, stats.leased) == (8, 3, 2, 3)
+    assert stats.stored_blocks == 2
 
 
 # -- keys of an engine that does not chain them -----------------------------------------------

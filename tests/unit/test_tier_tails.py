@@ -162,7 +162,7 @@ class TailedTier(RuleBasedStateMachine):
         tier = self.tier
         tier.check()
         stats = tier.stats()
-        assert stats["free"] + stats["indexed"] + stats["leased"] == stats["capacity"]
+        assert stats.free + stats.indexed + stats.leased == stats.capacity
         for tail, units in self.pinned:
             assert tail.units.tolist() == units
             assert not any(tier.pool.is_free(unit) for unit in units)

@@ -28,7 +28,7 @@ from vllm.distributed.kv_events import (
 from vllm.v1.core import kv_cache_utils
 
 from flexcache.cache.journal import Change, Removed, Stored
-from flexcache.cache.prompt import check_hint, check_name, check_session_id
+from flexcache.cache.prompt import MAX_SESSION_ID_LENGTH, check_hint, check_name
 from flexcache.errors import FlexCacheError
 from flexcache.ids import OpKind, RequestInfo, TierName, check_request_info
 from flexcache.integration.adapter import TaskCalls, read_counters, safely
@@ -85,7 +85,7 @@ def read_hints(request: Any) -> Hints:
         "priority": read("priority", _between(int, -_HIGHEST_PRIORITY, _HIGHEST_PRIORITY)),
         "ttl_s": read("ttl_s", _between(float, 0.0, _LONGEST_TTL_S)),
     }
-    session_id, end = read("session_id", _session_id), {}
+    session_id, end = read("session_id", _name(MAX_SESSION_ID_LENGTH)), {}
     if session_id is not None:
         over = read("session_over", _bool) or False
         returns_in_s = read("returns_in_s", _returns_in_s)
@@ -94,7 +94,7 @@ def read_hints(request: Any) -> Hints:
         elif over or returns_in_s is not None:
             end = {"over": over, "returns_in_s": returns_in_s}
     return Hints(
-        read("namespace", _namespace), session_id,
+        read("namespace", _name(_LONGEST_NAMESPACE)), session_id,
         {name: hint for name, hint in retention.items() if hint is not None}, end,
     )  # fmt: skip
 
@@ -125,14 +125,12 @@ def _bool(hint: Any) -> bool:
     return hint
 
 
-def _namespace(hint: Any) -> str:
-    check_name("namespace", hint, _LONGEST_NAMESPACE)
-    return str(hint)
+def _name(longest: int) -> Callable[[Any], Any]:
+    def convert(hint: Any) -> Any:
+        check_name("name", hint, longest)
+        return hint
 
-
-def _session_id(hint: Any) -> str:
-    check_session_id(hint)
-    return str(hint)
+    return convert
 
 
 def _returns_in_s(hint: Any) -> float:

@@ -18,6 +18,7 @@ from flexcache.cache.tiers import RemoteTier
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, OpId, OpKind, RootId, TaskId
 from flexcache.server.outbox import WorkerInstruction
+from flexcache.stats import ServerCounters
 from flexcache.tasks.executors import SlotChecksums
 from flexcache.tasks.instructions import (
     DISK,
@@ -301,7 +302,8 @@ class ChunkTiers:
 
     Chunks are independent of each other: any may be there without those before it, so each is the
     only block of a prompt of its own, with the same index, leases, records and checksums as other
-    blocks.
+    blocks. There is no task engine: a task is a prefix, so each chunk would be a task, an op and a
+    question to the store of its own, where here ops and questions have many.
 
         store: reserve a slot --> H2DISK, H2REMOTE --> publish
         load:  pin the slot   --> DISK2H or REMOTE2H --> unpin
@@ -339,7 +341,7 @@ class ChunkTiers:
         self._ended: list[JobEnd] = []
         self._num_storing = 0
         self._going_to_store: set[BlockKey] = set()
-        self.counters: Counter[str] = Counter()
+        self.counters = ServerCounters()
         self.dropped: Counter[str] = Counter()
         self.hits: Counter[str] = Counter()
 
@@ -364,16 +366,19 @@ class ChunkTiers:
         self, job_id: int, keys: Sequence[BlockKey], blocks: Sequence[int], now: float
     ) -> None:
         """Store chunks from host blocks, which stay as they are until the job is over."""
-        job = self._begin(job_id, now)
+        job, presence = self._begin(job_id, now), self._presence
         ops: list[TransferOp] = []
         to_remote: list[tuple[BlockKey, int]] = []
         for key, block in zip(keys, blocks, strict=True):
             if self._num_storing + len(ops) + len(to_remote) >= self._max_storing:
                 self.dropped["backlog"] += 1
                 continue
-            if self._wants_on_ssd(key):
-                ops += self._to_ssd(job, key, block)
-            if self._wants_at_store(key):
+            ops += self._to_ssd(job, key, block)
+            if (
+                presence is not None
+                and presence.takes_part
+                and not (presence.is_there(key) or key in self._going_to_store)
+            ):
                 to_remote.append((key, block))
                 self._going_to_store.add(key)
         for part in _batches(to_remote):
@@ -476,23 +481,16 @@ class ChunkTiers:
 
     # -- ops -------------------------------------------------------------------------------------
 
-    def _wants_on_ssd(self, key: BlockKey) -> bool:
+    def _to_ssd(self, job: _Job, key: BlockKey, block: int) -> list[TransferOp]:
+        """Make the op that stores a chunk on SSD, unless it is there or on its way."""
         ssd = self._ssd
         if ssd is None or not self._lanes[DISK].is_up or ssd.index.contains(self._root, key):
-            return False
-        return not ssd.num_in_flight(_alone(self._root, key), 0, 1)
-
-    def _wants_at_store(self, key: BlockKey) -> bool:
-        presence = self._presence
-        if presence is None or not presence.takes_part or presence.is_there(key):
-            return False
-        return key not in self._going_to_store
-
-    def _to_ssd(self, job: _Job, key: BlockKey, block: int) -> list[TransferOp]:
-        assert self._ssd is not None
-        lease = self._ssd.reserve_keys(self._root, None, [key])
+            return []
+        if ssd.num_in_flight(_alone(self._root, key), 0, 1):
+            return []
+        lease = ssd.reserve_keys(self._root, None, [key])
         if not len(lease):
-            self._ssd.release(lease)
+            ssd.release(lease)
             self.dropped["no_room"] += 1
             return []
         cargo = _Cargo(job, [key], lease=lease)

@@ -61,12 +61,15 @@ class Step:
         loads: Those in its metadata.
         counts_on_ranks: Whether some of them run within it.
         num_tokens: What it computes, once it was scheduled.
+        started: Requests whose load between steps has arrived, and that it computes first; False
+            for those that have ended instead.
     """
 
     loads: list[Load] = field(default_factory=list)
     counts_on_ranks: bool = False
     num_tokens: int = 0
     launched_s: float = 0.0
+    started: dict[str, bool] = field(default_factory=dict)
 
 
 class Gets:
@@ -287,14 +290,6 @@ class Gets:
         block_ids = list(tables[0][first : first + num_blocks])
         return Load(request_id, task_id, block_ids, adapter=adapter)
 
-    def take_started(self, scheduled: Collection[str]) -> dict[str, bool]:
-        """Return for the metadata which loads are put to use by the step that vLLM has scheduled
-        (True), or will not be (False)."""
-        started = {each: True for each in self._arrived if each in scheduled}
-        self._arrived.difference_update(started)
-        gone, self._gone = self._gone, set()
-        return started | dict.fromkeys(gone, False)
-
     def take_step(self, num_scheduled: Mapping[str, int]) -> Step:
         """Return the step that vLLM has scheduled, with so many tokens of each request."""
         self.layerwise.step(num_scheduled)
@@ -314,6 +309,10 @@ class Gets:
         self._promised.clear()
         self._under_way.append(step)
         self._let_ranks_leave()
+        step.started = {each: True for each in self._arrived if each in num_scheduled}
+        self._arrived.difference_update(step.started)
+        gone, self._gone = self._gone, set()
+        step.started |= dict.fromkeys(gone, False)
         return step
 
     def step_ended(self, now: float) -> Step | None:

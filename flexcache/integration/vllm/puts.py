@@ -225,8 +225,9 @@ class Puts:
         for request_id in [r for r in self._running if r in num_scheduled_tokens]:
             running = self._running[request_id]
             request, computed = running.request, running.request.num_computed_tokens
-            if request_id in self._unscheduled:
-                self._skip_points(running, computed)
+            if request_id in self._unscheduled:  # what it has computed came from a cache
+                while running.point is not None and running.point <= computed:
+                    self._set_point(running, running.point)
             num_certain = computed + num_scheduled_tokens[request_id]
             if running.point is None or running.point > num_certain:
                 continue
@@ -237,11 +238,6 @@ class Puts:
             if request_id in self._running:
                 request = self._running[request_id].request
                 self._store_states(request, states, blocks.get_block_ids(request_id))
-
-    def _skip_points(self, running: _Running, computed: int) -> None:
-        """Skip the points of the ``computed`` tokens that came from a cache."""
-        while running.point is not None and running.point <= computed:
-            self._set_point(running, running.point)
 
     def _store_until(self, running: _Running, num_certain: int, tables: Tables) -> None:
         """Store a request at its points up to ``num_certain`` tokens."""
@@ -312,7 +308,9 @@ class Puts:
             return  # the ranks may yet confirm its adapter: then it is stored when it ends
         num_offered = self._num_offered.get(request.request_id, 0)
         self._num_offered[request.request_id] = max(stop, num_offered)
-        first = num_offered if num_offered < stop else 0  # a preempted request comes here again
+        # An answer is offered behind its prompt, so that one request counts as one sighting where
+        # what is stored depends on them. A preempted request comes here again.
+        first = num_offered if num_offered < stop else 0
         if not self._match(request, tables, first, stop, tail) and first:
             self._match(request, tables, 0, stop, tail)  # what came before may have been evicted
 
@@ -332,6 +330,9 @@ class Puts:
             return False
         blocks = [*map(list.__add__, dense, tail)]  # a group has one or the other
         put = _Put(task_id, request, tables[0][: wanted.stop], blocks)
+        # Holding back the finished request instead would keep all of its blocks, also those that
+        # are cached already, and could not store a prompt whose answer is still generated. Watching
+        # blocks for reuse would need a way to stop copies in other processes at once.
         self.pool.touch([self.pool.blocks[block_id] for block_id in put.block_ids])
         self._pinned[task_id] = put.block_ids
         self._matched.append(put)

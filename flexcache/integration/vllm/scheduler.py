@@ -92,7 +92,8 @@ class FlexCacheStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class FlexCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """One Prometheus counter per statistic, labelled like vLLM's own."""
+    """One Prometheus counter per statistic, labelled like vLLM's own. All are ``vllm:flexcache_*``:
+    vLLM's own reader of metrics ignores other prefixes."""
 
     def __init__(
         self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
@@ -216,9 +217,7 @@ class FlexCacheScheduler:
 
     def take_step(self, scheduled: Any) -> FlexCacheMetadata:
         """Return the metadata for the step that vLLM has scheduled."""
-        num_scheduled_tokens: Mapping[str, int] = scheduled.num_scheduled_tokens
-        step = self.gets.take_step(num_scheduled_tokens)
-        started = self.gets.take_started(num_scheduled_tokens)
+        step = self.gets.take_step(scheduled.num_scheduled_tokens)
         self._has_news |= self.puts.release()
         stores = self.puts.launch()
         self.puts.scheduled(scheduled)
@@ -226,7 +225,7 @@ class FlexCacheScheduler:
         # what is in blocks before they are reused: copies have to wait until then.
         clears = bool(getattr(scheduled, "new_block_ids_to_zero", None))
         begins_late = self._has_siblings or clears
-        return FlexCacheMetadata(step.loads, stores, not step.num_tokens, begins_late, started)
+        return FlexCacheMetadata(step.loads, stores, not step.num_tokens, begins_late, step.started)
 
     def adapters_loaded(self, digests: Mapping[int, str]) -> None:
         """Take what adapters the last step was computed with."""

@@ -126,7 +126,11 @@ def read_chunk_identity(spec: Any, chunk_bytes: int, settings: CacheConfig) -> K
 
 
 def _find_vllm_config() -> VllmConfig:
-    """Return the engine's config, which only the connector under construction has."""
+    """Return the engine's config, which only the connector under construction has.
+
+    What vLLM hands to a tier names the model, but not its revision, quantization or overrides: two
+    checkpoints of one name would share chunks.
+    """
     for names in locals_of_callers():
         for found in names.values():
             if isinstance(found, VllmConfig):

@@ -10,6 +10,7 @@ release: no addresses, cache paths, library versions or plain defaults.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,17 +45,31 @@ def read_model_id(vllm_config: Any, digests: FileDigests) -> str:
         NotKeptError: Files would have to be read.
     """
     model = vllm_config.model_config
-    settings = [*_kv_parts(vllm_config), *_media_parts(model)]  # refuses some of them
-    parts = [*_model_parts(model, vllm_config.load_config, digests), *settings]
+    load, speculative = vllm_config.load_config, vllm_config.speculative_config
+    settings = [*_settings(vllm_config)]  # refuses some of them
+    parts = [*_model_parts(model, load, digests), *settings]
     _, name = parts.pop(0)
-    if model.hf_overrides:
-        parts.append(("overrides", _digest_overrides(model)))
-    if _load_format(vllm_config.load_config) == "dummy":
+    # The user's overrides and the resolved positions count, not `hf_config.to_dict()`: its defaults
+    # change with transformers. For a function, what it returns counts.
+    if overrides := model.hf_overrides:
+        if callable(overrides):
+            effective = model.hf_config.to_dict()
+            overrides = {k: v for k, v in effective.items() if k not in NOT_NUMBERS}
+        parts.append(("overrides", digest(overrides)))
+    if _load_format(load) == "dummy":
         parts.append(("random_weights", model.seed))
-    draft = _read_draft(vllm_config.speculative_config, vllm_config.load_config, digests)
-    if draft is not None:
-        parts.append(("draft", draft))
+    if speculative is not None and str(speculative.method) not in _NO_DRAFT_KV:
+        parts.append(("draft", _read_draft(speculative, load, digests)))
     return "|".join([str(name), *(f"{key}={value}" for key, value in parts)])
+
+
+def _read_draft(speculative: Any, load: Any, digests: FileDigests) -> str:
+    """Identify the model whose KV is cached along with the target's."""
+    name, draft = str(speculative.method), speculative.draft_model_config
+    if draft is None:
+        return name
+    kv_dtype = getattr(speculative, "kv_cache_dtype", None)
+    return f"{name}:{digest([dict(_model_parts(draft, load, digests)), kv_dtype])}"
 
 
 def _load_format(load: Any) -> str:
@@ -80,11 +95,13 @@ def _model_parts(model: Any, load: Any, digests: FileDigests) -> Iterator[tuple[
         yield "classes", digest(model.model_class_overrides)
     yield "dtype", dtype_name(model.dtype)
     if model.quantization is not None:
-        yield "quantization", f"{model.quantization}:{digest(_read_quantization(model))}"
+        of_checkpoint = getattr(model.hf_config, "quantization_config", None)
+        by_user = getattr(model, "quantization_config", None)
+        yield "quantization", f"{model.quantization}:{digest([of_checkpoint, by_user])}"
     yield "positions", digest(_read_positions(model))
 
 
-def _kv_parts(vllm_config: Any) -> Iterator[tuple[str, Any]]:
+def _settings(vllm_config: Any) -> Iterator[tuple[str, Any]]:
     from vllm.platforms import current_platform
 
     cache = vllm_config.cache_config
@@ -102,32 +119,12 @@ def _kv_parts(vllm_config: Any) -> Iterator[tuple[str, Any]]:
     skipped = getattr(cache, "kv_cache_dtype_skip_layers", None)
     if skipped:
         yield "kv_skips", digest(sorted(map(str, skipped)))
-
-
-def _media_parts(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield settings that vLLM's hashes of images and videos do not cover."""
-    media = getattr(model, "multimodal_config", None)
-    names = ("mm_processor_kwargs", "video_pruning_rate", "mm_encoder_attn_dtype")
-    chosen = {name: getattr(media, name, None) or None for name in names}
+    media = getattr(vllm_config.model_config, "multimodal_config", None)
+    # vLLM's hashes of images and videos do not cover these.
+    of_media = ("mm_processor_kwargs", "video_pruning_rate", "mm_encoder_attn_dtype")
+    chosen = {name: getattr(media, name, None) or None for name in of_media}
     if any(value is not None for value in chosen.values()):
         yield "media", digest(chosen)
-
-
-def _read_draft(speculative: Any, load: Any, digests: FileDigests) -> str | None:
-    """Identify the model whose KV is cached along with the target's; None if there is none."""
-    if speculative is None or str(speculative.method) in _NO_DRAFT_KV:
-        return None
-    draft = speculative.draft_model_config
-    if draft is None:
-        return str(speculative.method)
-    kv_dtype = getattr(speculative, "kv_cache_dtype", None)
-    return f"{speculative.method}:{digest([dict(_model_parts(draft, load, digests)), kv_dtype])}"
-
-
-def _read_quantization(model: Any) -> list[Any]:
-    """Return the quantization settings of the checkpoint and of the user."""
-    by_user = getattr(model, "quantization_config", None)
-    return [getattr(model.hf_config, "quantization_config", None), by_user]
 
 
 def _read_positions(model: Any) -> dict[str, Any]:
@@ -161,15 +158,6 @@ def _computes_for_long(model: Any, positions: Mapping[str, Any]) -> bool | None:
     return None
 
 
-def _digest_overrides(model: Any) -> str:
-    """Digest overrides of the model's config; for a function, the config that it returns."""
-    overrides = model.hf_overrides
-    if callable(overrides):
-        effective = model.hf_config.to_dict()
-        overrides = {k: v for k, v in effective.items() if k not in NOT_NUMBERS}
-    return digest(overrides)
-
-
 _GpuKey = tuple[Any, ...]
 _SEVERAL = ""
 """The digest of no adapter."""
@@ -184,6 +172,7 @@ def _gpu_key(adapter: Any) -> _GpuKey:
     return tuple(read(SimpleNamespace(lora_request=adapter)))
 
 
+@dataclass(slots=True, eq=False)
 class RequestName:
     """What a request's KV is called.
 
@@ -194,15 +183,12 @@ class RequestName:
         is_confirmed: Whether the ranks have said that they hold its adapter.
     """
 
-    __slots__ = ("_unnamed", "adapter", "is_confirmed", "is_mixed", "request", "weights")
-
-    def __init__(self, request: Any, weights: int, adapter: str | None) -> None:
-        self.request = request
-        self._unnamed = None if request.lora_request is None else _Unnamed(request)
-        self.weights = weights
-        self.adapter = adapter
-        self.is_mixed = False
-        self.is_confirmed = request.lora_request is None
+    request: Any
+    weights: int
+    adapter: str | None
+    is_mixed: bool = False
+    is_confirmed: bool = False
+    _unnamed: _Unnamed | None = None
 
     @property
     def may_store(self) -> bool:
@@ -211,7 +197,8 @@ class RequestName:
     @property
     def block_hashes(self) -> Sequence[bytes]:
         """vLLM's hashes of the request's blocks, but not of its adapter's name and path."""
-        assert self._unnamed is not None
+        if self._unnamed is None:
+            self._unnamed = _Unnamed(self.request)
         return self._unnamed.hash_blocks()
 
 
@@ -252,7 +239,8 @@ class Names:
         if name is None:
             adapter = self._find_adapter(request.lora_request)
             name = RequestName(request, self._generation(), adapter)
-            name.is_confirmed |= self._is_loaded(request.lora_request, adapter)
+            lora = request.lora_request
+            name.is_confirmed = lora is None or self._is_loaded(lora, adapter)
             self._names[request.request_id] = name
         return name
 

@@ -35,6 +35,8 @@ from flexcache.integration.vllm.step_loads import StepLoads, has_full_graphs, re
 from flexcache.logs import log_event
 from flexcache.tasks.instructions import PromisedLoad
 
+logger = logging.getLogger(__name__)
+
 
 class AdapterUse(NamedTuple):
     """The adapter that a load is for.
@@ -105,8 +107,6 @@ class LoadedAdapters(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return LoadedAdapters(digests)
 
 
-logger = logging.getLogger(__name__)
-
 _NEEDED = (
     "reload_weights", "update_weights", "start_weight_update", "finish_weight_update", "sleep",
     "load_model",
@@ -167,12 +167,7 @@ class RankWeights:
         for name in _ALSO:
             self._watch(worker, name)
         runner = worker.model_runner
-        models = _models_of(runner)
-        for model in models:
-            missing += [name for name in _OF_MODELS if not self._watch(model, name)]
-        for part in _parts_of(models):
-            for name in _OF_MODELS:
-                self._watch(part, name)
+        missing += self._watch_models(runner)
         self._watch(runner, "reload_weights")
         self._lora = getattr(runner, "lora_manager", None)
         if self._lora is not None:
@@ -182,17 +177,39 @@ class RankWeights:
 
     # -- weights ---------------------------------------------------------------------------------
 
+    def _watch_models(self, runner: Any) -> list[str]:
+        """Watch all that can be given weights by itself; return what the models lack for that."""
+        missing: list[str] = []
+        # The model and the draft model, without the wrappers of CUDA graphs first: these hand calls
+        # on to what they wrap. A call through both is one update.
+        found = [_call(runner, "get_model"), getattr(runner, "model", None)]
+        found.append(_call(runner, "get_draft_model"))
+        models = {id(model): model for model in found if model is not None}
+        parts: dict[int, Any] = {}
+        for model in models.values():
+            missing += [name for name in _OF_MODELS if not self._watch(model, name)]
+            parts.update((id(part), part) for part in _call(model, "modules") or ())
+        for part in [part for number, part in parts.items() if number not in models]:
+            for name in _OF_MODELS:
+                self._watch(part, name)
+        return missing
+
     def _watch(self, owner: Any, name: str) -> bool:
         method = getattr(owner, name, None)
         if method is None:
             return False
+        sleeps = name == "sleep"
 
         @functools.wraps(method)
         def watched(*arguments: Any, **options: Any) -> Any:
-            if name == "sleep" and _level(arguments, options) <= _KEEPS_WEIGHTS:
+            level = int(options.get("level", arguments[0] if arguments else 1)) if sleeps else 0
+            if sleeps and level <= _KEEPS_WEIGHTS:
                 return method(*arguments, **options)
             if not self._depth:
-                self._note_change(name)
+                self.num_updates += 1
+                if self.num_updates == 1:
+                    log_event(logger, logging.INFO, "weights_changed", by=name)
+                self._changed()
             self._depth += 1
             try:
                 return method(*arguments, **options)
@@ -201,12 +218,6 @@ class RankWeights:
 
         setattr(owner, name, watched)
         return True
-
-    def _note_change(self, name: str) -> None:
-        self.num_updates += 1
-        if self.num_updates == 1:
-            log_event(logger, logging.INFO, "weights_changed", by=name)
-        self._changed()
 
     # -- adapters --------------------------------------------------------------------------------
 
@@ -254,42 +265,19 @@ class RankWeights:
             # Looked up now: RL frameworks replace it in the class, to load from memory.
             adapter = kind._load_adapter(manager, request)
             loading.identify(self._digests)
-            self._note_adapter(request.lora_int_id, loading.name)
+            number, digest = request.lora_int_id, loading.name
+            self._loaded[number] = digest
+            promised, blocks = self._promised.pop(number, (digest, set[int]()))
+            if promised != digest:
+                self._broken |= blocks
             return adapter
 
         manager._load_adapter = load_adapter
-
-    def _note_adapter(self, number: int, digest: str) -> None:
-        self._loaded[number] = digest
-        promised, blocks = self._promised.pop(number, (digest, set[int]()))
-        if promised != digest:
-            self._broken |= blocks
 
     def take_broken(self) -> set[int]:
         """Return blocks that were loaded for an adapter that turned out to be another."""
         broken, self._broken = self._broken, set()
         return broken
-
-
-def _level(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> int:
-    return int(options.get("level", arguments[0] if arguments else 1))
-
-
-def _models_of(runner: Any) -> list[Any]:
-    """Return the model and the draft model, without the wrappers of CUDA graphs first: these hand
-    calls on to what they wrap. A call through both is one update."""
-    found = [_call(runner, "get_model"), getattr(runner, "model", None)]
-    found.append(_call(runner, "get_draft_model"))
-    return list({id(model): model for model in found if model is not None}.values())
-
-
-def _parts_of(models: list[Any]) -> list[Any]:
-    """Return the modules of the models, which can be given weights by themselves."""
-    parts: dict[int, Any] = {}
-    for model in models:
-        if callable(modules := getattr(model, "modules", None)):
-            parts.update((id(part), part) for part in modules())
-    return [part for part in parts.values() if not any(part is model for model in models)]
 
 
 def _call(owner: Any, name: str) -> Any:
@@ -370,6 +358,8 @@ class FlexCacheWorker:
         """
         if self.client is None:
             return
+        # Nothing that a rank holds (pinned host memory, fence, gates) is worth keeping over a
+        # sleep, and registering again is what it does after a lost server, too.
         self.client.close()
         if self.client.state is not ClientState.CLOSED:
             raise RuntimeError(

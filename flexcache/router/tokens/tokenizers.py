@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from flexcache.counters import Histogram
 from flexcache.logs import log_event
 from flexcache.router.chooser import Arrival, RouteRequest
 from flexcache.router.stats import TokenizerStats
@@ -34,7 +35,6 @@ from flexcache.router.tokens.engines import Engines, NotRendered, open_session
 from flexcache.router.tokens.local import LocalTokens, TokenLimits
 from flexcache.router.tokens.models import ModelRegistry, ServedModel, Way
 from flexcache.router.waiting import Turns, is_set_within
-from flexcache.tasks.histogram import Histogram
 
 _TEXT = (
     "  Ünïcode, 数字 1234567 and\ttabs;\n\n  def f(x):\n      return x ** 2  # 'quoted' \"text\"\n"
@@ -332,7 +332,7 @@ class Tokenizers:
             unknown=dict(self._unknown),
             tokens=self._tokens,
             remembered_tokens=self._remembered,
-            seconds=self._seconds.stats(),
+            seconds=self._seconds.snapshot(),
             checks=sum(model.ways.checks for model in models),
             mismatches=sum(model.ways.mismatches for model in models),
             models={name: ways.way(kind).value for name, ways, kind in kinds},
