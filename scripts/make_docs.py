@@ -10,9 +10,7 @@ import sys
 from pathlib import Path
 
 from flexcache.config.settings import Setting, describe_router_settings, describe_settings
-from flexcache.counters import Family, families
-from flexcache.metrics.metric import Reading
-from flexcache.router import metrics as router_metrics
+from flexcache.counters import families
 from flexcache.router.stats import RouterStats
 from flexcache.stats import Stats
 
@@ -95,18 +93,13 @@ def _table(settings: list[Setting]) -> str:
 
 def render_metrics() -> str:
     rows: dict[str, list[str]] = {}
-    for each in families(Stats):
-        rows.setdefault(each.section, []).append(_row(each))
-    for title, section in router_metrics.SECTIONS.items():
-        rows[title] = [_row(metric) for metric in section]
+    for each in (*families(Stats), *families(RouterStats)):
+        labels = ", ".join(each.labels)
+        row = f"| `{each.name}` | {each.type.value} | {labels} | {each.help} |\n"
+        rows.setdefault(each.section, []).append(row)
     columns = "| metric | type | labels | meaning |\n| --- | --- | --- | --- |\n"
     tables = (f"\n## {title}\n\n{columns}" + "".join(lines) for title, lines in rows.items())
     return METRICS_HEAD + "".join(tables)
-
-
-def _row(metric: Family | Reading[RouterStats]) -> str:
-    labels = ", ".join(metric.labels)
-    return f"| `{metric.name}` | {metric.type.value} | {labels} | {metric.help} |\n"
 
 
 PAGES = {"configuration.md": render_settings, "metrics.md": render_metrics}

@@ -117,9 +117,6 @@ class RouterConfig:
         read=read_path,
     )
     policy: str = setting("ours", "How an engine is chosen; see `flexcache router simulate`.")
-    temperature: Annotated[float, Meta(ge=0)] = setting(
-        0.0, "Randomness of the choice. 0: always the engine with the lowest cost."
-    )
     approximate: Literal["auto", "always", "never"] = setting(
         "auto",
         "Assume that an engine holds the prompts that were sent to it. auto: for engines without "
@@ -144,11 +141,9 @@ class RouterConfig:
     )
     queue_timeout_s: Seconds = setting(30.0, "Longest wait for an engine, then 429.", "s")
     health_interval_s: Seconds = setting(2.0, "How often each engine's `/health` is read.", "s")
-    health_timeout_s: Seconds = setting(2.0, "How long `/health` may take.", "s")
     metrics_interval_s: Seconds = setting(
         15.0, "How often each engine's `/metrics` and `/v1/models` are read.", "s"
     )
-    connect_timeout_s: Seconds = setting(2.0, "How long connecting to an engine may take.", "s")
     max_retries: Annotated[int, Meta(ge=0)] = setting(
         2, "Other engines tried before the first byte of an answer.", "engines"
     )

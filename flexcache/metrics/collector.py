@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
-from typing import Any, Generic
+from typing import Any
 
 from flexcache.counters import Counters, Family, Histogram, MetricType, Sample, families, samples
 from flexcache.errors import MissingDependencyError
-from flexcache.metrics.metric import Reading, Tree
 
 try:
     from prometheus_client import CollectorRegistry
@@ -59,31 +58,7 @@ class Exposition:
         return encode(self._registry), content_type
 
 
-class CatalogExposition(Generic[Tree]):
-    """The metrics of a catalog as text.
-
-    Args:
-        catalog: The metrics.
-        read_stats: Returns the statistics as they are now.
-    """
-
-    def __init__(self, catalog: Sequence[Reading[Tree]], read_stats: Callable[[], Tree]) -> None:
-        self._catalog = catalog
-        self._read_stats = read_stats
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-
-    def collect(self) -> Iterator[Any]:
-        stats = self._read_stats()
-        return (_family(metric, metric.read(stats)) for metric in self._catalog)
-
-    def render(self, accept: str = "") -> tuple[bytes, str]:
-        """As `Exposition.render`."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self._registry), content_type
-
-
-def _family(metric: Family | Reading[Any], rows: Iterable[Sample]) -> Any:
+def _family(metric: Family, rows: Iterable[Sample]) -> Any:
     family = _FAMILIES[metric.type](metric.name, metric.help, labels=metric.labels)
     for labels, value in rows:
         if isinstance(value, Histogram):

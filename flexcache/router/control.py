@@ -31,7 +31,8 @@ import contextlib
 import hmac
 import re
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from importlib.resources import files
 from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -44,8 +45,7 @@ from msgspec import Meta
 from flexcache.config.router import RouterConfig
 from flexcache.config.values import is_loopback, split_tcp
 from flexcache.errors import ConfigError
-from flexcache.metrics.collector import CatalogExposition
-from flexcache.router import ui
+from flexcache.metrics.collector import Exposition
 from flexcache.router.chooser import (
     Arrival,
     Decision,
@@ -63,7 +63,6 @@ from flexcache.router.listing import (
     parse_cache_url,
     parse_source,
 )
-from flexcache.router.metrics import CATALOG
 from flexcache.router.proxy.clients import Bodies, Body, BodyRefused, holding
 from flexcache.router.proxy.proxy import LINGER_S, bind, listen
 from flexcache.router.router import WorkerScore
@@ -362,6 +361,34 @@ _COMMENT = b": \n\n"
 _MAX_WATCHERS = 16
 
 
+_PAGE_TYPES = {
+    "index.html": "text/html; charset=utf-8",
+    "ui.css": "text/css; charset=utf-8",
+    "ui.js": "text/javascript; charset=utf-8",
+}
+PAGE_HEADERS: Mapping[str, str] = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def read_page(name: str) -> tuple[bytes, str]:
+    """Return a file of the live page, and its content type; ``""`` is the page itself.
+
+    The files show nothing of the router and need no token: the page fetches ``/stats`` and
+    ``/decisions`` with the token that its user enters.
+
+    Raises:
+        KeyError: There is no such file.
+    """
+    name = name or "index.html"
+    content_type = _PAGE_TYPES[name]
+    return (files("flexcache.router") / "ui" / name).read_bytes(), content_type
+
+
 class ControlApi:
     """Serves one decider's API.
 
@@ -372,7 +399,7 @@ class ControlApi:
     def __init__(self, service: DeciderService) -> None:
         self._service = service
         self._config: RouterConfig = service.config
-        self._exposition: CatalogExposition[RouterStats] = CatalogExposition(CATALOG, service.stats)
+        self._exposition = Exposition(RouterStats, service.stats)
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
 
@@ -473,10 +500,10 @@ class ControlApi:
         if name is None:
             raise web.HTTPFound("/ui/")
         try:
-            content, content_type = ui.read(name)
+            content, content_type = read_page(name)
         except KeyError:
             raise web.HTTPNotFound from None
-        return web.Response(body=content, headers={**ui.HEADERS, "Content-Type": content_type})
+        return web.Response(body=content, headers={**PAGE_HEADERS, "Content-Type": content_type})
 
     # -- workers -----------------------------------------------------------------------------------
 

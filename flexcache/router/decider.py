@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from flexcache.counters import Histogram
 from flexcache.errors import InternalError
 from flexcache.logs import log_event
 from flexcache.router.chooser import (
@@ -50,7 +49,7 @@ from flexcache.router.messages import (
 )
 from flexcache.router.roster import Roster
 from flexcache.router.router import KVRouter
-from flexcache.router.stats import QueueStats
+from flexcache.router.stats import LineStats
 from flexcache.router.stored import StoredIds
 from flexcache.router.tokens.body import named_model
 from flexcache.router.waiting import is_set_within
@@ -80,12 +79,11 @@ class WaitingLine:
         timeout_s: How long each may wait.
 
     Attributes:
-        refused: Number of requests refused, by reason: ``full`` or ``expired``.
+        counts: Of requests that waited or were refused.
     """
 
     def __init__(self, size: int, timeout_s: float) -> None:
-        self.size = size
-        self.refused = {"full": 0, "expired": 0}
+        self.counts = LineStats(capacity=size)
         self._timeout_s = timeout_s
         self._turns: dict[Hashable, OrderedDict[_Turn, None]] = {}
         """By kind."""
@@ -109,8 +107,8 @@ class WaitingLine:
         if kind not in self._turns and (result := attempt()) is not None:
             return result
         loop = asyncio.get_running_loop()
-        if len(self) >= self.size:
-            self.refused["full"] += 1
+        if len(self) >= self.counts.capacity:
+            self.counts.refused["full"] += 1
             raise NotRouted(429, "too many requests wait for a worker", self._retry_after_s(kind))
         turn = _Turn(kind, loop.time())
         turns = self._turns.setdefault(kind, OrderedDict())
@@ -123,7 +121,7 @@ class WaitingLine:
                 if next(iter(turns)) is turn and (result := attempt()) is not None:
                     return result
                 if loop.time() >= deadline.when():
-                    self.refused["expired"] += 1
+                    self.counts.refused["expired"] += 1
                     message = f"every worker was busy for {self._timeout_s:g} s"
                     raise NotRouted(429, message, self._retry_after_s(kind))
         finally:
@@ -154,8 +152,8 @@ class WaitingLine:
             since = [turn.since for turn in turns]
             if not since or since != sorted(since):
                 raise InternalError(f"line of {kind}: {since}")
-        if len(self) > self.size:
-            raise InternalError(f"line of {len(self)} of {self.size}")
+        if len(self) > self.counts.capacity:
+            raise InternalError(f"line of {len(self)} of {self.counts.capacity}")
 
 
 _KEPT = 1000
@@ -216,7 +214,6 @@ logger = logging.getLogger(__name__)
 RANK_HEADER = "X-data-parallel-rank"
 _RETRY_S = 2.0
 _BYTES_PER_TOKEN = 4
-_WAITS_S = (0.001, 0.01, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,8 +278,6 @@ class Decider:
         self.on_answer: Callable[[Running, int | None], None] = lambda running, cached: None
         self.on_decision: Callable[[Decision], None] = lambda decision: None
         self.on_models_changed: Callable[[], None] = lambda: None
-        self._num_without_worker = 0
-        self._waits_s = Histogram(_WAITS_S)
         self._is_reading = True
 
     # -- the contract ------------------------------------------------------------------------------
@@ -352,7 +347,7 @@ class Decider:
         decision = await self.line.place(lambda: self._try(request, terms), kind)
         running = self.running[request.request_id]
         queued_s = running.since_s - arrived_s
-        self._waits_s.observe(queued_s)
+        self.line.counts.waits_s.observe(queued_s)
         running.owner = terms.owner
         if terms.lease_s is not None:
             running.expires_s = running.since_s + terms.lease_s
@@ -368,15 +363,15 @@ class Decider:
         if request.request_id in self.running:
             raise ValueError(f"request {request.request_id!r} is running")
         if not self.roster.num_up:
-            self._num_without_worker += 1
+            self.line.counts.refused["no_worker"] += 1
             raise NotRouted(503, "no worker is up", _RETRY_S)
         named = None if terms.only is None else self.roster.at(terms.only)
         if named is not None and not any(self.roster.is_up(name) for name in named):
-            self._num_without_worker += 1
+            self.line.counts.refused["no_worker"] += 1
             raise NotRouted(503, "none of the workers that may be chosen is up", _RETRY_S)
         decision = self.routing.choose(request, self.clock(), tried=terms.tried, only=named)
         if decision is None and self.routing.fleet.eligible(request.model, only=named) is None:
-            self._num_without_worker += 1
+            self.line.counts.refused["no_worker"] += 1
             raise NotRouted(503, f"no worker that serves {request.model!r} is up", _RETRY_S)
         return decision
 
@@ -470,16 +465,6 @@ class Decider:
             if not running.is_peers:
                 self._report_end(running, Outcome.ABORTED)
         self.line.wake()
-
-    # -- reports -----------------------------------------------------------------------------------
-
-    def queue_stats(self) -> QueueStats:
-        return QueueStats(
-            waiting=len(self.line),
-            capacity=self.line.size,
-            waits_s=self._waits_s.snapshot(),
-            refused={**self.line.refused, "no_worker": self._num_without_worker},
-        )
 
     def check(self) -> None:
         """

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
-
-import msgspec
 
 from flexcache.events.wire import (
     BlockHash,
@@ -22,14 +20,13 @@ from flexcache.logs import log_event
 from flexcache.router.fleet import Tier
 from flexcache.router.index import (
     Holder,
-    IndexPart,
     KVIndexer,
     Space,
     chain_of,
     pack,
     pack_extra_keys,
 )
-from flexcache.router.names import BlockNames, DiskNames, NamesPart, Run
+from flexcache.router.names import BlockNames, DiskNames, Run
 
 logger = logging.getLogger(__name__)
 
@@ -56,25 +53,6 @@ _UNNAMED_KINDS = frozenset({None, "unknown"})
 _LOW_64_BITS = (1 << 64) - 1
 _MAX_SIZES = 8
 _MAX_MEDIA, _MAX_MEDIUM = 16, 32
-
-
-class SourcePart(msgspec.Struct, frozen=True, tag=True):
-    """What is known of a source: groups of layers, whether each needs whole prefixes, and the size
-    of its first blocks."""
-
-    source: str
-    groups: dict[int | None, bool]
-    block_size: int
-
-
-class SizePart(msgspec.Struct, frozen=True, tag=True):
-    """Names of blocks of one size, or holdings that are known by name only."""
-
-    block_size: int
-    part: NamesPart | IndexPart
-
-
-SnapshotPart = SourcePart | IndexPart | SizePart
 
 
 class EventApplier:
@@ -309,41 +287,6 @@ class EventApplier:
             packed=packed,
             extra_keys=extra,
         )
-
-    # -- snapshots -------------------------------------------------------------------------------
-
-    def snapshot(self) -> Iterator[SnapshotPart]:
-        """Yield everything in parts of up to some thousands of blocks.
-
-        Events may be applied in between. A reader that restores all parts into an empty index and
-        then applies all events since the first part has the same index.
-        """
-        for source, groups in list(self._groups.items()):
-            yield SourcePart(source, dict(groups), self._sizes.get(source, 0))
-        yield from self.index.snapshot(self._holders)
-        for size, names in list(self._names.items()):
-            for part in names.snapshot(self._holders):
-                yield SizePart(size, part)
-
-    def restore(self, part: SnapshotPart) -> None:
-        """Add a part, in the order in which they came."""
-        match part:
-            case SourcePart():
-                self._groups[part.source] = dict(part.groups)
-                self._sizes[part.source] = part.block_size
-            case IndexPart():
-                self.index.restore(part)
-                self._note_holders(part)
-            case SizePart():
-                if part.block_size not in self._names:
-                    self._names[part.block_size] = BlockNames(self.index, on_disk=self.on_disk)
-                self._names[part.block_size].restore(part.part)
-                if isinstance(part.part, IndexPart):
-                    self._note_holders(part.part)
-
-    def _note_holders(self, part: IndexPart) -> None:
-        for holder in part.holders:
-            self._holders.setdefault(holder.source, set()).add(Holder(*holder))
 
     def check(self) -> None:
         """Raise `InternalError` if index and names disagree with themselves."""

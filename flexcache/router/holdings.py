@@ -25,6 +25,7 @@ from flexcache.router.placements import (
     Placements,
     guesses_about,
 )
+from flexcache.router.stats import IndexStats
 
 TokenCounts = npt.NDArray[np.int64]
 
@@ -321,6 +322,25 @@ class Holdings:
     def sweep(self, num_blocks: int) -> bool:
         """Free memory of forgotten blocks, a slice at a time; returns whether there is more."""
         return self.applier.sweep(num_blocks)
+
+    def stats(self) -> IndexStats:
+        index, applier = self.index, self.applier
+        held: dict[str, dict[str, int]] = {}
+        for holder in index.holders:
+            tiers = held.setdefault(holder.source, {})
+            name = holder.tier.value
+            tiers[name] = tiers.get(name, 0) + index.num_held(holder)
+        return IndexStats(
+            blocks=index.num_blocks,
+            held_blocks=held,
+            bytes=applier.num_bytes,
+            max_blocks=index.max_blocks,
+            refused_blocks=index.num_refused,
+            orphans=applier.num_waiting,
+            events=dict(applier.applied),
+            event_blocks=dict(applier.blocks),
+            ignored_events=dict(applier.ignored),
+        )
 
     def check(self, in_flight: Iterable[Running]) -> None:
         """Verify index and guesses.

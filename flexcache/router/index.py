@@ -493,8 +493,8 @@ class KVIndexer:
     def snapshot(self, sources: Container[str]) -> Iterator[IndexPart]:
         """Yield the blocks of some sources in parts of up to some thousands.
 
-        The index may change in between. A reader that restores all parts and then applies all
-        changes since the first one has the index as it is then.
+        The index may change in between. All parts, and then all changes since the first one, give
+        the index as it is then.
         """
         for at in range(_NUM_SHARDS):
             if not self._shards[at]:
@@ -511,15 +511,6 @@ class KVIndexer:
                     np.fromiter(held, np.uint64, len(held)).tobytes(),
                     np.fromiter(map(sets.__getitem__, held.values()), np.uint32).tobytes(),
                 )
-
-    def restore(self, part: IndexPart) -> None:
-        """Add the blocks of a part."""
-        keys = np.frombuffer(part.keys, np.uint64)
-        set_of = np.frombuffer(part.set_of, np.uint32)
-        for number, positions in enumerate(part.sets):
-            chosen = keys[set_of == number].tolist()
-            for position in positions:
-                self.stored(Holder(*part.holders[position]), chosen)
 
     def check(self) -> None:
         """Raise `InternalError` if masks, counts and shards disagree."""

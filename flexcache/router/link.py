@@ -147,8 +147,9 @@ class LinkServer:
             return
         proxy.heard_s = time.monotonic()
         if isinstance(message, Choose):
-            task = asyncio.create_task(self._choose(identity, proxy, message))
-            proxy.tasks[message.request_id] = task
+            arrival = message.arrival
+            task = asyncio.create_task(self._choose(identity, proxy, arrival))
+            proxy.tasks[arrival.request_id] = task
         elif isinstance(message, FirstToken):
             self._decider.first_token(message.request_id, tells_time=message.tells_time)
         elif isinstance(message, End):
@@ -179,12 +180,8 @@ class LinkServer:
             self._decider.stored(url, (name,))
         self._send(identity, self._workers(os.getpid()))
 
-    async def _choose(self, identity: bytes, proxy: _Proxy, message: Choose) -> None:
-        name = message.request_id
-        arrival = Arrival(
-            request_id=name, method=message.method, path=message.path, headers=message.headers,
-            body=message.body, tried=message.tried,
-        )  # fmt: skip
+    async def _choose(self, identity: bytes, proxy: _Proxy, arrival: Arrival) -> None:
+        name = arrival.request_id
         try:
             choice = await self._decider.choose(arrival, owner=identity.hex())
         except NotRouted as refusal:
@@ -193,11 +190,7 @@ class LinkServer:
             log_event(logger, logging.ERROR, "choice_failed", error=repr(error), exc_info=True)
             self._send(identity, Refused(name, 503, "the router failed to choose a worker", None))
         else:
-            chosen = Chosen(
-                told(self._decider.running[name]), choice.url, dict(choice.headers),
-                choice.matched_tokens, choice.others,
-            )  # fmt: skip
-            self._send(identity, chosen)
+            self._send(identity, Chosen(told(self._decider.running[name]), choice))
         finally:
             if proxy.tasks.get(name) is asyncio.current_task():
                 del proxy.tasks[name]
@@ -293,25 +286,13 @@ class RemoteChooser:
         if answer is None:
             return self._choose_alone(arrival)
         self._running[name] = answer.running
-        return Choice(
-            worker=answer.running.worker, url=answer.url, headers=answer.headers,
-            matched_tokens=answer.matched_tokens, others=answer.others,
-        )  # fmt: skip
+        return answer.choice
 
     async def _ask(self, arrival: Arrival) -> Answer:
         name = arrival.request_id
         future: asyncio.Future[Answer]
         future = self._asked[name] = asyncio.get_running_loop().create_future()
-        self._send(
-            Choose(
-                name,
-                arrival.method,
-                arrival.path,
-                dict(arrival.headers),
-                arrival.body,
-                arrival.tried,
-            )
-        )
+        self._send(Choose(arrival))
         try:
             return await future
         except asyncio.CancelledError:  # the client left

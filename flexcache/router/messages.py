@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from flexcache.router.chooser import UNKNOWN, Outcome, Usage
+from flexcache.router.chooser import UNKNOWN, Arrival, Choice, Outcome, Usage
 from flexcache.router.load import Running, Work
 
 
@@ -94,14 +94,9 @@ class Hello(_Message, frozen=True):
 
 
 class Choose(_Message, frozen=True):
-    """Fields of an `Arrival`."""
+    """A request that the decider is to place."""
 
-    request_id: str
-    method: str
-    path: str
-    headers: dict[str, str]
-    body: bytes
-    tried: tuple[str, ...]
+    arrival: Arrival
 
 
 class FirstToken(_Message, frozen=True):
@@ -158,13 +153,10 @@ class Workers(_Message, frozen=True):
 
 
 class Chosen(_Message, frozen=True):
-    """Fields of a `Choice`, and what to name the request with in a later `Hello`."""
+    """A choice, and what to name the request with in a later `Hello`."""
 
     running: RunningRequest
-    url: str
-    headers: dict[str, str]
-    matched_tokens: int | None
-    others: tuple[str, ...]
+    choice: Choice
 
 
 class Refused(_Message, frozen=True):

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
-
-import msgspec
-import numpy as np
 
 from flexcache.errors import InternalError
 from flexcache.router.fleet import Tier
-from flexcache.router.index import Holder, IndexPart, KeyChain, KVIndexer
+from flexcache.router.index import Holder, KeyChain, KVIndexer
 
 
 class DiskNames:
@@ -93,18 +90,6 @@ class Run(NamedTuple):
     parent: int | None
     packed: bytes
     extra_keys: Sequence[bytes] = ()
-
-
-class NamesPart(msgspec.Struct, frozen=True, tag=True):
-    """A part of a snapshot: names and their keys, 8 bytes each.
-
-    Attributes:
-        holder: The only holder for which they stand for these keys; None: all.
-    """
-
-    names: bytes
-    keys: bytes
-    holder: Holder | None = None
 
 
 class BlockNames:
@@ -318,33 +303,6 @@ class BlockNames:
             del names[name]
         return dict(names) if len(stale) > len(names) else names  # deleting frees no memory
 
-    # -- snapshots -------------------------------------------------------------------------------
-
-    def snapshot(self, sources: Container[str]) -> Iterator[NamesPart | IndexPart]:
-        """Yield names, then the holdings that wait, as `KVIndexer.snapshot` does."""
-        for at in range(_NUM_SHARDS):
-            if self._shards[at]:
-                yield _part(self._shards[at], None)
-        for holder in list(self._own):
-            yield _part(self._own.get(holder, {}), holder)
-        yield from self.waiting.snapshot(sources)
-
-    def restore(self, part: NamesPart | IndexPart) -> None:
-        """Add a part. The index's own parts come first."""
-        if isinstance(part, IndexPart):
-            self.waiting.restore(part)
-            return
-        names = np.frombuffer(part.names, np.uint64).tolist()
-        keys = np.frombuffer(part.keys, np.uint64).tolist()
-        if part.holder is not None:
-            holder = Holder(*part.holder)
-            self._own.setdefault(holder, {}).update(zip(names, keys, strict=True))
-            return
-        for name, key in zip(names, keys, strict=True):
-            shard = self._shards[name >> _SHIFT & _MASK]
-            self.num_names += name not in shard
-            shard.setdefault(name, key)
-
     def check(self) -> None:
         """Raise `InternalError` if names are misplaced or the bounds are exceeded."""
         self.waiting.check()
@@ -362,11 +320,3 @@ class BlockNames:
         num_loose = sum(len(run.names) for run in self._loose.values())
         if num_loose != self._num_loose or num_loose > self._max_loose:
             raise InternalError(f"{num_loose} blocks without a parent, counted {self._num_loose}")
-
-
-def _part(names: dict[int, int], holder: Holder | None) -> NamesPart:
-    return NamesPart(
-        np.fromiter(names, np.uint64, len(names)).tobytes(),
-        np.fromiter(names.values(), np.uint64, len(names)).tobytes(),
-        holder,
-    )

@@ -54,13 +54,12 @@ class Peer:
         self.is_known = False
         self._routing = routing
         self._heard_s: float | None = None
-        self._num_batches = 0
-        self._num_gaps = 0
+        self._counts = PeerStats()
 
     def apply(self, events: Sequence[Life], now: float) -> None:
         """Apply a batch."""
         self._heard_s = now
-        self._num_batches += 1
+        self._counts.batches += 1
         for event in events:
             match event:
                 case Began(request):
@@ -75,7 +74,7 @@ class Peer:
 
     def lost(self) -> None:
         """Note that batches were lost for good: a snapshot will follow."""
-        self._num_gaps += 1
+        self._counts.gaps += 1
         self.is_known = False
 
     def restarted(self, now: float) -> None:
@@ -91,11 +90,9 @@ class Peer:
         return True
 
     def stats(self, now: float) -> PeerStats:
-        return PeerStats(
+        return self._counts.snapshot(
             is_up=self._heard_s is not None,
             requests=sum(running.number != GONE for running in self._requests()),
-            batches=self._num_batches,
-            gaps=self._num_gaps,
             last_batch_age_s=None if self._heard_s is None else max(0.0, now - self._heard_s),
         )
 

@@ -3,8 +3,7 @@
     cost = wait + own + 0.1 * requests on the worker * own + spread
 
 ``wait`` is the worker's backlog and ``own`` the predicted service time of this request there; the
-third term is what its prefill costs the requests that the worker is decoding. The lowest cost wins,
-or at a temperature above 0 a random one, by softmax.
+third term is what its prefill costs the requests that the worker is decoding. The lowest cost wins.
 
     spread = 0.4 * usual own * (recent requests of the worker - the fewest of any) / (1 + mean)^3
 
@@ -141,14 +140,9 @@ class ShortestTime:
 
     While the service time is unknown: the product of tokens to compute and requests (LMetric,
     arXiv 2603.15202), which needs no constants.
-
-    Args:
-        temperature: Of the softmax over costs, in units of the spread between the lowest and the
-            highest; 0: always the lowest.
     """
 
-    def __init__(self, temperature: float = 0.0) -> None:
-        self._temperature = temperature
+    def __init__(self) -> None:
         self._log_usual: float | None = None
 
     def choose(self, candidates: Candidates, rng: random.Random) -> Pick:
@@ -166,8 +160,6 @@ class ShortestTime:
         if candidates.mean_requests < _BUSY:
             usual *= _SPREAD / (1.0 + candidates.mean_requests) ** 3
             costs += (candidates.recent - candidates.recent.min()) * usual
-        if self._temperature > 0:
-            return sample(costs, candidates, rng, self._temperature)
         return self._among_equals(pick_lowest(costs, candidates, rng), candidates, rng)
 
     def placed(self, request_id: str, worker: int, candidates: Candidates) -> None:
@@ -207,19 +199,6 @@ def pick_lowest(costs: FloatArray, candidates: Candidates, rng: random.Random) -
     if len(equals) > 1:
         return Pick(int(equals[rng.randrange(len(equals))]), costs, "tie")
     return Pick(best, costs, "only_one" if np.isfinite(costs).sum() == 1 else "cost")
-
-
-def sample(
-    costs: FloatArray, candidates: Candidates, rng: random.Random, temperature: float
-) -> Pick:
-    """Pick an eligible worker by softmax of the negative costs, scaled to the range 0 to 1."""
-    costs = _eligible(costs, candidates)
-    finite = np.isfinite(costs)
-    low, high = costs[finite].min(), costs[finite].max()
-    weights = np.exp((low - costs) / (max(high - low, 1e-12) * temperature))
-    steps = weights.cumsum()
-    worker = int(np.searchsorted(steps, rng.random() * steps[-1], side="right"))
-    return Pick(worker, costs, "sampled")
 
 
 def _eligible(costs: FloatArray, candidates: Candidates) -> FloatArray:
@@ -355,16 +334,12 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 }
 
 
-def make_policy(name: str, temperature: float = 0.0) -> Policy:
+def make_policy(name: str) -> Policy:
     """Return a new policy by its name.
 
     Raises:
-        ConfigError: There is none of this name, or it takes no temperature.
+        ConfigError: There is none of this name.
     """
     if name not in POLICIES:
         raise ConfigError(f"policy = {name!r}: must be one of {', '.join(POLICIES)}")
-    if name == "ours":
-        return ShortestTime(temperature)
-    if temperature:
-        raise ConfigError(f"temperature = {temperature}: only the policy 'ours' has one")
     return POLICIES[name]()

@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 import aiohttp
 
 from flexcache.errors import InternalError
 from flexcache.logs import log_event
-from flexcache.router.stats import CacheStats
+from flexcache.router.stats import PrefetchStats
 from flexcache.transfer.breaker import CircuitBreaker
 
 logger = logging.getLogger(__name__)
@@ -40,20 +39,11 @@ def open_session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
 
 
 class _Cache:
-    """What is known of one cache.
-
-    Attributes:
-        results: Calls by how they ended, or why they were not made.
-        num_tokens: Asked for in calls that were accepted.
-        failure: How the last call failed; empty if it did not.
-    """
+    """What is known of one cache."""
 
     def __init__(self) -> None:
         self.circuit = CircuitBreaker()
-        self.num_running = 0
-        self.results: Counter[str] = Counter()
-        self.num_tokens = 0
-        self.failure = ""
+        self.counts = PrefetchStats()
 
 
 class Prefetches:
@@ -95,9 +85,9 @@ class Prefetches:
             return
         obstacle = self._obstacle(cache)
         if obstacle is not None:
-            cache.results[obstacle] += 1
+            cache.counts.results[obstacle] += 1
             return
-        cache.num_running += 1
+        cache.counts.running += 1
         call = asyncio.create_task(self._call(url, cache, block_hash, num_tokens))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
@@ -105,19 +95,19 @@ class Prefetches:
     def _obstacle(self, cache: _Cache) -> str | None:
         """Return why a cache must not be asked now."""
         if cache.circuit.is_closed:
-            return "busy" if cache.num_running >= MAX_RUNNING else None
-        is_trial = not cache.num_running and cache.circuit.wants_trial(self._clock())
+            return "busy" if cache.counts.running >= MAX_RUNNING else None
+        is_trial = not cache.counts.running and cache.circuit.wants_trial(self._clock())
         return None if is_trial else "circuit"
 
     async def _call(self, url: str, cache: _Cache, block_hash: int, num_tokens: int) -> None:
         try:
             failure = await self._post(url, block_hash)
         finally:
-            cache.num_running -= 1
+            cache.counts.running -= 1
         was_closed, now = cache.circuit.is_closed, self._clock()
-        cache.failure = failure
+        cache.counts.failure = failure
         if failure:
-            cache.results["failed"] += 1
+            cache.counts.results["failed"] += 1
             cache.circuit.failed(failure, now)
             if was_closed and not cache.circuit.is_closed:
                 log_event(
@@ -125,8 +115,8 @@ class Prefetches:
                     effect="blocks are loaded when their engine asks for them",
                 )  # fmt: skip
             return
-        cache.results["accepted"] += 1
-        cache.num_tokens += num_tokens
+        cache.counts.results["accepted"] += 1
+        cache.counts.tokens += num_tokens
         cache.circuit.succeeded(now)
         if not was_closed and cache.circuit.is_closed:
             log_event(logger, logging.INFO, "early_loads_accepted_again", cache=url)
@@ -154,20 +144,14 @@ class Prefetches:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
 
-    def stats(self) -> dict[str, CacheStats]:
+    def stats(self) -> dict[str, PrefetchStats]:
         return {
-            url: CacheStats(
-                circuit=cache.circuit.state.value,
-                running=cache.num_running,
-                results=dict(cache.results),
-                tokens=cache.num_tokens,
-                failure=cache.failure,
-            )
+            url: cache.counts.snapshot(circuit=cache.circuit.state)
             for url, cache in self._caches.items()
         }
 
     def check(self) -> None:
         """Raise `InternalError` if more calls are made than allowed."""
         for url, cache in self._caches.items():
-            if not 0 <= cache.num_running <= MAX_RUNNING:
-                raise InternalError(f"{cache.num_running} calls to {url}")
+            if not 0 <= cache.counts.running <= MAX_RUNNING:
+                raise InternalError(f"{cache.counts.running} calls to {url}")

@@ -23,6 +23,7 @@ from flexcache.router.waiting import Turns, is_set_within
 
 logger = logging.getLogger(__name__)
 
+PROBE_TIMEOUT_S = 2.0
 _SHORTEST_S = 0.1
 """Time between probes of one engine at least."""
 _MAX_METRICS_BYTES = 8 << 20
@@ -58,7 +59,7 @@ class Prober:
         session: aiohttp.ClientSession,
         *,
         interval_s: float,
-        timeout_s: float,
+        timeout_s: float = PROBE_TIMEOUT_S,
         details_interval_s: float,
         on_probe: Callable[[str, Probe], None],
         on_details: Callable[[str, list[ModelCard] | None, list[Capacity]], None],

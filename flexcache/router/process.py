@@ -263,15 +263,23 @@ async def _relay(config: RouterConfig, link: str) -> None:
 async def _decide(config: RouterConfig, link: str) -> None:
     stopped = asyncio.Event()
     stop_with_supervisor(stopped)
-    service = DeciderService(config, address_of(config), link)
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(service.close)
-        await service.start()
-        control = ControlApi(service)
-        stack.push_async_callback(control.close)
-        await control.start()
-        await start_gateway(stack, config, service.decider, lambda: service.is_ready)
+        await _open_decider(stack, config, link)
         await stopped.wait()
+
+
+async def _open_decider(
+    stack: AsyncExitStack, config: RouterConfig, link: str | None = None
+) -> DeciderService:
+    """Start a decider with all that asks it in its process, to be closed with the stack."""
+    service = DeciderService(config, address_of(config), link)
+    stack.push_async_callback(service.close)
+    await service.start()
+    control = ControlApi(service)
+    stack.push_async_callback(control.close)
+    await control.start()
+    await start_gateway(stack, config, service.decider, lambda: service.is_ready)
+    return service
 
 
 def run_child() -> None:
@@ -316,13 +324,7 @@ async def _run_alone(config: RouterConfig) -> None:
         listener = stack.enter_context(bind_port(config.host, config.port, "port"))
         with bind_port(config.control_host, config.control_port, "control_port") as control_port:
             config = with_ports(config, listener, control_port)
-        service = DeciderService(config, address_of(config))
-        stack.push_async_callback(service.close)
-        await service.start()
-        control = ControlApi(service)
-        stack.push_async_callback(control.close)
-        await control.start()
-        await start_gateway(stack, config, service.decider, lambda: service.is_ready)
+        service = await _open_decider(stack, config)
         decider = service.decider
         app = make_app(decider, proxy_config(config), lambda: service.is_ready, decider)
         service.count_own_proxy = lambda: counters_of(app[PROXY])

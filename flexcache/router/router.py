@@ -7,192 +7,27 @@ seconds of one monotonic clock, and calls from one thread.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from flexcache.counters import Histogram
 from flexcache.events.wire import EventBatch
 from flexcache.router.chooser import Decision, RouteRequest
 from flexcache.router.dispatcher import LEASE_S, Dispatcher, Prompt
-from flexcache.router.fleet import Fleet, Member, Tier, WorkerSpec, WorkerState
+from flexcache.router.fleet import Fleet, Tier, WorkerSpec, WorkerState
 from flexcache.router.holdings import Found, Holdings
 from flexcache.router.load import GONE, Load, Running
 from flexcache.router.messages import RunningRequest
 from flexcache.router.policy import Pick, make_policy
 from flexcache.router.service_time import ServiceTime
 from flexcache.router.stats import (
-    CachedTokensStats,
-    IndexStats,
     RouterStats,
     RoutingStats,
     ServiceTimeStats,
-    TTFTStats,
     WorkerStats,
 )
-
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-
-
-class CachedTokensAccuracy:
-    """Counts requests by whether as many of their tokens were cached as predicted."""
-
-    def __init__(self) -> None:
-        self._exact = self._over = self._under = 0
-        self._unreported = self._unpredicted = 0
-        self._predicted_tokens = self._actual_tokens = self._prompt_tokens = 0
-
-    def add(self, predicted: int | None, actual: int | None, num_tokens: int) -> None:
-        """Count an answered request.
-
-        Args:
-            predicted: Cached tokens; None if the prompt's tokens were unknown.
-            actual: Cached tokens that the engine reported; None if it did not.
-            num_tokens: Length of the prompt.
-        """
-        if actual is None:
-            self._unreported += predicted is not None
-            return
-        if predicted is None:
-            self._unpredicted += 1
-            return
-        self._exact += predicted == actual
-        self._over += predicted > actual
-        self._under += predicted < actual
-        self._predicted_tokens += predicted
-        self._actual_tokens += actual
-        self._prompt_tokens += num_tokens
-
-    def stats(self) -> CachedTokensStats:
-        return CachedTokensStats(
-            exact=self._exact,
-            over=self._over,
-            under=self._under,
-            unreported=self._unreported,
-            unpredicted=self._unpredicted,
-            predicted_tokens=self._predicted_tokens,
-            actual_tokens=self._actual_tokens,
-            prompt_tokens=self._prompt_tokens,
-        )
-
-
-class TTFTAccuracy:
-    """Distributions of predicted and actual times to the first token, and of their difference."""
-
-    def __init__(self) -> None:
-        self._predicted, self._actual, self._error = (Histogram(_SECONDS) for _ in range(3))
-
-    def add(self, predicted_s: float, actual_s: float) -> None:
-        self._predicted.observe(predicted_s)
-        self._actual.observe(actual_s)
-        self._error.observe(abs(predicted_s - actual_s))
-
-    def stats(self) -> TTFTStats:
-        return TTFTStats(
-            predicted_s=self._predicted.snapshot(),
-            actual_s=self._actual.snapshot(),
-            error_s=self._error.snapshot(),
-        )
-
-
-@dataclass(slots=True)
-class TokenCounts:
-    """Decisions for one worker, or for all."""
-
-    decisions: int = 0
-    prompt_tokens: int = 0
-    matched_tokens: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
-
-    def add(self, decision: Decision) -> None:
-        self.decisions += 1
-        self.prompt_tokens += decision.num_tokens
-        for tier, tokens in decision.matched.items():
-            self.matched_tokens[tier] += tokens
-
-
-class DecisionCounts:
-    """What was decided since startup."""
-
-    def __init__(self) -> None:
-        self.reasons: Counter[str] = Counter()
-        self.total = TokenCounts()
-        self._by_worker: dict[str, TokenCounts] = {}
-
-    def add(self, decision: Decision) -> None:
-        self.reasons[decision.reason] += 1
-        self.total.add(decision)
-        self._by_worker.setdefault(decision.worker, TokenCounts()).add(decision)
-
-    def of_worker(self, worker: str) -> TokenCounts:
-        return self._by_worker.get(worker) or TokenCounts()
-
-    def keep(self, workers: Collection[str]) -> None:
-        """Forget the counts of all other workers."""
-        self._by_worker = {k: v for k, v in self._by_worker.items() if k in workers}
-
-
-def by_tier_name(tokens: Mapping[Tier, int]) -> dict[str, int]:
-    return {tier.value: count for tier, count in tokens.items()}
-
-
-def service_time_stats(times: ServiceTime) -> ServiceTimeStats:
-    base_s, token_s, attention_s, dram_s, disk_s = times.coefficients
-    return ServiceTimeStats(
-        samples=times.num_samples,
-        is_learned=times.is_known,
-        base_s=base_s,
-        token_s=token_s,
-        attention_s=attention_s,
-        load_s={Tier.DRAM.value: dram_s, Tier.DISK.value: disk_s},
-    )
-
-
-def index_stats(holdings: Holdings) -> IndexStats:
-    index, applier = holdings.index, holdings.applier
-    held: dict[str, dict[str, int]] = {}
-    for holder in index.holders:
-        tiers = held.setdefault(holder.source, {})
-        name = holder.tier.value
-        tiers[name] = tiers.get(name, 0) + index.num_held(holder)
-    return IndexStats(
-        blocks=index.num_blocks,
-        held_blocks=held,
-        bytes=applier.num_bytes,
-        max_blocks=index.max_blocks,
-        refused_blocks=index.num_refused,
-        orphans=applier.num_waiting,
-        events=dict(applier.applied),
-        event_blocks=dict(applier.blocks),
-        ignored_events=dict(applier.ignored),
-    )
-
-
-def worker_stats(
-    member: Member,
-    dispatcher: Dispatcher,
-    counts: TokenCounts,
-    wait_s: float,
-    *,
-    is_approximate: bool,
-) -> WorkerStats:
-    number, load = member.number, dispatcher.load
-    return WorkerStats(
-        url=member.spec.url,
-        state=member.state.value,
-        sources=[source.endpoint for source in member.spec.sources],
-        requests=int(load.num_requests[number]),
-        waiting_requests=int(load.num_waiting[number]),
-        wait_s=wait_s,
-        speed_factor=float(dispatcher.service_time.factors[number]),
-        decisions=counts.decisions,
-        prompt_tokens=counts.prompt_tokens,
-        matched_tokens=by_tier_name(counts.matched_tokens),
-        is_approximate=is_approximate,
-    )
-
 
 _MAX_SESSIONS = 100_000
 _MAX_OTHERS = 8
@@ -217,7 +52,6 @@ class KVRouter:
 
     Args:
         policy: ``ours``, or another of `peer_policies.make_policy`, to compare.
-        temperature: Of a softmax over the costs; 0: always the lowest.
         seed: Of the choice among equals.
         max_blocks: Different blocks in the index at most.
         approximate: When a worker's blocks are guessed from the router's own decisions: ``auto``,
@@ -230,7 +64,6 @@ class KVRouter:
         self,
         *,
         policy: str = "ours",
-        temperature: float = 0.0,
         seed: int = 0,
         max_blocks: int = 10_000_000,
         approximate: Literal["auto", "always", "never"] = "auto",
@@ -240,13 +73,9 @@ class KVRouter:
         self.policy = policy
         self.fleet = Fleet()
         self.holdings = Holdings(max_blocks, approximate)
-        self.dispatcher = Dispatcher(
-            make_policy(policy, temperature), Load(), ServiceTime(), seed=seed
-        )
-        self.cached_tokens = CachedTokensAccuracy()
-        self.ttft = TTFTAccuracy()
-        self.counts = DecisionCounts()
-        self.num_expired = 0
+        self.dispatcher = Dispatcher(make_policy(policy), Load(), ServiceTime(), seed=seed)
+        self.counts = RoutingStats(policy=policy)
+        self._worker_counts: dict[str, WorkerStats] = {}
         self._max_requests = max_requests
         self._max_wait_s = max_wait_s
         self._sessions: OrderedDict[str, str] = OrderedDict()
@@ -270,7 +99,8 @@ class KVRouter:
             self.dispatcher.forget_worker(number, now)
         self.dispatcher.resize(self.fleet.num_numbers)
         self.holdings.set_workers(self.fleet.by_number())
-        self.counts.keep([spec.name for spec in specs])
+        counts = self._worker_counts
+        self._worker_counts = {spec.name: counts.get(spec.name) or WorkerStats() for spec in specs}
 
     def set_state(self, worker: str, state: WorkerState) -> None:
         """Say whether a worker may be chosen. One that is down may come back without its cache, so
@@ -340,6 +170,7 @@ class KVRouter:
         if request.token_ids is not None:
             running.predicted_tokens = decision.matched_tokens
         self.counts.add(decision)
+        self._worker_counts[decision.worker].add(decision)
         self.holdings.placed(running, found)
         if request.session_id is not None:
             self._remember_session(request.session_id, decision.worker)
@@ -378,7 +209,7 @@ class KVRouter:
         if tells_time:
             self.dispatcher.first_token(request_id, now)
             if running.ttft_s is not None:
-                self.ttft.add(running.ttft_s, now - running.since_s)
+                self.counts.ttft.add(running.ttft_s, now - running.since_s)
 
     def ended(self, request_id: str, now: float, *, cached_tokens: int | None = None) -> None:
         """Note the end of a request, for whatever reason; unknown ones are ignored.
@@ -391,7 +222,7 @@ class KVRouter:
             return
         if running.was_served:
             tokens = running.work.num_tokens
-            self.cached_tokens.add(running.predicted_tokens, cached_tokens, tokens)
+            self.counts.cached_tokens.add(running.predicted_tokens, cached_tokens, tokens)
         self.holdings.ended(running, cached_tokens)
 
     def expire(self, now: float) -> list[Running]:
@@ -406,7 +237,7 @@ class KVRouter:
             if running.expires_s <= now:
                 over.append(running)
         for running in over:
-            self.num_expired += 1
+            self.counts.expired_requests += 1
             self.ended(running.request_id, now)
         return over
 
@@ -434,29 +265,32 @@ class KVRouter:
     # -- reports -----------------------------------------------------------------------------------
 
     def stats(self, now: float) -> RouterStats:
-        wait_s = self.dispatcher.load.wait_s(now)
-        total = self.counts.total
-        routing = RoutingStats(
-            policy=self.policy,
-            decisions=dict(self.counts.reasons),
-            prompt_tokens=total.prompt_tokens,
-            matched_tokens=by_tier_name(total.matched_tokens),
-            cached_tokens=self.cached_tokens.stats(),
-            ttft=self.ttft.stats(),
-            service_time=service_time_stats(self.dispatcher.service_time),
-            expired_requests=self.num_expired,
-        )
+        load, times = self.dispatcher.load, self.dispatcher.service_time
+        wait_s = load.wait_s(now)
+        base_s, token_s, attention_s, dram_s, disk_s = times.coefficients
+        learned = ServiceTimeStats(
+            samples=times.num_samples, is_learned=times.is_known, base_s=base_s, token_s=token_s,
+            attention_s=attention_s, load_s={Tier.DRAM.value: dram_s, Tier.DISK.value: disk_s},
+        )  # fmt: skip
         workers = {
-            member.spec.name: worker_stats(
-                member,
-                self.dispatcher,
-                self.counts.of_worker(member.spec.name),
-                float(wait_s[member.number]),
-                is_approximate=self.holdings.is_guessed(member.spec.name),
+            name: self._worker_counts[name].snapshot(
+                url=member.spec.url,
+                state=member.state,
+                sources=[source.endpoint for source in member.spec.sources],
+                requests=int(load.num_requests[member.number]),
+                waiting_requests=int(load.num_waiting[member.number]),
+                wait_s=float(wait_s[member.number]),
+                speed_factor=float(times.factors[member.number]),
+                is_approximate=self.holdings.is_guessed(name),
             )
             for member in self.fleet
+            for name in (member.spec.name,)
         }
-        return RouterStats(routing=routing, index=index_stats(self.holdings), workers=workers)
+        return RouterStats(
+            routing=self.counts.snapshot(service_time=learned),
+            index=self.holdings.stats(),
+            workers=workers,
+        )
 
     def check(self) -> None:
         """Verify all parts.

@@ -26,7 +26,7 @@ from flexcache.router.load import Running
 from flexcache.router.messages import ProxyCounters, RunningRequest, told
 from flexcache.router.peers import SNAPSHOT_S, Follower, LifePublisher
 from flexcache.router.prefetches import Prefetches, open_session
-from flexcache.router.prober import Capacity, Prober
+from flexcache.router.prober import PROBE_TIMEOUT_S, Capacity, Prober
 from flexcache.router.roster import Probe, Roster
 from flexcache.router.settings import cache_headers, engine_headers, listing_of, routing_of
 from flexcache.router.stats import ProcessStats, ProxyStats, RouterStats
@@ -122,7 +122,6 @@ class DeciderService:
         self._prober = Prober(
             self._session,
             interval_s=self.config.health_interval_s,
-            timeout_s=self.config.health_timeout_s,
             details_interval_s=self.config.metrics_interval_s,
             on_probe=self._probed,
             on_details=self._details_read,
@@ -131,7 +130,7 @@ class DeciderService:
             asyncio.create_task(self._run("discovery", self.discovery.run())),
             asyncio.create_task(self._tick()),
         ]
-        await is_set_within(self._known, 2 * self.config.health_timeout_s)
+        await is_set_within(self._known, 2 * PROBE_TIMEOUT_S)
         self._follower.start()  # now, since requests count at known workers only
         if not await self._follower.caught_up(_CATCH_UP_S):
             log_event(
@@ -276,7 +275,7 @@ class DeciderService:
         workers = {
             name: msgspec.structs.replace(
                 worker,
-                circuit=self.roster.health(name).circuit.state.value,
+                circuit=self.roster.health(name).circuit.state,
                 health_failures=self.roster.health(name).num_failures,
             )
             for name, worker in stats.workers.items()
@@ -291,7 +290,7 @@ class DeciderService:
             sources={} if self._feed is None else self._feed.stats(),
             caches={} if self._prefetches is None else self._prefetches.stats(),
             tokens=self.tokenizers.stats(),
-            queue=self.decider.queue_stats(),
+            queue=self.line.counts.snapshot(waiting=len(self.line)),
             proxy=self._proxy_stats(),
             peers=self._follower.stats(now),
         )  # fmt: skip

@@ -126,7 +126,6 @@ def proxy_config(config: RouterConfig) -> ProxyConfig:
         max_body_bytes=int(config.max_body_mb * 1e6),
         client_idle_s=config.idle_timeout_s,
         body_timeout_s=config.idle_timeout_s,
-        connect_timeout_s=config.connect_timeout_s,
         queue_timeout_s=config.queue_timeout_s,
         max_retries=config.max_retries,
         stop_deadline_s=config.drain_timeout_s,
@@ -157,11 +156,10 @@ def routing_of(config: RouterConfig) -> KVRouter:
     """Return a router that knows no workers yet.
 
     Raises:
-        ConfigError: There is no such policy, or it has no temperature.
+        ConfigError: There is no such policy.
     """
     return KVRouter(
         policy=config.policy,
-        temperature=config.temperature,
         max_blocks=config.max_blocks,
         approximate=config.approximate,
         max_requests=config.max_requests_per_worker,

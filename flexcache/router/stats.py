@@ -1,58 +1,139 @@
-"""Statistics of a router as one typed, frozen tree, and as JSON with what an operator should know.
+"""Statistics of a router: one tree of counters, its metrics, and what an operator should know.
 
-`KVRouter.stats` fills ``routing``, ``index`` and ``workers``; the process around it adds the rest.
-Metrics, `flexcache status` and the live page read the tree; ``GET /stats`` serves it as JSON.
-Counts are since startup, ages and durations are in seconds. All numbers are finite.
+The objects that count are the statistics (see `counters`): `KVRouter` has ``routing``, ``index``
+and ``workers``, the process around it the rest. ``GET /stats`` serves the tree as JSON; metrics,
+`flexcache status` and the live page read it. Counts are since startup, ages and durations are in
+seconds. All numbers are finite. Labels of metrics are reasons and states known in advance, and the
+names of workers, sources, caches and peers: nothing from a request becomes a label.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial
+from typing import Annotated
 
 import msgspec
 
-from flexcache.counters import Histogram
+from flexcache.counters import (
+    By,
+    Counters,
+    Histogram,
+    counter,
+    from_plain,
+    gauge,
+    histogram,
+    plain,
+)
 from flexcache.errors import FlexCacheError
 from flexcache.ids import BreakerState
-from flexcache.router.fleet import WorkerState
+from flexcache.router.chooser import Decision, Outcome
+from flexcache.router.fleet import Tier, WorkerState
+
+_TIERS = tuple(tier.value for tier in Tier)
+_REFUSED = "full", "expired", "no_worker"
+_WAYS = "ids", "local", "render", "unknown"
+_TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_WAITS_S = (0.001, 0.01, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_CONVERSIONS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
-class _Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Only what a router may lack has a default."""
+def _seconds(bounds: tuple[float, ...]) -> Histogram:
+    return msgspec.field(default_factory=partial(Histogram, bounds))
 
 
-# -- what KVRouter knows -------------------------------------------------------------------------
+def _zeros(*names: str) -> dict[str, int]:
+    return msgspec.field(default_factory=lambda: dict.fromkeys(names, 0))
 
 
-class CachedTokensStats(_Part, frozen=True, kw_only=True):
+_prediction = partial(
+    counter,
+    "router_cached_token_predictions",
+    "Predictions of cached tokens by result; unreported: the engine did not say.",
+)
+
+
+class CachedTokensStats(Counters):
     """Predicted cached tokens against those that the engines reported.
 
     The first three count requests with both a prediction and a report; the sums are over them.
     """
 
-    exact: int
-    over: int
+    exact: Annotated[int, _prediction(result="exact")] = 0
+    over: Annotated[int, _prediction(result="over")] = 0
     """More predicted than reported, as for a block that was evicted meanwhile."""
-    under: int
-    unreported: int
+    under: Annotated[int, _prediction(result="under")] = 0
+    unreported: Annotated[int, _prediction(result="unreported")] = 0
     """Predicted, and the answer did not say: nothing is known of these."""
-    unpredicted: int
+    unpredicted: Annotated[int, _prediction(result="unpredicted")] = 0
     """Reported, but the router did not know the prompt's tokens."""
-    predicted_tokens: int
-    actual_tokens: int
-    prompt_tokens: int
+    predicted_tokens: Annotated[
+        int,
+        counter(
+            "router_predicted_cached_tokens",
+            "Cached tokens that were predicted, for requests whose engine reported them.",
+        ),
+    ] = 0
+    actual_tokens: Annotated[
+        int,
+        counter(
+            "router_actual_cached_tokens",
+            "Cached tokens that engines reported for the same requests.",
+        ),
+    ] = 0
+    prompt_tokens: Annotated[
+        int, counter("router_compared_prompt_tokens", "Prompt tokens of the same requests.")
+    ] = 0
+
+    def add(self, predicted: int | None, actual: int | None, num_tokens: int) -> None:
+        """Count an answered request.
+
+        Args:
+            predicted: Cached tokens; None if the prompt's tokens were unknown.
+            actual: Cached tokens that the engine reported; None if it did not.
+            num_tokens: Length of the prompt.
+        """
+        if actual is None:
+            self.unreported += predicted is not None
+            return
+        if predicted is None:
+            self.unpredicted += 1
+            return
+        self.exact += predicted == actual
+        self.over += predicted > actual
+        self.under += predicted < actual
+        self.predicted_tokens += predicted
+        self.actual_tokens += actual
+        self.prompt_tokens += num_tokens
 
 
-class TTFTStats(_Part, frozen=True, kw_only=True):
+class TTFTStats(Counters):
     """Time from the choice to the first token, over the requests for which it was predicted."""
 
-    predicted_s: Histogram
-    actual_s: Histogram
-    error_s: Histogram
-    """Absolute difference of the two."""
+    predicted_s: Annotated[
+        Histogram,
+        histogram(
+            "router_predicted_ttft_seconds", "Predicted time from the choice to the first token."
+        ),
+    ] = _seconds(_TTFT_S)
+    actual_s: Annotated[
+        Histogram,
+        histogram(
+            "router_ttft_seconds", "Time from the choice to the first token, of the same requests."
+        ),
+    ] = _seconds(_TTFT_S)
+    error_s: Annotated[
+        Histogram, histogram("router_ttft_error_seconds", "Absolute difference of the two.")
+    ] = _seconds(_TTFT_S)
+
+    def add(self, predicted_s: float, actual_s: float) -> None:
+        self.predicted_s.observe(predicted_s)
+        self.actual_s.observe(actual_s)
+        self.error_s.observe(abs(predicted_s - actual_s))
 
 
-class ServiceTimeStats(_Part, frozen=True, kw_only=True):
+class ServiceTimeStats(Counters):
     """Time that an engine needs before a first token, as learned::
 
         base_s + token_s * u + attention_s * u * (context + u / 2) + sum(load_s[tier] * loaded)
@@ -60,212 +141,422 @@ class ServiceTimeStats(_Part, frozen=True, kw_only=True):
     with ``u`` tokens computed and ``loaded`` tokens loaded from a tier.
     """
 
-    samples: int
-    is_learned: bool
+    samples: int = 0
+    """First tokens that service times were learned from."""
+    is_learned: Annotated[
+        bool,
+        gauge(
+            "router_service_time_learned", "1 once there are enough first tokens to predict times."
+        ),
+    ] = False
     """False: there are too few samples, and the router multiplies tokens with requests instead."""
-    base_s: float
-    token_s: float
-    attention_s: float
-    load_s: dict[str, float]
-    """By tier."""
+    base_s: float = 0.0
+    """Learned time before a first token that does not depend on the prompt."""
+    token_s: float = 0.0
+    """Learned time to compute a token, without attention."""
+    attention_s: float = 0.0
+    """Learned time to compute a token for each token before it."""
+    load_s: dict[str, float] = {}
+    """Learned time to load a token's KV from a tier."""
 
 
-class RoutingStats(_Part, frozen=True, kw_only=True):
+class RoutingStats(Counters):
     """Decisions, and how good they were."""
 
+    TITLE = "Router: decisions"
+
     policy: str
-    decisions: dict[str, int]
+    decisions: dict[str, int] = {}
     """By reason."""
-    prompt_tokens: int
-    """Over all decisions, also where the tokens themselves were unknown."""
-    matched_tokens: dict[str, int]
-    """Over all decisions, by tier that supplies them at the chosen worker."""
-    cached_tokens: CachedTokensStats
-    ttft: TTFTStats
-    service_time: ServiceTimeStats
-    expired_requests: int
-    """Requests that were forgotten because their end was never reported."""
+    _by_policy: Annotated[
+        dict[str, dict[str, int]],
+        counter("router_decisions", "Requests sent to a worker, by reason.", "policy", "reason"),
+    ] = {}
+    cached_tokens: CachedTokensStats = msgspec.field(default_factory=CachedTokensStats)
+    prompt_tokens: Annotated[
+        int, counter("router_prompt_tokens", "Prompt tokens of all decisions.")
+    ] = 0
+    """Also where the tokens themselves were unknown."""
+    matched_tokens: Annotated[
+        dict[str, int],
+        counter(
+            "router_matched_tokens",
+            "Prompt tokens expected on the chosen worker, by tier.",
+            "tier",
+            known=_TIERS,
+        ),
+    ] = _zeros(*_TIERS)
+    ttft: TTFTStats = msgspec.field(default_factory=TTFTStats)
+    service_time: ServiceTimeStats = msgspec.field(default_factory=ServiceTimeStats)
+    expired_requests: Annotated[
+        int,
+        counter(
+            "router_expired_requests", "Requests forgotten because their end was never reported."
+        ),
+    ] = 0
+
+    def __post_init__(self) -> None:
+        self._by_policy = {self.policy: self.decisions}
+
+    def add(self, decision: Decision) -> None:
+        """Count a decision."""
+        self.decisions[decision.reason] = self.decisions.get(decision.reason, 0) + 1
+        self.prompt_tokens += decision.num_tokens
+        for tier, tokens in decision.matched.items():
+            self.matched_tokens[tier.value] += tokens
 
 
-class IndexStats(_Part, frozen=True, kw_only=True):
-    """The index of blocks, and the events that filled it."""
-
-    blocks: int
-    """Different blocks."""
-    held_blocks: dict[str, dict[str, int]]
-    """By source and tier."""
-    bytes: int
-    """Estimated memory."""
-    max_blocks: int
-    refused_blocks: int
-    """Not taken because the index was full."""
-    orphans: int
-    """Blocks that wait for the tokens of their parents."""
-    events: dict[str, int]
-    """Applied, by kind: ``stored``, ``removed``, ``cleared``."""
-    event_blocks: dict[str, int]
-    """Blocks in those events, by kind."""
-    ignored_events: dict[str, int]
-    """By reason, for example ``medium`` if it is unknown."""
-
-
-class WorkerStats(_Part, frozen=True, kw_only=True):
+class WorkerStats(Counters):
     """A worker's load now, and its requests since startup."""
 
-    url: str
-    state: str
-    """A `WorkerState`."""
-    sources: list[str]
+    TITLE = "Router: workers"
+
+    url: str = ""
+    state: Annotated[
+        WorkerState,
+        gauge("router_worker_state", "1 for the worker's state, 0 for the others.", "state"),
+    ] = WorkerState.UP
+    sources: list[str] = []
     """Endpoints of the sources whose blocks it can use."""
-    requests: int
-    """Running."""
-    waiting_requests: int
-    """Those of them without a first token."""
-    wait_s: float
-    """Predicted time until a new request's turn comes."""
-    speed_factor: float
-    """Learned: its service times relative to those of all workers; 1 until known."""
-    decisions: int
-    prompt_tokens: int
-    matched_tokens: dict[str, int]
-    """By tier."""
-    is_approximate: bool
-    """Its blocks are guessed from the router's own decisions, since it publishes no events."""
-    circuit: str | None = None
-    """``closed``, ``open`` or ``half_open``; None: no proxy watches it."""
-    health_failures: int | None = None
+    circuit: Annotated[
+        BreakerState | None,
+        gauge(
+            "router_worker_circuit",
+            "1 for the state of the worker's circuit, 0 for the others; open: it gets no requests.",
+            "state",
+        ),
+    ] = None
+    """None: no proxy watches it."""
+    health_failures: Annotated[
+        int | None, counter("router_worker_health_failures", "Failed health checks.")
+    ] = None
+    requests: Annotated[int, gauge("router_worker_requests", "Running requests.")] = 0
+    waiting_requests: int = 0
+    """Running requests without a first token."""
+    wait_s: Annotated[
+        float,
+        gauge("router_worker_wait_seconds", "Predicted time until a new request's turn comes."),
+    ] = 0.0
+    speed_factor: Annotated[
+        float,
+        gauge(
+            "router_worker_speed_factor",
+            "Learned service time relative to all workers; 2: twice as slow.",
+        ),
+    ] = 1.0
+    is_approximate: Annotated[
+        bool,
+        gauge(
+            "router_worker_approximate",
+            "1 if the worker publishes no events, and its blocks are guessed from decisions.",
+        ),
+    ] = False
+    decisions: Annotated[
+        int, counter("router_worker_decisions", "Requests sent to the worker.")
+    ] = 0
+    prompt_tokens: Annotated[
+        int, counter("router_worker_prompt_tokens", "Prompt tokens of those requests.")
+    ] = 0
+    matched_tokens: Annotated[
+        dict[str, int],
+        counter(
+            "router_worker_matched_tokens",
+            "Those of them that were expected there, by tier.",
+            "tier",
+            known=_TIERS,
+        ),
+    ] = _zeros(*_TIERS)
+
+    def add(self, decision: Decision) -> None:
+        """Count a decision for this worker."""
+        self.decisions += 1
+        self.prompt_tokens += decision.num_tokens
+        for tier, tokens in decision.matched.items():
+            self.matched_tokens[tier.value] += tokens
 
 
-# -- what the process around it adds -------------------------------------------------------------
+class IndexStats(Counters):
+    """The index of blocks, and the events that filled it."""
+
+    TITLE = "Router: index"
+
+    blocks: Annotated[int, gauge("router_index_blocks", "Different blocks.")] = 0
+    max_blocks: Annotated[
+        int, gauge("router_index_max_blocks", "Blocks at which the oldest are forgotten.")
+    ] = 0
+    bytes: Annotated[int, gauge("router_index_bytes", "Memory of the index, estimated.")] = 0
+    held_blocks: Annotated[
+        dict[str, dict[str, int]],
+        gauge("router_held_blocks", "Blocks that a source holds, by tier.", "source", "tier",
+              known=_TIERS),
+    ] = {}  # fmt: skip
+    orphans: int = 0
+    """Blocks that wait for the tokens of their parents."""
+    refused_blocks: Annotated[
+        int, counter("router_refused_blocks", "Blocks not taken because the index was full.")
+    ] = 0
+    events: Annotated[
+        dict[str, int],
+        counter("router_events", "KV events applied, by kind.", "kind",
+                known=("stored", "removed", "cleared")),
+    ] = {}  # fmt: skip
+    event_blocks: Annotated[
+        dict[str, int],
+        counter("router_event_blocks", "Blocks in those events.", "kind",
+                known=("stored", "removed")),
+    ] = {}  # fmt: skip
+    ignored_events: Annotated[
+        dict[str, int],
+        counter("router_ignored_events", "KV events that were ignored, by reason.", "reason",
+                known=("medium",)),
+    ] = {}  # fmt: skip
 
 
-class ProcessStats(_Part, frozen=True, kw_only=True):
+class SourceStats(Counters):
+    """Subscription to a publisher of KV events."""
+
+    TITLE = "Router: sources of events"
+
+    is_connected: Annotated[
+        bool,
+        gauge("router_source_connected", "1 while the router is connected to the publisher."),
+    ] = False
+    is_silent: Annotated[
+        bool,
+        gauge(
+            "router_source_silent",
+            "1 if its workers answer requests and it has published nothing for too long.",
+        ),
+    ] = False
+    is_unmatched: Annotated[
+        bool,
+        gauge(
+            "router_source_unmatched",
+            "1 if its workers report cached tokens and none of them was predicted.",
+        ),
+    ] = False
+    last_batch_age_s: Annotated[
+        float | None,
+        gauge(
+            "router_source_last_batch_age_seconds",
+            "Time since its last batch; no sample before the first.",
+        ),
+    ] = None
+    batches: int = 0
+    """Batches received."""
+    waiting_batches: Annotated[
+        int, gauge("router_source_waiting_batches", "Batches received and not applied yet.")
+    ] = 0
+    gaps: Annotated[int, counter("router_source_gaps", "Gaps in the numbers of batches.")] = 0
+    """Whether or not they could be filled."""
+    losses: Annotated[
+        int,
+        counter(
+            "router_source_losses",
+            "Gaps that were not filled: the source's blocks were forgotten.",
+        ),
+    ] = 0
+    replayed_batches: int = 0
+    """Batches that filled gaps."""
+    restarts: Annotated[int, counter("router_source_restarts", "Restarts of the publisher.")] = 0
+    snapshots: int = 0
+    """Snapshots of all blocks that were received."""
+    bad_batches: Annotated[
+        int, counter("router_source_bad_batches", "Batches that could not be decoded.")
+    ] = 0
+
+
+class PrefetchStats(Counters):
+    """Early loads that a cache was asked for, as requests were placed before it."""
+
+    TITLE = "Router: early loads"
+
+    circuit: BreakerState = BreakerState.CLOSED
+    """While it is not closed, the cache gets only trials."""
+    running: int = 0
+    """Calls that the cache has yet to answer."""
+    results: Annotated[
+        dict[str, int],
+        counter(
+            "router_early_loads",
+            "Requests for whose blocks on SSD or remote store the cache was to be asked. accepted: "
+            "it was; failed: it did not take the call; not made: busy (too many calls are open), "
+            "circuit (too many have failed).",
+            "result",
+            known=("accepted", "failed", "busy", "circuit"),
+        ),
+    ] = msgspec.field(default_factory=Counter)
+    tokens: int = 0
+    """Tokens on SSD or remote store in calls that were accepted."""
+    failure: str = ""
+    """How the last call failed; empty if it did not."""
+
+
+class ProxyStats(Counters):
+    """Requests as clients see them, over all proxy processes."""
+
+    TITLE = "Router: requests"
+
+    ended: Annotated[
+        dict[str, int],
+        counter(
+            "router_ended_requests", "Requests that ended at a worker, by outcome.", "outcome",
+            known=tuple(outcome.value for outcome in Outcome),
+        ),
+    ] = {}  # fmt: skip
+    open_requests: Annotated[
+        int, gauge("router_open_requests", "Requests of clients that are in the router.")
+    ] = 0
+    retries: Annotated[
+        int, counter("router_retries", "Requests sent to another worker because one failed.")
+    ] = 0
+    rejected: Annotated[
+        dict[str, int],
+        counter(
+            "router_rejected_requests",
+            "Requests refused before any worker was chosen, by reason.", "reason",
+            known=("unauthorized", "too_large", "malformed"),
+        ),
+    ] = {}  # fmt: skip
+    processes: Annotated[int, gauge("router_proxies", "Proxy processes that are up.")] = 0
+    restarts: Annotated[
+        int, counter("router_proxy_restarts", "Proxy processes that were restarted.")
+    ] = 0
+    unsupervised_requests: Annotated[
+        int,
+        counter(
+            "router_unsupervised_requests",
+            "Requests that proxies routed by themselves because the decider was away.",
+        ),
+    ] = 0
+
+
+class LineStats(Counters):
+    """Requests that wait because every worker is busy."""
+
+    TITLE = "Router: requests"
+
+    refused: Annotated[
+        dict[str, int],
+        counter("router_refused_requests", "Requests answered with 429 or 503, by reason.",
+                "reason", known=_REFUSED),
+    ] = _zeros(*_REFUSED)  # fmt: skip
+    waiting: Annotated[int, gauge("router_queued_requests", "Requests that wait for a worker.")] = 0
+    capacity: int = 0
+    """Requests that may wait."""
+    waits_s: Annotated[
+        Histogram,
+        histogram(
+            "router_queue_wait_seconds", "How long routed requests have waited for a worker."
+        ),
+    ] = _seconds(_WAITS_S)
+    """Mostly 0."""
+
+
+class TokenizerStats(Counters):
+    """Conversion of requests to token ids."""
+
+    TITLE = "Router: requests"
+
+    requests: Annotated[
+        dict[str, int],
+        counter(
+            "router_converted_requests",
+            "Requests by how their token ids were found; unknown: routed by load.",
+            "way",
+            known=_WAYS,
+        ),
+    ] = _zeros(*_WAYS)
+    """By way: ``ids`` (the request has them), ``local``, ``render`` (an engine was asked),
+    ``unknown``."""
+    unknown: Annotated[
+        dict[str, int],
+        counter(
+            "router_unknown_prompts", "Requests whose token ids were not found, by reason.",
+            "reason",
+        ),
+    ] = {}  # fmt: skip
+    memo_bytes: int = 0
+    """Memory of remembered token ids."""
+    tokens: Annotated[int, counter("router_converted_tokens", "Tokens of those requests.")] = 0
+    remembered_tokens: Annotated[
+        int,
+        counter("router_remembered_tokens", "Those of them that were not tokenized again."),
+    ] = 0
+    seconds: Annotated[
+        Histogram, histogram("router_conversion_seconds", "Time to find a request's token ids.")
+    ] = _seconds(_CONVERSIONS_S)
+    checks: int = 0
+    """Comparisons of the router's token ids with an engine's."""
+    mismatches: Annotated[
+        int,
+        counter(
+            "router_tokenizer_mismatches",
+            "Comparisons that differed: the engine is asked from then on.",
+        ),
+    ] = 0
+    models: dict[str, str] = {}
+    """How prompts are converted, by served model and kind of prompt (``NAME chat``, ``NAME tools``,
+    ``NAME completion``): ``local``, ``render`` or ``unknown``."""
+    reasons: dict[str, str] = {}
+    """Why so, by the same names: ``checked``, ``differs from the engine``, ..."""
+
+
+class ProcessStats(Counters):
     """The decider's process."""
 
-    version: str
+    TITLE = "Router: processes and peers"
+
+    version: Annotated[
+        str,
+        gauge("router_build_info", "Always 1; the label is the running version.", "version"),
+    ]
     pid: int
     uptime_s: float
-    ready: bool
+    """Time since startup."""
+    ready: Annotated[
+        bool,
+        gauge("router_ready", "1 once the router has learned what the publishers hold."),
+    ]
     address: str
     """Where it takes requests, for people."""
 
 
-class SourceStats(_Part, frozen=True, kw_only=True):
-    """Subscription to a publisher of KV events."""
-
-    is_connected: bool
-    is_silent: bool
-    """Its workers answer requests, and it has published nothing for too long."""
-    is_unmatched: bool
-    """Its workers report cached tokens, and the index predicted none of them."""
-    last_batch_age_s: float | None
-    """None: there was no batch yet."""
-    batches: int
-    waiting_batches: int
-    """Received and not applied yet."""
-    gaps: int
-    """Missed batches were noticed, whether or not they could be replayed."""
-    losses: int
-    """Gaps that were not filled: the source's blocks were forgotten."""
-    replayed_batches: int
-    restarts: int
-    snapshots: int
-    bad_batches: int
-
-
-class CacheStats(_Part, frozen=True, kw_only=True):
-    """Early loads that a cache was asked for, as requests were placed before it."""
-
-    circuit: str
-    """A `BreakerState`: while it is not closed, the cache gets only trials."""
-    running: int
-    """Calls without an answer."""
-    results: dict[str, int]
-    """Calls ``accepted`` and ``failed``; not made: ``busy`` (too many open), ``circuit``."""
-    tokens: int
-    """In calls that were accepted."""
-    failure: str
-    """How the last call failed; empty if it did not."""
-
-
-class TokenizerStats(_Part, frozen=True, kw_only=True):
-    """Conversion of requests to token ids."""
-
-    requests: dict[str, int]
-    """By way: ``ids`` (the request has them), ``local``, ``render`` (an engine was asked),
-    ``unknown``."""
-    unknown: dict[str, int]
-    """Those that are unknown, by reason."""
-    tokens: int
-    remembered_tokens: int
-    """Those of them that were taken from the memo."""
-    seconds: Histogram
-    checks: int
-    """Comparisons with an engine's own rendering."""
-    mismatches: int
-    models: dict[str, str]
-    """How prompts are converted, by served model and kind of prompt (``NAME chat``, ``NAME tools``,
-    ``NAME completion``): ``local``, ``render`` or ``unknown``."""
-    reasons: dict[str, str]
-    """Why so, by the same names: ``checked``, ``differs from the engine``, ..."""
-    memo_bytes: int
-    """Memory of the memos."""
-
-
-class QueueStats(_Part, frozen=True, kw_only=True):
-    """Requests that wait because every worker is busy."""
-
-    waiting: int
-    capacity: int
-    waits_s: Histogram
-    """Waits of those that were routed in the end, mostly 0."""
-    refused: dict[str, int]
-    """By reason: ``full``, ``expired``, ``no_worker``."""
-
-
-class ProxyStats(_Part, frozen=True, kw_only=True):
-    """Requests as clients see them, over all proxy processes."""
-
-    processes: int
-    restarts: int
-    open_requests: int
-    ended: dict[str, int]
-    """Sent to a worker and ended there, by `Outcome`."""
-    retries: int
-    rejected: dict[str, int]
-    """Refused without a worker, by reason: ``unauthorized``, ``too_large``, ``malformed``."""
-    unsupervised_requests: int
-    """Routed by a proxy of its own accord because the decider was away."""
-
-
-class PeerStats(_Part, frozen=True, kw_only=True):
+class PeerStats(Counters):
     """Another decider of the same workers."""
 
-    is_up: bool
-    requests: int
-    """Running requests that it routed."""
-    batches: int
-    gaps: int
-    last_batch_age_s: float | None
+    TITLE = "Router: processes and peers"
+
+    is_up: Annotated[
+        bool, gauge("router_peer_up", "1 while another decider's requests are known.")
+    ] = False
+    requests: int = 0
+    """Running requests that the peer routed."""
+    batches: int = 0
+    """Batches received from the peer."""
+    gaps: Annotated[
+        int, counter("router_peer_gaps", "Gaps in the numbers of the peer's batches.")
+    ] = 0
+    last_batch_age_s: float | None = None
 
 
-class RouterStats(_Part, frozen=True, kw_only=True):
+class RouterStats(Counters):
     """Everything that a router tells of itself. What a library user lacks is None or empty."""
 
     routing: RoutingStats
     index: IndexStats
-    workers: dict[str, WorkerStats]
-    process: ProcessStats | None = None
-    sources: dict[str, SourceStats] = {}
+    workers: Annotated[dict[str, WorkerStats], By("worker")]
+    sources: Annotated[dict[str, SourceStats], By("source")] = {}
     """By endpoint."""
-    caches: dict[str, CacheStats] = {}
+    caches: Annotated[dict[str, PrefetchStats], By("cache")] = {}
     """By URL."""
-    tokens: TokenizerStats | None = None
-    queue: QueueStats | None = None
     proxy: ProxyStats | None = None
-    peers: dict[str, PeerStats] = {}
+    queue: LineStats | None = None
+    tokens: TokenizerStats | None = None
+    process: ProcessStats | None = None
+    peers: Annotated[dict[str, PeerStats], By("peer")] = {}
     trouble: list[str] = []
-    """Sentences for an operator; `report.to_json` adds them."""
+    """Sentences for an operator; `to_json` adds them."""
 
 
 _ENOUGH_REQUESTS = 20
@@ -274,7 +565,7 @@ _ENOUGH_REQUESTS = 20
 
 def to_json(stats: RouterStats) -> bytes:
     """Encode the statistics, with their trouble."""
-    return msgspec.json.encode(msgspec.structs.replace(stats, trouble=list(find_trouble(stats))))
+    return msgspec.json.encode(plain(stats) | {"trouble": list(find_trouble(stats))})
 
 
 def from_json(data: bytes) -> RouterStats:
@@ -284,8 +575,8 @@ def from_json(data: bytes) -> RouterStats:
         FlexCacheError: It is no router's, or a router's of another version.
     """
     try:
-        return msgspec.json.decode(data, type=RouterStats)
-    except msgspec.MsgspecError as error:
+        return from_plain(RouterStats, msgspec.json.decode(data))
+    except (msgspec.MsgspecError, ValueError) as error:
         raise FlexCacheError(f"statistics of a router cannot be read: {error}") from None
 
 

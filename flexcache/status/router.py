@@ -12,7 +12,7 @@ from rich.text import Text
 from flexcache.counters import Histogram
 from flexcache.ids import BreakerState
 from flexcache.router.fleet import Tier, WorkerState
-from flexcache.router.stats import CacheStats, RouterStats, SourceStats, WorkerStats
+from flexcache.router.stats import PrefetchStats, RouterStats, SourceStats, WorkerStats
 from flexcache.status.view import Column, duration, entry_name, listed, number, table_of, titled
 
 
@@ -130,15 +130,15 @@ def _sources(sources: Mapping[str, SourceStats], width: int) -> Table | None:
     return table_of(columns, sources, width)
 
 
-def _caches(caches: Mapping[str, CacheStats], width: int) -> Table | None:
-    def state(_: str, cache: CacheStats) -> Text:
+def _caches(caches: Mapping[str, PrefetchStats], width: int) -> Table | None:
+    def state(_: str, cache: PrefetchStats) -> Text:
         is_asked = cache.circuit == BreakerState.CLOSED
         return Text("asked", "green") if is_asked else Text("failing", "red")
 
-    def dropped(cache: CacheStats) -> int:
+    def dropped(cache: PrefetchStats) -> int:
         return cache.results.get("busy", 0) + cache.results.get("circuit", 0)
 
-    columns: list[Column[CacheStats]] = [
+    columns: list[Column[PrefetchStats]] = [
         Column("cache", entry_name, is_number=False),
         Column("state", state, is_number=False),
         Column("early loads", number(lambda cache: cache.results.get("accepted", 0))),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from flexcache.counters import Histogram
 from flexcache.router.stats import (
     CachedTokensStats,
-    CacheStats,
     IndexStats,
+    LineStats,
     PeerStats,
+    PrefetchStats,
     ProcessStats,
     ProxyStats,
-    QueueStats,
     RouterStats,
     RoutingStats,
     ServiceTimeStats,
@@ -46,7 +48,7 @@ def make_worker(**changes: object) -> WorkerStats:
         "circuit": "closed",
         "health_failures": 3,
     } | changes
-    return WorkerStats(**worker)  # type: ignore[arg-type]
+    return msgspec.convert(worker, WorkerStats)
 
 
 def make_source(**changes: object) -> SourceStats:
@@ -67,7 +69,7 @@ def make_source(**changes: object) -> SourceStats:
     return SourceStats(**source)  # type: ignore[arg-type]
 
 
-def make_cache(**changes: object) -> CacheStats:
+def make_cache(**changes: object) -> PrefetchStats:
     cache = {
         "circuit": "closed",
         "running": 45,
@@ -75,7 +77,7 @@ def make_cache(**changes: object) -> CacheStats:
         "tokens": 50_000,
         "failure": "",
     } | changes
-    return CacheStats(**cache)  # type: ignore[arg-type]
+    return msgspec.convert(cache, PrefetchStats)
 
 
 def make_routing() -> RoutingStats:
@@ -174,7 +176,7 @@ def make_stats(**changes: object) -> RouterStats:
             reasons={"a-model chat": "checked"},
             memo_bytes=1 << 20,
         ),
-        "queue": QueueStats(
+        "queue": LineStats(
             waiting=17,
             capacity=1024,
             waits_s=histogram(70, 9, 8, 7, total=3.25),

@@ -74,15 +74,15 @@ STILL_TOO_LARGE = {
 CEILINGS = {
     "lines of the package": 74_000,
     "files of the package": 275,
-    "lines of the router": 16_000,
+    "lines of the router": 15_010,
     "modules under 120 lines with one importer": 6,
     "class names that several classes have": 20,
     "functions with too many parameters": 24,
     "functions more complex than 12": 67,
     "types of messages": 59,
     "settings of the cache": 60,
-    "settings of the router": 40,
-    "metrics": 139,
+    "settings of the router": 37,
+    "metrics": 120,
 }
 """What the package has at most. A ceiling falls with the code. It rises only for a feature that
 needs it, with a line in CHANGELOG.md that names the feature."""

@@ -67,7 +67,6 @@ def test_a_cache_does_not_read_the_routers_variables() -> None:
         {"sync_endpoint": "tcp://*:1"},
         {"port": 65_536},
         {"approximate": "perhaps"},
-        {"temperature": -1},
         {"queue_sise": 1},
         {"control_port": 8000},
         {"gateway_port": 8090},

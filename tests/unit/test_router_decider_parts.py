@@ -15,6 +15,7 @@ from flexcache.router import link as link_module
 from flexcache.router import messages
 from flexcache.router.chooser import (
     Arrival,
+    Choice,
     Decided,
     Ended,
     NotRouted,
@@ -179,7 +180,7 @@ def test_without_a_worker_requests_are_refused_also_those_that_wait() -> None:
             with pytest.raises(NotRouted) as refusal:
                 await task
             assert refusal.value.status == 503
-        assert world.decider.queue_stats().refused["no_worker"] == 2
+        assert world.decider.line.counts.refused["no_worker"] == 2
 
     run(test())
 
@@ -197,7 +198,7 @@ def test_a_model_whose_workers_are_down_is_refused_at_once(is_failing: bool) -> 
         assert refusal.value.status == 503 and refusal.value.retry_after_s
         choice = await world.decider.choose(arrival("b", body=b'{"model": "large"}'))
         assert choice.url == B
-        assert world.decider.queue_stats().refused["no_worker"] == 1
+        assert world.decider.line.counts.refused["no_worker"] == 1
 
     run(test())
 
@@ -450,7 +451,8 @@ def test_an_answer_that_comes_too_late_is_corrected(tmp_path: Path) -> None:
             moved = RunningRequest("moved", f"{B}#1", Work(7, 7))
             chooser._running["moved"] = moved
             for name in ("left", "moved"):
-                said = messages.Chosen(RunningRequest(name, A, Work(1, 1)), A, {}, None, ())
+                choice = Choice(worker=A, url=A, headers={}, matched_tokens=None)
+                said = messages.Chosen(RunningRequest(name, A, Work(1, 1)), choice)
                 chooser._take(said)
             await until(lambda: set(world.decider.running) == {"moved"})
             await until(lambda: world.decider.running["moved"].worker == f"{B}#1")

@@ -26,7 +26,7 @@ from flexcache.events.wire import (
     describe,
 )
 from flexcache.ids import BlockKey, RequestInfo
-from flexcache.router.events import TIER_OF, EventApplier, SnapshotPart
+from flexcache.router.events import TIER_OF, EventApplier
 from flexcache.router.fleet import Tier
 from flexcache.router.holdings import find
 from flexcache.router.index import Holder, KeyChain, KVIndexer, Space
@@ -595,7 +595,6 @@ class EventsMachine(RuleBasedStateMachine):
         super().__init__()
         self.applier = EventApplier(KVIndexer())
         self.applier.on_disk.keep(ASKED)
-        self.has_all_names = True
         self.chain = KeyChain(Space(1))
         self.told: dict[tuple[str, str], set[tuple[int, ...]]] = {}
 
@@ -641,16 +640,6 @@ class EventsMachine(RuleBasedStateMachine):
     @rule(num_blocks=st.sampled_from([1, 700, 100_000]))
     def sweep(self, num_blocks: int) -> None:
         self.applier.sweep(num_blocks)
-
-    @rule()
-    def move(self) -> None:
-        """Go on with a restored snapshot; what runs without parents said is lost."""
-        applier = EventApplier(KVIndexer())
-        for part in self.applier.snapshot():
-            data = msgspec.msgpack.encode(part)
-            applier.restore(msgspec.msgpack.decode(data, type=SnapshotPart))
-        applier.on_disk.keep(ASKED)
-        self.applier, self.has_all_names = applier, False
 
     @rule()
     def tell_all(self) -> None:
@@ -700,7 +689,7 @@ class EventsMachine(RuleBasedStateMachine):
                 name = on_disk.find(holder, self.key(path))
                 num_known += name is not None
                 assert name in (None, name_of(path, SEED[source]))
-                if source in ASKED and medium == "STORAGE" and self.has_all_names:
+                if source in ASKED and medium == "STORAGE":
                     assert (name is not None) == (self.key(path) in indexed)
         assert num_known == len(on_disk)
 

@@ -75,7 +75,7 @@ def test_a_full_line_refuses_and_says_when_to_come_back() -> None:
             await line.place(lambda: None)
         assert refusal.value.status == 429
         assert refusal.value.retry_after_s is not None and refusal.value.retry_after_s >= 1
-        assert line.refused == {"full": 1, "expired": 0}
+        assert line.counts.refused == {"full": 1, "expired": 0, "no_worker": 0}
         waiting.cancel()
 
     run(test())
@@ -88,7 +88,7 @@ def test_a_request_waits_only_so_long_and_lets_the_next_one_try() -> None:
         with pytest.raises(NotRouted) as refusal:
             await line.place(lambda: room.attempt(0))
         assert refusal.value.status == 429
-        assert line.refused == {"full": 0, "expired": 1}
+        assert line.counts.refused == {"full": 0, "expired": 1, "no_worker": 0}
         assert len(line) == 0
 
     run(test())

@@ -30,7 +30,6 @@ def proxies(request: pytest.FixtureRequest) -> int:
         ({"workers": [WORKER, WORKER]}, "--worker = .*twice"),
         ({"events": ["http://127.0.0.1:2=tcp://127.0.0.1:3"]}, "--events = .*no --worker"),
         ({"policy": "best"}, "policy = 'best'"),
-        ({"policy": "lmetric", "temperature": 1.0}, "temperature = 1"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_by_name(

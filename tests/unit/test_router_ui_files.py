@@ -9,28 +9,29 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-from flexcache.router import ui
+from flexcache.router import control
+from flexcache.router.control import PAGE_HEADERS, read_page
 
 FILES = ("index.html", "ui.css", "ui.js")
 
 
 def text(name: str) -> str:
-    return ui.read(name)[0].decode()
+    return read_page(name)[0].decode()
 
 
 def test_every_file_is_served_with_its_type() -> None:
-    folder = Path(ui.__file__).parent
+    folder = Path(control.__file__).parent / "ui"
     assert {path.name for path in folder.iterdir() if path.suffix not in (".py", "")} == set(FILES)
-    assert [ui.read(name)[1].partition(";")[0] for name in FILES] == [
+    assert [read_page(name)[1].partition(";")[0] for name in FILES] == [
         "text/html", "text/css", "text/javascript",
     ]  # fmt: skip
-    assert ui.read("") == ui.read("index.html")
+    assert read_page("") == read_page("index.html")
 
 
-@pytest.mark.parametrize("name", ["__init__.py", "../stats.py", "ui.js/", "/etc/passwd", "UI.JS"])
+@pytest.mark.parametrize("name", ["control.py", "../stats.py", "ui.js/", "/etc/passwd", "UI.JS"])
 def test_nothing_else_is_served(name: str) -> None:
     with pytest.raises(KeyError):
-        ui.read(name)
+        read_page(name)
 
 
 def test_a_built_package_has_the_files() -> None:
@@ -53,7 +54,7 @@ def test_nothing_is_loaded_from_elsewhere(name: str) -> None:
 def test_the_policy_allows_own_files_only() -> None:
     policy = dict(
         part.strip().partition(" ")[::2]
-        for part in ui.HEADERS["Content-Security-Policy"].split(";")
+        for part in PAGE_HEADERS["Content-Security-Policy"].split(";")
     )
     assert policy["default-src"] == "'none'"
     assert {policy[name] for name in ("script-src", "style-src", "connect-src")} == {"'self'"}

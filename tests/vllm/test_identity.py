@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +16,15 @@ from engines import ENGINE_ENV
 from paths import MODELS
 from safetensors.torch import load_file, save_file
 from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
 
 from flexcache.errors import ConfigError
+from flexcache.integration.checkpoint import identify_adapter
 from flexcache.integration.file_digests import ANY_TIME, FileDigests, digest
 from flexcache.integration.vllm.engine import read_model_config
+from flexcache.integration.vllm.weights import Names
 from flexcache.integration.vllm.weights import read_model_id as read_id
-
-pytestmark = pytest.mark.newest
+from flexcache.integration.vllm.worker import RankWeights
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -91,6 +94,7 @@ def rest(identity: str) -> str:
     return identity.partition("|")[2]
 
 
+@pytest.mark.newest
 def test_an_id_begins_with_the_models_name_and_reads_well(tiny: Path) -> None:
     name, *parts = model_id(tiny).split("|")
     assert name == str(tiny)
@@ -99,6 +103,7 @@ def test_an_id_begins_with_the_models_name_and_reads_well(tiny: Path) -> None:
     assert settings.keys() == {"checkpoint", "dtype", "kv", "positions"}
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(
     "settings",
     [
@@ -117,6 +122,7 @@ def test_settings_that_do_not_change_the_numbers_keep_the_id(
     assert model_id(tiny, **settings) == model_id(tiny)
 
 
+@pytest.mark.newest
 def test_each_setting_that_changes_the_numbers_makes_another_id(tiny: Path) -> None:
     def rope(rope_type: str, **parameters: Any) -> dict[str, Any]:
         return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 10000.0, **parameters}}
@@ -140,6 +146,7 @@ def test_each_setting_that_changes_the_numbers_makes_another_id(tiny: Path) -> N
     assert len(set(ids)) == len(ids)
 
 
+@pytest.mark.newest
 def test_a_model_with_two_position_ranges_is_identified_by_the_one_it_computes_for(
     tiny: Path,
 ) -> None:
@@ -150,6 +157,7 @@ def test_a_model_with_two_position_ranges_is_identified_by_the_one_it_computes_f
     assert ids[512] == ids[1024] != ids[1025] == ids[2048]
 
 
+@pytest.mark.newest
 def test_llama_4_tunes_attention_for_long_contexts_only() -> None:
     def llama4(length: int, **settings: Any) -> str:
         config = SimpleNamespace(model_type="llama4", rope_parameters=None)
@@ -162,6 +170,7 @@ def test_llama_4_tunes_attention_for_long_contexts_only() -> None:
     assert llama4(8192, **forced) == llama4(65536)
 
 
+@pytest.mark.newest
 def test_an_override_function_is_identified_by_the_config_it_produces(tiny: Path) -> None:
     def with_theta(theta: float) -> Any:
         def override(config: Any) -> Any:
@@ -176,6 +185,7 @@ def test_an_override_function_is_identified_by_the_config_it_produces(tiny: Path
     assert first != model_id(tiny)
 
 
+@pytest.mark.newest
 def test_a_checkpoint_is_identified_by_its_content_wherever_it_is(
     tiny: Path, tmp_path: Path
 ) -> None:
@@ -192,6 +202,7 @@ def test_a_checkpoint_is_identified_by_its_content_wherever_it_is(
     assert model_id(copied) != before
 
 
+@pytest.mark.newest
 def test_a_hub_name_is_identified_by_the_fetched_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +240,7 @@ def test_a_hub_name_is_identified_by_the_fetched_commit(
     assert "|revision=v2|" in read_model_id(stand_in(revision="v2", model="org/never-fetched"))
 
 
+@pytest.mark.newest
 def test_the_same_model_quantised_differently_has_another_id() -> None:
     def quantised(method: str | None, checkpoint: Any, by_user: Any = None) -> str:
         config = SimpleNamespace(rope_parameters=None, quantization_config=checkpoint)
@@ -248,6 +260,7 @@ def test_the_same_model_quantised_differently_has_another_id() -> None:
     assert quantised("gptq", {"group_size": 128, "bits": 4.0, "new": None}) == ids[3]
 
 
+@pytest.mark.newest
 def test_layers_left_out_of_kv_quantisation_and_code_revisions_are_in_the_id() -> None:
     ids = [read_model_id(stand_in())]
     config = stand_in()
@@ -263,6 +276,7 @@ def test_layers_left_out_of_kv_quantisation_and_code_revisions_are_in_the_id() -
     assert read_model_id(stand_in(code_revision="one")) == ids[0]
 
 
+@pytest.mark.newest
 def test_drafts_of_equal_shape_are_told_apart_by_method_and_model() -> None:
     def with_draft(method: str, **draft: Any) -> str:
         config = stand_in()
@@ -284,6 +298,7 @@ def test_drafts_of_equal_shape_are_told_apart_by_method_and_model() -> None:
     assert with_draft("ngram") == with_draft("suffix") == ids[0]
 
 
+@pytest.mark.newest
 def test_a_model_fetched_from_an_object_store_has_the_name_it_was_asked_for_by() -> None:
     fetched = stand_in(
         model="/home/user/.cache/vllm/model_streamer/1a2b", model_weights="s3://b/model"
@@ -291,6 +306,7 @@ def test_a_model_fetched_from_an_object_store_has_the_name_it_was_asked_for_by()
     assert read_model_id(fetched).startswith("s3://b/model|")
 
 
+@pytest.mark.newest
 def test_scales_that_an_engine_computes_for_itself_are_refused() -> None:
     config = stand_in()
     config.cache_config.calculate_kv_scales = True
@@ -298,6 +314,7 @@ def test_scales_that_an_engine_computes_for_itself_are_refused() -> None:
         read_model_id(config)
 
 
+@pytest.mark.newest
 def test_what_needs_vllm_033_is_refused_by_name_before(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
@@ -321,6 +338,7 @@ def test_what_needs_vllm_033_is_refused_by_name_before(monkeypatch: pytest.Monke
             read_model_config(config, SimpleNamespace())
 
 
+@pytest.mark.newest
 def test_hashes_of_more_than_a_block_are_refused_and_vllm_makes_none_beside_a_connector() -> None:
     config = stand_in()
     config.num_hash_lookahead_tokens = 1
@@ -339,8 +357,221 @@ def test_hashes_of_more_than_a_block_are_refused_and_vllm_makes_none_beside_a_co
     assert count.fget(config) == 0
 
 
+@pytest.mark.newest
 def test_equal_values_have_equal_digests_however_they_are_spelled() -> None:
     assert digest({"a": 1, "b": [2.0, None]}) == digest({"b": (2, None), "a": 1.0, "c": None})
     assert digest({torch.float16, torch.bfloat16}) == digest({torch.bfloat16, torch.float16})
     with pytest.raises(ConfigError, match="cannot be identified"):
         digest({"a": object()})
+
+
+# -- names of requests, and changes of weights that ranks notice -----------------------------------
+
+
+class Requests:
+    """Requests of one engine, each with an adapter that is or will be loaded as a number."""
+
+    def __init__(self, adapter: Path) -> None:
+        self.names = Names(lambda: 0, can_lose_loads=True)
+        self.adapter = adapter
+        self.loaded: dict[int, str] = {}
+
+    def serve(self, number: int = 1, num_on_gpu: int = 0, reloads: bool = False) -> bool:
+        """Serve a request as vLLM does; return whether its KV may be stored."""
+        adapter = LoRARequest("a", number, str(self.adapter), load_inplace=reloads)
+        request: Any = SimpleNamespace(request_id="r", lora_request=adapter)
+        name = self.names.begins(request, num_on_gpu)
+        if reloads or number not in self.loaded:
+            self.loaded = {**self.loaded, number: self.digest()}
+            self.names.adapters_loaded(self.loaded)
+        may_store = name.may_store
+        self.names.ended(request)
+        return may_store
+
+    def unload(self, number: int) -> None:
+        del self.loaded[number]
+
+    def train(self, version: str) -> None:
+        self.adapter.joinpath("adapter_model.safetensors").write_text(version)
+
+    def digest(self) -> str:
+        return identify_adapter(str(self.adapter), FileDigests(since_ns=ANY_TIME))
+
+
+@pytest.fixture
+def requests(tmp_path: Path) -> Requests:
+    return Requests(make_files(tmp_path / "adapter", "v1"))
+
+
+def make_files(path: Path, weights: str) -> Path:
+    path.mkdir(parents=True)
+    path.joinpath("adapter_config.json").write_text("{}")
+    path.joinpath("adapter_model.safetensors").write_text(weights)
+    return path
+
+
+@pytest.mark.parametrize("way", ["loaded in place", "unloaded and loaded"])
+def test_tokens_of_a_retrained_adapter_that_vllm_still_has_are_not_stored(
+    way: str, requests: Requests
+) -> None:
+    assert requests.serve()
+    assert requests.serve(num_on_gpu=288)
+    requests.train("v2")
+    in_place = way == "loaded in place"
+    if not in_place:
+        requests.unload(1)
+    assert not requests.serve(1 if in_place else 2, num_on_gpu=288, reloads=in_place)
+    assert requests.serve(1 if in_place else 2), "computed as a whole"
+    requests.train("v1")
+    assert not requests.serve(3, num_on_gpu=288), "vLLM has blocks of both by now"
+    requests.names.gpu_reset()
+    assert requests.serve(3)
+    assert requests.serve(3, num_on_gpu=288)
+
+
+def test_updates_in_place_each_with_a_reset_are_stored(requests: Requests) -> None:
+    for version in ("v1", "v2", "v3"):
+        requests.train(version)
+        assert requests.serve(reloads=True)
+        assert requests.serve(num_on_gpu=288)
+        requests.names.gpu_reset()
+
+
+class Model:
+    def __init__(self, *parts: Model) -> None:
+        self.loads = 0
+        self.parts = parts
+
+    def modules(self) -> Iterator[Model]:
+        yield self
+        for part in self.parts:
+            yield from part.modules()
+
+    def load_weights(self, weights: Any) -> None:
+        self.loads += 1
+
+    def load_state_dict(self, state: Any) -> None:
+        self.loads += 1
+
+
+class Wrapper:
+    """As vLLM's `CUDAGraphWrapper`: passes on what it has not itself."""
+
+    def __init__(self, runnable: Any) -> None:
+        self.runnable = runnable
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runnable, name)
+
+
+class Runner:
+    def __init__(self, model: Any) -> None:
+        self.model = Wrapper(Wrapper(model))
+        self._inner = model
+        self.lora_manager: Any = None
+
+    def get_model(self) -> Any:
+        return self._inner
+
+
+class Adapters:
+    """As vLLM's manager of adapters."""
+
+    def __init__(self) -> None:
+        self.fetch: Callable[[], None] = lambda: None
+        self.present: dict[int, Any] = {}
+
+    def _load_adapter(self, request: Any) -> Any:
+        self.fetch()
+        self.present[request.lora_int_id] = request
+        return request
+
+    def list_adapters(self) -> Any:
+        return self.present
+
+
+class Worker:
+    """As vLLM's worker, of which only the names of methods count."""
+
+    def __init__(self) -> None:
+        self.model = Model(Model(Model()))
+        self.model_runner = Runner(self.model)
+        self.changes = 0
+        self.weights = RankWeights(self._changed)
+
+    def _changed(self, *reason: Any) -> None:
+        self.changes += 1
+
+    def set_up(self) -> RankWeights:
+        self.weights.attach()
+        return self.weights
+
+    def _does(self, *arguments: Any, **options: Any) -> None: ...
+
+    reload_weights = update_weights = start_weight_update = finish_weight_update = _does
+    sleep = load_model = reset_weights = _does
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        lambda worker: worker.model_runner.model.load_weights([]),
+        lambda worker: worker.model_runner.model.runnable.load_weights([]),
+        lambda worker: worker.model_runner.model.runnable.runnable.load_weights([]),
+        lambda worker: worker.model_runner.get_model().load_weights([]),
+        lambda worker: worker.model_runner.get_model().load_state_dict({}),
+    ],
+)
+def test_an_update_of_a_wrapped_model_is_noticed_once(update: Callable[[Worker], None]) -> None:
+    worker = Worker()
+    weights = worker.set_up()
+    update(worker)
+    assert (worker.changes, weights.num_updates, worker.model.loads) == (1, 1, 1)
+
+
+def test_an_update_of_a_part_of_the_model_is_noticed_once() -> None:
+    worker = Worker()
+    worker.set_up()
+    [layers] = worker.model.parts
+    layers.load_weights([])
+    layers.parts[0].load_state_dict({})
+    assert worker.changes == 2
+
+
+def test_weights_that_are_zeroed_are_noticed() -> None:
+    worker = Worker()
+    worker.set_up()
+    worker.reset_weights()
+    assert worker.changes == 1
+
+
+def test_an_adapter_whose_next_commit_is_fetched_while_it_loads_is_not_named_by_the_former(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--me--adapter"
+    main = repository / "refs" / "main"
+    main.parent.mkdir(parents=True)
+    commits = "a" * 40, "b" * 40
+    first, second = (make_files(repository / "snapshots" / c, f"of {c}") for c in commits)
+    shutil.move(second, tmp_path / "on the hub")
+    main.write_text(commits[0])
+    adapters = Adapters()
+    worker = Worker()
+    worker.model_runner.lora_manager = adapters
+    weights = worker.set_up()
+    digests = FileDigests(since_ns=ANY_TIME)
+    former = identify_adapter(str(first), digests)
+    adapters._load_adapter(LoRARequest("a", 1, "me/adapter"))
+    assert weights.adapters == {1: former}
+
+    def fetch() -> None:
+        shutil.move(tmp_path / "on the hub", second)
+        main.write_text(commits[1])
+
+    adapters.fetch = fetch
+    adapters._load_adapter(LoRARequest("b", 2, "me/adapter"))
+    assert weights.adapters[2] != former
+    adapters.fetch = lambda: None
+    adapters._load_adapter(LoRARequest("c", 3, "me/adapter"))
+    assert weights.adapters[3] == identify_adapter(str(second), digests)

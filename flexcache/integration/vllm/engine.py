@@ -136,14 +136,25 @@ def read_model_config(vllm_config: Any, kv_cache_config: Any) -> ModelConfig:
     only the names of rank 0's.
     """
     _refuse_before_033(vllm_config)
-    _refuse_lookahead_hashes(vllm_config)
+    num_tokens = getattr(vllm_config, "num_hash_lookahead_tokens", 0)
+    if num_tokens:  # vLLM 0.33 has none beside a connector
+        raise ConfigError(
+            f"vLLM's block hashes cover {num_tokens} tokens after each block, and would not name"
+            " what is in it; set disable_lookahead_block_hashes in speculative_config"
+        )
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    every = [
+        spec
+        for group in kv_cache_config.kv_cache_groups
+        for spec in layer_specs(group.kv_cache_spec)
+    ]
+    dtypes = [spec.dtype for spec in every if hasattr(spec, "dtype")]
     return ModelConfig(
         model_id=UNREAD,
         num_layers=model.get_total_num_hidden_layers(),
         num_kv_heads=max(1, model.get_total_num_kv_heads()),
         head_size=model.get_head_size(),
-        dtype=_read_dtype(kv_cache_config),
+        dtype=dtypes[0] if dtypes else every[0].dtypes[0],  # of states without any attention
         use_mla=bool(model.use_mla),
         tp_size=parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
@@ -152,14 +163,6 @@ def read_model_config(vllm_config: Any, kv_cache_config: Any) -> ModelConfig:
         sized_by_ranks=True,
         groups=read_groups(vllm_config, kv_cache_config),
     )
-
-
-def _read_dtype(kv_cache_config: Any) -> Any:
-    """Return the type of the KV's elements; of the states' first if there is no attention."""
-    groups = kv_cache_config.kv_cache_groups
-    every = [spec for group in groups for spec in layer_specs(group.kv_cache_spec)]
-    with_dtype = [spec.dtype for spec in every if hasattr(spec, "dtype")]
-    return with_dtype[0] if with_dtype else every[0].dtypes[0]
 
 
 def _read_replicas(vllm_config: Any, kv_cache_config: Any) -> int | None:
@@ -196,15 +199,6 @@ def _refuse_before_033(vllm_config: Any) -> None:
         raise ConfigError(
             f"{name} = True: vLLM has no experts of tokens that are loaded, and would end at a hit;"
             f" {remedy}"
-        )
-
-
-def _refuse_lookahead_hashes(vllm_config: Any) -> None:
-    num_tokens = getattr(vllm_config, "num_hash_lookahead_tokens", 0)
-    if num_tokens:  # vLLM 0.33 has none beside a connector
-        raise ConfigError(
-            f"vLLM's block hashes cover {num_tokens} tokens after each block, and would not name"
-            " what is in it; set disable_lookahead_block_hashes in speculative_config"
         )
 
 

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from enum import Enum
 
+import numpy as np
+
 from flexcache.errors import InternalError
 from flexcache.logs import log_event
-from flexcache.router.tokens.body import Kind
+from flexcache.router.tokens.body import ChatBody, CompletionBody, Kind
 from flexcache.router.tokens.engines import BadAnswer, Engines, ModelCard, NotRendered
 from flexcache.router.tokens.text_tokenizer import (
     ModelFiles,
@@ -39,6 +41,10 @@ class Ways:
     Args:
         local: Kinds for which there are tokenizer and template here.
         missing: Why the others have none.
+
+    Attributes:
+        checks: Comparisons so far.
+        mismatches: Comparisons that differed.
     """
 
     def __init__(self, local: frozenset[Kind], missing: str) -> None:
@@ -47,12 +53,8 @@ class Ways:
         self._engine_renders: bool | None = None
         self._agreed: dict[Kind, int] = {}  # comparisons in a row; 0: the last one differed
         self._differing: set[Kind] = set()
-        self._checks = dict.fromkeys(Kind, 0)
-        self._mismatches = dict.fromkeys(Kind, 0)
-
-    def has_local(self, kind: Kind) -> bool:
-        """Tell whether tokens of a kind can be made here."""
-        return kind in self._local
+        self.checks = 0
+        self.mismatches = 0
 
     def way(self, kind: Kind) -> Way:
         """Tell how prompts of a kind become tokens now."""
@@ -63,9 +65,9 @@ class Ways:
     def compared(self, kind: Kind, equal: bool) -> None:
         """Note a comparison of the tokens made here with the engine's."""
         self._engine_renders = True
-        self._checks[kind] += 1
+        self.checks += 1
         if not equal:
-            self._mismatches[kind] += 1
+            self.mismatches += 1
             self._agreed[kind] = 0
             self._differing.add(kind)
             return
@@ -76,16 +78,6 @@ class Ways:
     def engine_renders(self, renders: bool) -> None:
         """Note whether the engine has ``/render`` or ``/tokenize``."""
         self._engine_renders = renders
-
-    @property
-    def checks(self) -> int:
-        """Comparisons so far."""
-        return sum(self._checks.values())
-
-    @property
-    def mismatches(self) -> int:
-        """Comparisons that differed."""
-        return sum(self._mismatches.values())
 
     def reason(self, kind: Kind) -> str:
         """Say why prompts of a kind go that way."""
@@ -103,10 +95,10 @@ class Ways:
             InternalError: It is impossible.
         """
         for kind in self._differing:
-            if self._agreed.get(kind, 0) >= AGREEMENTS_TO_RETURN or not self._mismatches[kind]:
+            if self._agreed.get(kind, 0) >= AGREEMENTS_TO_RETURN:
                 raise InternalError(f"{kind} is asked of the engine without a reason")
-        if any(self._mismatches[kind] > self._checks[kind] for kind in Kind):
-            raise InternalError("more mismatches than checks")
+        if not len(self._differing) <= self.mismatches <= self.checks:
+            raise InternalError(f"{self.mismatches} mismatches in {self.checks} checks")
 
 
 class ServedModel:
@@ -127,22 +119,31 @@ class ServedModel:
             missing = "no chat template here"
         self.ways = Ways(kinds, missing)
 
-    def engine(self, url: str | None) -> tuple[str, Mapping[str, str]]:
-        """Return URL and headers of an engine.
+    async def render(
+        self, engines: Engines, path: str, raw: bytes, body: ChatBody | CompletionBody
+    ) -> np.ndarray:
+        """Have an engine make a request's tokens, however long it takes; each in turn.
 
         Args:
-            url: That one; None: one after the other.
+            path: Path of the request.
+            raw: Its body.
+            body: The same, parsed.
 
         Raises:
-            NotRendered: There is none.
+            NotRendered: It did not, or there is none.
         """
-        if url is None and self.engines:
-            url = next(iter(self.engines))
-        if url is None or url not in self.engines:
+        if not self.engines:
             raise NotRendered("no engine")
-        headers = self.engines.pop(url)
-        self.engines[url] = headers
-        return url, headers
+        url = next(iter(self.engines))
+        headers = self.engines[url] = self.engines.pop(url)
+        try:
+            ids = await engines.tokens(url, headers, path, raw, body)
+        except NotRendered as error:
+            if error.missing:
+                self.ways.engine_renders(False)
+            raise
+        self.ways.engine_renders(True)
+        return ids
 
 
 def read_model(
@@ -218,12 +219,8 @@ class ModelRegistry:
         (model,) = self._models.values()
         return model, name if self._names else None
 
-    async def refresh(self) -> list[tuple[ServedModel, str]]:
-        """Ask every engine which models it serves.
-
-        Returns:
-            Models with the URL of an engine that was not known to serve it.
-        """
+    async def refresh(self) -> None:
+        """Ask every engine which models it serves."""
         urls = list(self._urls)
         answers = await asyncio.gather(*(self._list(url, self._urls[url]) for url in urls))
         heard = {url: cards for url, cards in zip(urls, answers, strict=True) if cards is not None}
@@ -236,7 +233,7 @@ class ModelRegistry:
                     self._models[root] = await self._read(names[0], root)
         if self._tokenizer is not None and not self._models:
             self._models[self._tokenizer] = await self._read("", self._tokenizer)
-        return self._assign()
+        self._assign()
 
     async def _list(self, url: str, headers: Mapping[str, str]) -> list[ModelCard] | None:
         try:
@@ -257,9 +254,8 @@ class ModelRegistry:
         )
         return ServedModel(name, files, missing)
 
-    def _assign(self) -> list[tuple[ServedModel, str]]:
+    def _assign(self) -> None:
         """Work out names and engines of all models."""
-        before = {(root, url) for root, model in self._models.items() for url in model.engines}
         engines: dict[str, dict[str, Mapping[str, str]]] = {}
         names: dict[str, tuple[ServedModel, str | None]] = {}
         for url, cards in self._cards.items():
@@ -274,9 +270,3 @@ class ModelRegistry:
         for root, model in self._models.items():
             model.engines = engines.get(root, {})
         self._names = names
-        return [
-            (model, url)
-            for root, model in self._models.items()
-            for url in model.engines
-            if (root, url) not in before
-        ]

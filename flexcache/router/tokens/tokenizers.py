@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
-from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 import numpy as np
 
-from flexcache.counters import Histogram
 from flexcache.logs import log_event
 from flexcache.router.chooser import Arrival, RouteRequest
 from flexcache.router.stats import TokenizerStats
-from flexcache.router.tokens.asked import AskedTokens
 from flexcache.router.tokens.body import (
     CHAT_PATH,
-    COMPLETION_PATH,
     Body,
     ChatBody,
     CompletionBody,
@@ -34,64 +30,24 @@ from flexcache.router.tokens.body import (
 from flexcache.router.tokens.engines import Engines, NotRendered, open_session
 from flexcache.router.tokens.local import LocalTokens, TokenLimits
 from flexcache.router.tokens.models import ModelRegistry, ServedModel, Way
+from flexcache.router.tokens.template import has_media
 from flexcache.router.waiting import Turns, is_set_within
-
-_TEXT = (
-    "  Ünïcode, 数字 1234567 and\ttabs;\n\n  def f(x):\n      return x ** 2  # 'quoted' \"text\"\n"
-)
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Tell the weather at a place",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "enum": ["Zürich", "Oslo"]}},
-            "required": ["city"],
-        },
-    },
-}
-_TURNS: list[dict[str, Any]] = [
-    {"role": "user", "content": _TEXT},
-    {"role": "assistant", "content": f"An answer. {_TEXT}"},
-    {"role": "user", "content": [{"type": "text", "text": "Go"}, {"type": "text", "text": "on"}]},
-]
-_CHATS = [
-    [{"role": "system", "content": f"You are a system.{_TEXT}"}, *_TURNS],
-    _TURNS,
-    _TURNS[:1],
-]
-
-
-def probes(kind: Kind, model: str) -> tuple[str, list[bytes]]:
-    """Make requests of a kind.
-
-    Returns:
-        Their path, and bodies, the most telling first. Not every template takes each of them.
-    """
-    if kind is Kind.COMPLETION:
-        return COMPLETION_PATH, [_body(model, prompt=_TEXT)]
-    if kind is Kind.CHAT:
-        return CHAT_PATH, [_body(model, messages=chat) for chat in _CHATS]
-    with_tools = {"tools": [_TOOL], "tool_choice": "none"}
-    return CHAT_PATH, [_body(model, messages=chat, **with_tools) for chat in _CHATS]
-
-
-def _body(model: str, **fields: Any) -> bytes:
-    return msgspec.json.encode({"model": model, "max_tokens": 1, **fields})
-
 
 logger = logging.getLogger(__name__)
 
-_MAX_BODY = 1 << 20  # of a request that is compared: an engine takes a second for it
+_LARGEST_SAMPLE = 1 << 20
+"""Bytes of a request that is compared at most: an engine takes a second for them."""
 
 
 class Comparison:
-    """Runs comparisons beside the requests, one for each kind and period."""
+    """Checks the tokens made here against the engine's, on samples of the requests.
 
-    def __init__(self, local: LocalTokens, asked: AskedTokens, limits: TokenLimits) -> None:
+    The first request of each kind of prompt is one, then one in a while, beside the requests.
+    """
+
+    def __init__(self, local: LocalTokens, engines: Engines, limits: TokenLimits) -> None:
         self._local = local
-        self._asked = asked
+        self._engines = engines
         self._every_s = limits.check_every_s
         self._next: dict[tuple[str, Kind], float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -106,61 +62,35 @@ class Comparison:
             now: Seconds, of any clock.
         """
         key = (model.name, body.kind)
-        due = self._next.setdefault(key, now + self._every_s)
-        if now < due or len(raw) > _MAX_BODY or not model.engines:
+        if now < self._next.get(key, now) or len(raw) > _LARGEST_SAMPLE or not model.engines:
             return
         self._next[key] = now + self._every_s
-        task = asyncio.create_task(self._compare_sample(model, path, raw))
+        task = asyncio.create_task(self._compare(model, path, raw))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _compare_sample(self, model: ServedModel, path: str, raw: bytes) -> None:
-        with self._samples.turn():
-            await self._compare(model, path, raw, None)
-
-    async def probe(self, model: ServedModel, url: str) -> None:
-        """Compare probes of every kind that is made here with one engine's tokens."""
-        for kind in Kind:
-            if not model.ways.has_local(kind):
-                continue
-            path, bodies = probes(kind, model.name)
-            for raw in bodies:
-                if await self._compare(model, path, raw, url):
-                    break
-
-    async def _compare(self, model: ServedModel, path: str, raw: bytes, url: str | None) -> bool:
-        """Compare one request.
-
-        Returns:
-            Whether it could be compared.
-        """
-        if model.files is None:
-            return False
-        try:
-            body = read_body(path, raw)
-            if not isinstance(body, (ChatBody, CompletionBody)):
-                return False
+    async def _compare(self, model: ServedModel, path: str, raw: bytes) -> None:
+        with self._samples.turn(), contextlib.suppress(UnknownPrompt, NotRendered):
+            body = read_body(path, raw)  # its own: rendering may change what it has
+            if model.files is None or not isinstance(body, (ChatBody, CompletionBody)):
+                return
             made = await self._local.tokens(model.files, body, len(raw))
             if made.num_tokens > len(made.ids):
-                return False  # not all is known: media
-            theirs = await self._asked.render(model, path, raw, body, url)
-        except (UnknownPrompt, NotRendered):
-            return False
-        ours = made.ids
-        equal = len(ours) == len(theirs) and bool((ours == theirs).all())
-        before = model.ways.way(body.kind)
-        model.ways.compared(body.kind, equal)
-        if model.ways.way(body.kind) is not before:
-            log_event(
-                logger,
-                logging.WARNING if not equal else logging.INFO,
-                "router_tokens_differ" if not equal else "router_tokens_agree_again",
-                model=model.name,
-                prompts=body.kind.value,
-                from_token=None if equal else _first_difference(ours, theirs),
-                now=model.ways.way(body.kind).value,
-            )
-        return True
+                return  # not all is known: media
+            theirs = await model.render(self._engines, path, raw, body)
+            equal = np.array_equal(made.ids, theirs)
+            before = model.ways.way(body.kind)
+            model.ways.compared(body.kind, equal)
+            if model.ways.way(body.kind) is not before:
+                log_event(
+                    logger,
+                    logging.WARNING if not equal else logging.INFO,
+                    "router_tokens_differ" if not equal else "router_tokens_agree_again",
+                    model=model.name,
+                    prompts=body.kind.value,
+                    from_token=None if equal else _first_difference(made.ids, theirs),
+                    now=model.ways.way(body.kind).value,
+                )
 
     async def close(self) -> None:
         """Give up what is being compared."""
@@ -173,9 +103,6 @@ def _first_difference(ours: np.ndarray, theirs: np.ndarray) -> int:
     shared = min(len(ours), len(theirs))
     differing = np.flatnonzero(ours[:shared] != theirs[:shared])
     return int(differing[0]) if len(differing) else shared
-
-
-_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
 class Tokenizers:
@@ -198,22 +125,18 @@ class Tokenizers:
             seed = secrets.randbits(63)
         self._limits = limits or TokenLimits()
         self._session = open_session({})
-        engines = Engines(self._session, self._limits.render_timeout_s)
+        self._engines = Engines(self._session, self._limits.render_timeout_s)
         self._local = LocalTokens(self._limits, seed)
-        self._asked = AskedTokens(engines, self._limits, seed)
-        self._registry = ModelRegistry(engines, tokenizer)
-        self._comparison = Comparison(self._local, self._asked, self._limits)
+        self._registry = ModelRegistry(self._engines, tokenizer)
+        self._comparison = Comparison(self._local, self._engines, self._limits)
+        self._num_asking = 0
         self._look = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
         self._looks = Turns("tokenizers")
-        self._requests = Counter({"ids": 0, "local": 0, "render": 0, "unknown": 0})
-        self._unknown: Counter[str] = Counter()
-        self._tokens = 0
-        self._remembered = 0
-        self._seconds = Histogram(_SECONDS)
+        self._counts = TokenizerStats()
 
     async def start(self) -> None:
-        """Ask the engines for their models, compare tokenizers, and go on doing so beside."""
+        """Ask the engines for their models, and go on doing so beside."""
         with self._looks.turn():
             await self.look()
         self._looking = asyncio.create_task(self._keep_looking())
@@ -224,7 +147,6 @@ class Tokenizers:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)
         await self._comparison.close()
-        await self._asked.close()
         await self._local.close()
         await self._session.close()
 
@@ -238,12 +160,9 @@ class Tokenizers:
         self._look.set()
 
     async def look(self) -> None:
-        """Look at the engines' models now, and compare with engines that are new."""
+        """Look at the engines' models now."""
         self._look.clear()
-        new = await self._registry.refresh()
-        if new:
-            self._asked.forget()
-        await asyncio.gather(*(self._comparison.probe(model, url) for model, url in new))
+        await self._registry.refresh()
 
     async def _keep_looking(self) -> None:
         while True:
@@ -255,22 +174,25 @@ class Tokenizers:
         """Read a request. Never raises: what cannot be read goes by load."""
         loop = asyncio.get_running_loop()
         started = loop.time()
-        body, model, adapter, prompt, way = Body(), None, None, None, "unknown"
+        body, model, adapter, prompt, way, why = Body(), None, None, None, "unknown", ""
         try:
             path = arrival.path.partition("?")[0]
             body = self._parse(path, arrival.body)
             model, adapter = self._registry.find(body.model)
             prompt, way = await self._prompt(model, path, arrival.body, body)
         except (UnknownPrompt, msgspec.DecodeError, UnicodeError) as error:
-            self._unknown[str(error) if isinstance(error, UnknownPrompt) else "malformed"] += 1
+            why = str(error) if isinstance(error, UnknownPrompt) else "malformed"
         except Exception:  # no body may stop the router
             log_event(logger, logging.ERROR, "router_request_not_read", exc_info=True)
-            self._unknown["error"] += 1
-        self._requests[way] += 1
-        if prompt is not None:
-            self._tokens += len(prompt.ids)
-            self._remembered += prompt.remembered
-        self._seconds.observe(loop.time() - started)
+            why = "error"
+        counts = self._counts
+        counts.requests[way] += 1
+        if prompt is None:
+            counts.unknown[why] = counts.unknown.get(why, 0) + 1
+        else:
+            counts.tokens += len(prompt.ids)
+            counts.remembered_tokens += prompt.remembered
+        counts.seconds.observe(loop.time() - started)
         return RouteRequest(
             request_id=arrival.request_id,
             num_tokens=body.estimate(len(arrival.body)) if prompt is None else prompt.num_tokens,
@@ -318,8 +240,32 @@ class Tokenizers:
         if way is Way.LOCAL and model.files is not None:
             return await self._local.tokens(model.files, body, len(raw)), way.value
         if way is Way.RENDER and model.engines:
-            return await self._asked.tokens(model, path, raw, body), way.value
+            return await self._asked(model, path, raw, body), way.value
         raise UnknownPrompt("no tokenizer")
+
+    async def _asked(
+        self, model: ServedModel, path: str, raw: bytes, body: ChatBody | CompletionBody
+    ) -> Prompt:
+        """Have an engine make a prompt's tokens, within a deadline.
+
+        Raises:
+            UnknownPrompt: It did not.
+        """
+        if isinstance(body, ChatBody) and has_media(body.messages):
+            raise UnknownPrompt("media")  # an engine would fetch them, for the sake of a text
+        if self._num_asking >= self._limits.rendering:
+            raise UnknownPrompt("busy")
+        self._num_asking += 1
+        try:
+            rendering = model.render(self._engines, path, raw, body)
+            ids = await asyncio.wait_for(rendering, self._limits.render_deadline_s)
+        except NotRendered as error:
+            raise UnknownPrompt("not rendered") from error
+        except asyncio.TimeoutError:
+            raise UnknownPrompt("engine too slow") from None
+        finally:
+            self._num_asking -= 1
+        return Prompt(ids, len(ids), 0)
 
     def stats(self) -> TokenizerStats:
         """Return what became of all requests so far."""
@@ -327,17 +273,12 @@ class Tokenizers:
         kinds = [
             (f"{model.name} {kind.value}", model.ways, kind) for model in models for kind in Kind
         ]
-        return TokenizerStats(
-            requests=dict(self._requests),
-            unknown=dict(self._unknown),
-            tokens=self._tokens,
-            remembered_tokens=self._remembered,
-            seconds=self._seconds.snapshot(),
+        return self._counts.snapshot(
             checks=sum(model.ways.checks for model in models),
             mismatches=sum(model.ways.mismatches for model in models),
             models={name: ways.way(kind).value for name, ways, kind in kinds},
             reasons={name: ways.reason(kind) for name, ways, kind in kinds},
-            memo_bytes=self._local.memo_bytes + self._asked.memo_bytes,
+            memo_bytes=self._local.memo_bytes,
         )
 
     def check(self) -> None:
@@ -347,6 +288,5 @@ class Tokenizers:
             InternalError: They are wrong.
         """
         self._local.check()
-        self._asked.check()
         for model in self._registry.models:
             model.ways.check()
