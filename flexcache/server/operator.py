@@ -22,7 +22,6 @@ from flexcache.errors import AmbiguousEngineError, ClosedError, RegistrationErro
 from flexcache.events.wire import low_64_bits
 from flexcache.ids import MAX_KEY_BYTES, PromptDetail, TaskId, TaskIds, TaskKind, TierName
 from flexcache.server.cache import ServedCache
-from flexcache.server.server import KVServer
 from flexcache.stats import Stats
 from flexcache.tasks.instructions import Offer, PromisedLoad
 
