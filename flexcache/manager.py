@@ -229,14 +229,14 @@ class KVManager:
         Without its ``parent_key`` in DRAM a continuation is not stored.
 
         Args:
-            priority: Each step counts as a use ``priority_step_s`` later when room is needed;
+            priority: Each step counts as a use an hour later when room is needed;
                 negative steps make the prompt's blocks go first.
             ttl_s: Prefer to keep for this many seconds. Best effort, not a pin.
             tail_at: Also store what window and state groups need to resume after this many tokens.
                 Launch the task even if the mask is all False: the tail may be missing. If it is
                 not, the launch does nothing.
         """
-        retain_s = retention_s(priority, ttl_s, self.cache_config.priority_step_s)
+        retain_s = retention_s(priority, ttl_s)
         prompt = self._prompts.make(TaskKind.PUT, token_ids, token_mask, retain_s, **options)
         offer = self._match(self._groups.with_tail(prompt, tail_at))
         return offer.task_id, self._mask(offer)
@@ -260,7 +260,7 @@ class KVManager:
     ) -> tuple[int, Mask]:  # fmt: skip
         """Combine `put_match` and `launch`; ``slot_mapping`` as for `get_async`."""
         self._groups.require_slots("put_match")
-        retain_s = retention_s(priority, ttl_s, self.cache_config.priority_step_s)
+        retain_s = retention_s(priority, ttl_s)
         prompt = self._prompts.make(TaskKind.PUT, token_ids, token_mask, retain_s, **options)
         return self._match_and_launch(prompt, slot_mapping, token_mask)
 

@@ -88,6 +88,7 @@ Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
 Namespace = str | Sequence[str] | None
 
 MAX_PRIORITY = 1000
+PRIORITY_STEP_S = 3600.0  # each step of a put's priority counts as a use this much later
 MAX_SESSION_ID_LENGTH = 256
 MAX_VERSION_LENGTH = 256
 LONGEST_RETURN_S = 86_400.0
@@ -374,7 +375,7 @@ def check_hint(session_id: object, over: object, returns_in_s: object) -> None:
         raise ValueError(f"returns_in_s = {returns_in_s}: must be 0 to {LONGEST_RETURN_S:,.0f} s")
 
 
-def retention_s(priority: int, ttl_s: float, priority_step_s: float) -> float:
+def retention_s(priority: int, ttl_s: float) -> float:
     """Return how much later than now a put's blocks count as used.
 
     Raises:
@@ -386,7 +387,7 @@ def retention_s(priority: int, ttl_s: float, priority_step_s: float) -> float:
         raise ValueError(
             f"priority = {priority!r}: must be an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}"
         )
-    return priority * priority_step_s + ttl_s
+    return priority * PRIORITY_STEP_S + ttl_s
 
 
 def _own_copy(token_ids: Tokens) -> Sequence[int] | npt.NDArray[np.int64]:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flexcache.cache.prompt import MAX_PRIORITY
+from flexcache.cache.prompt import MAX_PRIORITY, PRIORITY_STEP_S
 from flexcache.client.rank import KVTPClient
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.config.sources import CONFIG_FILE_ENV
@@ -183,7 +183,6 @@ class Player:
     ) -> None:
         self._manager = manager
         self._size = config.tokens_per_block
-        self._priority_step_s = config.priority_step_s
         self._fills_left = num_fills
         self._speed = speed
         self._open: dict[int, _OpenTask] = {}  # by the trace's task id
@@ -277,12 +276,9 @@ class Player:
             self._manager.report_prefill(blocks_per_s * self._size)
 
     def _retention(self, retain_s: float) -> dict[str, Any]:
-        """Return the hints of a put that add up to ``retain_s``.
-
-        With a smaller ``priority_step_s`` than the trace's, the lowest priority may be higher.
-        """
-        priority = max(-MAX_PRIORITY, min(0, int(retain_s // self._priority_step_s)))
-        ttl_s = max(0.0, retain_s - priority * self._priority_step_s)
+        """Return the hints of a put that add up to ``retain_s``."""
+        priority = max(-MAX_PRIORITY, min(0, int(retain_s // PRIORITY_STEP_S)))
+        ttl_s = max(0.0, retain_s - priority * PRIORITY_STEP_S)
         return {"priority": priority, "ttl_s": ttl_s}
 
     def _launch(self, task: int) -> None:

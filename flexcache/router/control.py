@@ -45,7 +45,7 @@ from msgspec import Meta
 from flexcache.config.router import RouterConfig
 from flexcache.config.values import is_loopback, split_tcp
 from flexcache.errors import ConfigError
-from flexcache.metrics.collector import Exposition
+from flexcache.metrics import Exposition
 from flexcache.router.chooser import (
     Arrival,
     Decision,

@@ -127,7 +127,6 @@ def proxy_config(config: RouterConfig) -> ProxyConfig:
         client_idle_s=config.idle_timeout_s,
         body_timeout_s=config.idle_timeout_s,
         queue_timeout_s=config.queue_timeout_s,
-        max_retries=config.max_retries,
         stop_deadline_s=config.drain_timeout_s,
         reuse_port=config.proxies > 0,
     )

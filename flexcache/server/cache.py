@@ -151,7 +151,6 @@ class ServedCache:
                 remote_timeout_s=config.remote_timeout_s + _REPLACE_AFTER_S,
                 lookup_timeout_s=config.remote_lookup_timeout_s,
                 match_ttl_s=config.match_ttl_s,
-                max_open_tasks=config.max_open_tasks,
             ),
         )
 

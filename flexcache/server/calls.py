@@ -52,6 +52,7 @@ from flexcache.server.outbox import BackgroundJob
 from flexcache.server.reactor import Buffer, log_failed
 from flexcache.server.state import Scheduler, ServerState
 from flexcache.tasks.instructions import TaskResult
+from flexcache.tasks.model import DEFAULT_LIMITS
 from flexcache.transfer.messages import unpack_ids
 
 logger = logging.getLogger(__name__)
@@ -262,7 +263,7 @@ class SessionCalls:
     def cancel(self, caller: Scheduler, message: Cancel, now: float) -> bool:
         """Cancel tasks; False if the message is malformed."""
         assert self._slot.cache is not None
-        max_bytes = 8 * self._slot.cache.config.max_open_tasks
+        max_bytes = 8 * DEFAULT_LIMITS.max_open_tasks
         if len(message.task_ids) % 8 or len(message.task_ids) > max_bytes:
             return False
         tasks = self._slot.tasks

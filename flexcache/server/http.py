@@ -41,7 +41,7 @@ from flexcache.errors import (
     MissingDependencyError,
 )
 from flexcache.logs import log_event
-from flexcache.metrics.collector import Exposition
+from flexcache.metrics import Exposition
 from flexcache.processes import raise_limit
 from flexcache.protocol.trust import find_peer, user_name
 from flexcache.stats import Stats, to_plain

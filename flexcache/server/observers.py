@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from flexcache.cache.journal import Change, Stored
 from flexcache.config import CacheConfig
 from flexcache.events.held_blocks import PublishedNames
-from flexcache.events.publisher import KVEventPublisher
+from flexcache.events.publisher import NUM_KEPT, NUM_QUEUED, KVEventPublisher
 from flexcache.logs import log_event
 from flexcache.server.cache import ServedCache
 from flexcache.stats import EventStats, TraceStats
@@ -63,7 +63,9 @@ class Observers:
         return self.feed
 
     def _open_publisher(self, cache: ServedCache) -> KVEventPublisher:
-        publisher = KVEventPublisher(self._config, cache.model.model_id)
+        publisher = KVEventPublisher(
+            self._config, cache.model.model_id, num_kept=NUM_KEPT, num_queued=NUM_QUEUED
+        )
         publisher.start()
         return publisher
 
@@ -132,7 +134,7 @@ class ChangeFeed:
         self._publisher = publisher
         self._names = names
         self._is_taken = config.kv_events
-        self._max_waiting = config.kv_events_queue
+        self._max_waiting = NUM_QUEUED
         self._waiting: deque[Sequence[Change]] = deque()
         self._num_tokens = 0
         self._num_dropped = 0
@@ -154,7 +156,7 @@ class ChangeFeed:
             self._num_dropped += 1
 
     def take(self) -> list[Change]:
-        """Take the changes since the last call. Beyond ``kv_events_queue`` batches or eight million
+        """Take the changes since the last call. Beyond `NUM_QUEUED` batches or eight million
         tokens the oldest were dropped."""
         changes = [change for batch in self._waiting for change in batch]
         self._waiting.clear()

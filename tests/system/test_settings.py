@@ -94,11 +94,10 @@ def writes_back_when_dram_is_dirty(tier: str) -> Callable[[Cluster], None]:
     return check
 
 
-def writes_what_is_seen_three_times(tier: str) -> Callable[[Cluster], None]:
+def writes_what_is_seen_twice(tier: str) -> Callable[[Cluster], None]:
     def check(cluster: Cluster) -> None:
         before = indexed(cluster, tier)
-        for _ in range(2):
-            cluster.put(prompt(cluster, 7, LONG), range(LONG))
+        cluster.put(prompt(cluster, 7, LONG), range(LONG))
         assert indexed(cluster, tier) == before
         put_until_it_is_in(cluster, prompt(cluster, 7, LONG), tier, before + LONG)
 
@@ -142,12 +141,6 @@ def has_capacities(**blocks: int) -> Callable[[Cluster], None]:
         assert {name: tiers[name]["capacity"] for name in blocks} == blocks
 
     return check
-
-
-def drops_calls_beyond_the_limit(cluster: Cluster) -> None:
-    for number in range(1, 9):
-        cluster.manager.put_match(prompt(cluster, number, 1))
-    assert sum(cluster.manager.stats()["tasks"].values()) == cluster.config.max_open_tasks
 
 
 def throttles_writes(cluster: Cluster) -> None:
@@ -203,8 +196,6 @@ def remote(directory: Path) -> Settings:
         "remote_lookup_timeout_s": 1.0,
         "remote_timeout_s": 10.0,
         "remote_absent_ttl_s": 0.1,
-        "remote_index_blocks": 1000,
-        "remote_concurrency": 2,
     }
 
 
@@ -216,13 +207,9 @@ def observers(directory: Path) -> Settings:
         "kv_events_endpoint": f"tcp://127.0.0.1:{events}",
         "kv_events_replay_endpoint": f"tcp://127.0.0.1:{replay}",
         "kv_events_topic": "kv@here@model",
-        "kv_events_format": "legacy_array",
         "kv_events_hashes": "bytes",
-        "kv_events_buffer": 100,
-        "kv_events_queue": 100,
         "trace_dir": str(directory / "trace"),
         "trace_file_mb": 1.0,
-        "trace_files": 2,
     }
 
 
@@ -271,8 +258,8 @@ SCENARIOS = [
     ),
     Scenario(
         "selective to SSD",
-        lambda d: {**ssd(d), "ssd_write_policy": "selective", "write_min_sightings": 3},
-        writes_what_is_seen_three_times("SSD"),
+        lambda d: {**ssd(d), "ssd_write_policy": "selective"},
+        writes_what_is_seen_twice("SSD"),
     ),
     Scenario(
         "write-back to a store",
@@ -281,8 +268,8 @@ SCENARIOS = [
     ),
     Scenario(
         "selective to a store",
-        lambda d: {**remote(d), "remote_write_policy": "selective", "write_min_sightings": 3},
-        writes_what_is_seen_three_times("REMOTE"),
+        lambda d: {**remote(d), "remote_write_policy": "selective"},
+        writes_what_is_seen_twice("REMOTE"),
     ),
     *(
         Scenario(
@@ -328,7 +315,7 @@ SCENARIOS = [
     Scenario(
         "policies of the cache",
         lambda d: {
-            **ssd(d), "eviction_policy": "lru", "priority_step_s": 60.0, "skip_slow_loads": False,
+            **ssd(d), "eviction_policy": "lru", "skip_slow_loads": False,
             "early_load_share": 0.25, "quotas": "a tenant=10%/1MB",
             "skip_useless_ssd_writes": False,
         },
@@ -340,7 +327,6 @@ SCENARIOS = [
         throttles_writes,
     ),
     Scenario("retention", lambda d: {**ssd(d), "retention_s": 600.0}, has_a_retention_time),
-    Scenario("few open tasks", lambda d: {"max_open_tasks": 3}, drops_calls_beyond_the_limit),
     Scenario("short deadlines", lambda d: {"match_ttl_s": 0.5, "op_timeout_s": 20.0},
              forgets_matches_that_are_not_launched),
     Scenario("layers on", lambda d: {"layerwise_load": "on", "log_level": "DEBUG"}),

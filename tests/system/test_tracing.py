@@ -346,10 +346,10 @@ def test_a_traces_settings_decide_what_is_kept_and_nothing_else(tmp_path: Path) 
     assert (config.eviction_policy, config.remote_url) == ("lru", None)
 
 
-def test_a_put_of_the_lowest_priority_is_replayed_with_a_smaller_step(tmp_path: Path) -> None:
+def test_a_put_of_the_lowest_priority_is_replayed(tmp_path: Path) -> None:
     with traced_cluster(tmp_path, ssd=False) as cluster:
         cluster.manager.put_match(range(64), priority=-1000)
-    report = replayed(opened(tmp_path), priority_step_s=60)
+    report = replayed(opened(tmp_path))
     assert report.now.calls["put"] == 1
 
 

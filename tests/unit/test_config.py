@@ -165,6 +165,24 @@ def test_an_unknown_name_is_answered_with_the_closest_ones() -> None:
         CacheConfig.from_env({}, num_cpu_blocks=1, ssd_queue_dept=3)
 
 
+@pytest.mark.parametrize("name", sources.REMOVED)
+def test_a_setting_of_an_earlier_version_is_answered_with_what_holds_instead(name: str) -> None:
+    expected = re.escape(f"{name}: no longer a setting")
+    with pytest.raises(ConfigError, match=f"{expected}; {re.escape(sources.REMOVED[name])}"):
+        CacheConfig(num_cpu_blocks=1, **{name: 1})
+    variable = f"FLEXCACHE_{name.upper()}"
+    with pytest.raises(ConfigError, match=f"{expected}.*{variable}"):
+        CacheConfig.from_env({variable: "1"}, num_cpu_blocks=1)
+
+
+@pytest.mark.parametrize("name", sources.REMOVED_OF_ROUTER)
+def test_a_routers_setting_of_an_earlier_version_is_refused_likewise(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: no longer a setting"):
+        RouterConfig(**{name: 1})
+    with pytest.raises(ConfigError, match=f"{name}: no longer a setting"):
+        RouterConfig.load(None, {f"FLEXCACHE_ROUTER_{name.upper()}": "1"})
+
+
 @pytest.mark.parametrize("name", ["defaults", "environ", "self"])
 def test_no_unknown_name_is_taken_for_an_argument(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: no such setting"):

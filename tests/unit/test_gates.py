@@ -80,8 +80,8 @@ CEILINGS = {
     "functions with too many parameters": 24,
     "functions more complex than 12": 67,
     "types of messages": 59,
-    "settings of the cache": 60,
-    "settings of the router": 37,
+    "settings of the cache": 51,
+    "settings of the router": 36,
     "metrics": 120,
 }
 """What the package has at most. A ceiling falls with the code. It rises only for a feature that

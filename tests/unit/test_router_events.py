@@ -512,9 +512,8 @@ def test_whatever_can_be_decoded_can_be_applied(events: list[dict[str, Any]]) ->
 # -- publishers ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["map", "legacy_array"])
 @pytest.mark.parametrize("hashes", ["int", "int_first", "bytes"])
-def test_events_of_this_cache(layout: str, hashes: str) -> None:
+def test_events_of_this_cache(hashes: str) -> None:
     keys = [BlockKey(hashlib.sha256(bytes([at])).digest()) for at in range(6)]
     info = RequestInfo(lora_name="tuned", lora_id=1)
     extra = [["tuned", "pepper"], *[["tuned"]] * 5]
@@ -525,7 +524,7 @@ def test_events_of_this_cache(layout: str, hashes: str) -> None:
         Removed(Medium.CPU, ROOT, keys[5:]),
     ]
     applier = EventApplier(KVIndexer())
-    encoder = BatchEncoder(layout)
+    encoder = BatchEncoder()
 
     def publish(changes: list[Change]) -> None:
         events = [describe(change, hashes) for change in changes]

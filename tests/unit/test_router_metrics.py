@@ -39,7 +39,7 @@ def samples(stats: RouterStats) -> Samples:
     pytest.importorskip("prometheus_client")
     from prometheus_client.parser import text_string_to_metric_families
 
-    from flexcache.metrics.collector import Exposition
+    from flexcache.metrics import Exposition
 
     text = Exposition(RouterStats, lambda: stats).render()[0].decode()
     return {
@@ -182,7 +182,7 @@ def test_any_worker_name_is_escaped() -> None:
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 def test_promtool_accepts_the_metrics() -> None:
     pytest.importorskip("prometheus_client")
-    from flexcache.metrics.collector import Exposition
+    from flexcache.metrics import Exposition
 
     text = Exposition(RouterStats, make_stats).render()[0]
     checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True)
