@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from flexcache.cache.journal import Change, Stored
 from flexcache.config import CacheConfig
@@ -19,14 +19,12 @@ from flexcache.server.cache import ServedCache
 from flexcache.stats import EventStats, TraceStats
 from flexcache.tracing.tracer import Tracer, make_header
 
+if TYPE_CHECKING:
+    from flexcache.server.http import HttpService
+
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-
-class Closing(Protocol):
-    def close(self) -> None:
-        """Serve no more. Idempotent."""
 
 
 class Observers:
@@ -39,15 +37,14 @@ class Observers:
 
     def __init__(self, config: CacheConfig) -> None:
         self._config = config
-        self._http: Closing | None = None
+        self._http: HttpService | None = None
         self._tracer: Tracer | None = None
         self.feed: ChangeFeed | None = None
         self.absent: list[str] = []
 
-    def open_http(self, start: Callable[[], Closing]) -> None:
-        """Start HTTP, if the config has an endpoint for it."""
-        if self._config.http_endpoint is not None:
-            self._http = self._start("HTTP", start)
+    def open_http(self, start: Callable[[], HttpService]) -> None:
+        """Start HTTP."""
+        self._http = self._start("HTTP", start)
 
     def follow(self, cache: ServedCache) -> ChangeFeed | None:
         """Start publishing and tracing what happens in a cache that has just been opened. Returns

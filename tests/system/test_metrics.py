@@ -41,7 +41,6 @@ from flexcache.counters import families
 from flexcache.events.wire import END_OF_REPLAY
 from flexcache.protocol.endpoints import private_endpoint
 from flexcache.protocol.messages import HelloEngine, ModelSpec
-from flexcache.server.operator import open_http
 from flexcache.server.server import KVServer
 from flexcache.stats import Stats
 from flexcache.storage.pool_directory import DATA_FILE
@@ -283,7 +282,7 @@ def share_a_server(server: Server, tmp_path: Path) -> None:
         http_endpoint=str(server.port),
     )
     with ExitStack() as stack:
-        kv_server = KVServer(config, open_http=open_http)
+        kv_server = KVServer(config)
         kv_server.start()
         stack.callback(kv_server.shutdown)
         server.look()

@@ -464,7 +464,7 @@ def test_a_rank_of_this_process_may_be_silent_until_its_line_is_closed(world: Wo
 
     engine, line = Engine(world), Line()
     engine.register()
-    world.hub.outbox.connect(engine.rank, line)
+    world.hub.outbox.lines[engine.rank] = line  # type: ignore[assignment]
     world.hub.greeter.expire(world.now + 2 * TIMEOUT_S)
     assert set(world.hub.state.peers) == {engine.rank}
     line.is_closed = True

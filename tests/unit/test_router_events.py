@@ -30,7 +30,7 @@ from flexcache.router.events import TIER_OF, EventApplier
 from flexcache.router.fleet import Tier
 from flexcache.router.holdings import find
 from flexcache.router.index import Holder, KeyChain, KVIndexer, Space
-from flexcache.router.names import BlockNames
+from flexcache.router.names import NamedBlocks
 
 SIZE = 4
 
@@ -440,7 +440,7 @@ def test_names_that_mean_other_blocks_elsewhere() -> None:
 
 def test_what_waits_is_bounded() -> None:
     index = KVIndexer()
-    names = BlockNames(index, max_waiting=10, max_loose=8)
+    names = NamedBlocks(index, max_waiting=10, max_loose=8)
     holder = Holder("e", Tier.GPU)
     applier = EventApplier(index)
     for first in range(20):
