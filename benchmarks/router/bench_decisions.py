@@ -35,13 +35,13 @@ from decision_parts import Deciders, GuessedView, KnownTime
 from rich.console import Console
 from rich.table import Table
 
-from flexcache.router.dispatcher import Dispatcher, Prompt
+from flexcache.router.dispatcher import Dispatcher, MatchedPrompt
 from flexcache.router.load import Load
 from flexcache.router.policy import make_policy
 from flexcache.router.service_time import ServiceTime
 from flexcache.router.simulate.comparison import (
     Chooses,
-    Outcome,
+    Simulated,
     Simulation,
     busiest_of,
     figures_of,
@@ -119,11 +119,11 @@ def dispatcher(
     return Dispatcher(make_policy(policy), Load(engines), times or ServiceTime(engines), seed=seed)
 
 
-def run(chooses: Chooses, workload: Workload, specs: Sequence[EngineSpec]) -> Outcome:
+def run(chooses: Chooses, workload: Workload, specs: Sequence[EngineSpec]) -> Simulated:
     return Simulation(chooses, specs, workload).run()
 
 
-def mean_figures(outcomes: Sequence[Outcome]) -> dict[str, float]:
+def mean_figures(outcomes: Sequence[Simulated]) -> dict[str, float]:
     """Return the means over several seeds."""
     rows = [
         {
@@ -288,7 +288,7 @@ def measure_time(results: Results, workers: int = 1000, rounds: int = 3000) -> N
     matched[0, rng.integers(0, workers, 3)] = 100_000
     spent = []
     for i in range(rounds):
-        prompt = Prompt(131_072, matched)
+        prompt = MatchedPrompt(131_072, matched)
         started = time.perf_counter()
         router.choose(f"{i}", prompt, i * 1e-3)
         spent.append(time.perf_counter() - started)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from flexcache.router.dispatcher import GPU, Dispatcher, Prompt
+from flexcache.router.dispatcher import GPU, Dispatcher, MatchedPrompt
 from flexcache.router.fleet import Tier
 from flexcache.router.index import Holder, KVIndexer
 from flexcache.router.load import FloatArray, Load, Running, Work
@@ -79,7 +79,7 @@ class Deciders:
         self._owner: dict[str, int] = {}
         self._mail: deque[tuple[float, int, Callable[[Dispatcher, float], object]]] = deque()
 
-    def choose(self, request_id: str, prompt: Prompt, now: float) -> tuple[Pick, Running]:
+    def choose(self, request_id: str, prompt: MatchedPrompt, now: float) -> tuple[Pick, Running]:
         self._deliver(now)
         own = self._owner[request_id] = self._next
         self._next = (own + 1) % len(self._all)

@@ -40,7 +40,6 @@ SETTLE_S = 3.0
 VARIANTS: dict[str, dict[str, Any]] = {
     'topic ""': {"kv_events_topic": ""},
     "topic kv@pod@model": {"kv_events_topic": "kv@pod@model"},
-    'topic "", arrays': {"kv_events_topic": "", "kv_events_format": "legacy_array"},
     'topic "", hashes as bytes': {"kv_events_topic": "", "kv_events_hashes": "bytes"},
 }
 
@@ -100,7 +99,7 @@ def _cache(directory: Path, settings: dict[str, Any]) -> AbstractContextManager[
 def _publisher(settings: dict[str, Any], stack: ExitStack) -> BatchPublisher[Event]:
     publisher: BatchPublisher[Event] = BatchPublisher(
         Address(ANY_PORT, ANY_PORT, settings["kv_events_topic"]),
-        BatchEncoder(settings.get("kv_events_format", "map")).encode,
+        BatchEncoder().encode,
         num_kept=100,
         num_queued=100,
     )

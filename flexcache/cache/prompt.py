@@ -88,8 +88,7 @@ Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
 Namespace = str | Sequence[str] | None
 
 MAX_PRIORITY = 1000
-PRIORITY_STEP_S = 3600.0
-"""A step of a put's priority counts as a use this much later."""
+PRIORITY_STEP_S = 3600.0  # each step of a put's priority counts as a use this much later
 MAX_SESSION_ID_LENGTH = 256
 MAX_VERSION_LENGTH = 256
 LONGEST_RETURN_S = 86_400.0

@@ -224,6 +224,9 @@ _UNFED_CHUNKS = 4  # copied by one op if no tier feeds another
 _STAGING_CHUNKS = 8  # held by a host tier that only stages
 
 
+REMEMBERED_BLOCKS = 262_144  # of the remote store, at 0.2 to 1 KB of memory each
+
+
 @dataclass(frozen=True, slots=True)
 class CacheSizes:
     """Sizes of a cache, in blocks.
@@ -236,6 +239,7 @@ class CacheSizes:
         stored_bytes: Bytes that a block takes in a tier.
         host_quotas: Blocks that each tenant is sure of, by name; empty if all share everything.
         ssd_quotas: Likewise.
+        num_remembered: Blocks of the remote store of which it is known whether it has them.
     """
 
     num_host_blocks: int
@@ -246,6 +250,7 @@ class CacheSizes:
     stored_bytes: int = 1
     host_quotas: Mapping[str, int] = field(default_factory=dict)
     ssd_quotas: Mapping[str, int] = field(default_factory=dict)
+    num_remembered: int = REMEMBERED_BLOCKS
 
     @classmethod
     def for_blocks(cls, config: CacheConfig, block_bytes: int, stored_bytes: int) -> CacheSizes:
@@ -310,8 +315,7 @@ def build_cache(
         tiers.append(Tier(TierName.SSD, sizes.num_slots, make_queue, False, quotas, keep_s))
         writes[TierName.SSD] = config.ssd_write_policy
     if config.remote_url is not None:
-        known, absent_s = config.remote_index_blocks, config.remote_absent_ttl_s
-        tiers.append(RemoteTier(absent_s, known, keep_s))
+        tiers.append(RemoteTier(config.remote_absent_ttl_s, sizes.num_remembered, keep_s))
         writes[TierName.REMOTE] = config.remote_write_policy
     ordered = Tiers(tiers, policy)
     cache = TieredCache(ordered, _settings(config, sizes, ordered, writes, shape, op_ids))

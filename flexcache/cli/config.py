@@ -63,12 +63,13 @@ def config(
 
 
 def _print_profile(name: str) -> None:
-    from flexcache.config.profiles import PROFILES, render_profile
+    from flexcache.config.settings import read_profiles
 
-    if name not in PROFILES:
-        known = ", ".join(PROFILES)
+    profiles = read_profiles()
+    if name not in profiles:
+        known = ", ".join(sorted(profiles))
         raise typer.BadParameter(f"{name!r} is not one of {known}", param_hint="--profile")
-    typer.echo(render_profile(name), nl=False)
+    typer.echo(profiles[name], nl=False)
 
 
 def _endpoint_error(found: EffectiveSettings) -> str | None:

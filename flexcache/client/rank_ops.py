@@ -206,7 +206,8 @@ class RankOps:
         if (line := self._line) is not None:
             with self._turn:  # all that has left the line is with the worker when it is over
                 refused = self._take_all(line)
-            self._pass_on(line, refused)
+            if refused:
+                self._pass_on(line, refused)
 
     def take(self, message: Execute | Drop | Ended | SessionOver) -> None:
         """Take what the server has sent."""
@@ -290,7 +291,7 @@ class RankOps:
         finally:
             self._is_advancing = False
         try:
-            for each in done:
+            for each in done if self._tasks.keeps_loads else ():
                 self._tasks.moved(each)
             self._report(done)
         finally:
@@ -310,16 +311,14 @@ class RankOps:
     def _advance(self, worker: DeviceWorker, may_copy: bool = True) -> list[Done]:
         """Start what may start; return what has ended."""
         with self._turn:
-            for message in self._tasks.take_promised():
-                worker.execute(message)  # refused by nothing: a step counts on it
+            while self._tasks.promised:
+                worker.execute(self._tasks.promised.popleft())  # a step counts on it
             ended, self._ended_early = self._ended_early, []
             moved = worker.advance() if may_copy else worker.advance(may_copy=False)
-            return ended + self._judged(moved)
+            return ended + (self._judged(moved) if self._adapters else moved)
 
     def _judged(self, done: list[Done]) -> list[Done]:
         """Return how ops have ended: what moved under an adapter that is gone is of no use."""
-        if not self._adapters:
-            return done
         judged = []
         for each in done:
             adapter = self._adapters.pop(each.op_id, None)
@@ -329,11 +328,11 @@ class RankOps:
         return judged
 
     def _report(self, done: list[Done]) -> None:
-        if (line := self._line) is not None:
-            self._pass_on(line, done)
-        else:
+        if (line := self._line) is None:
             for each in done:
                 self._link.send(each)
+        elif done:
+            self._pass_on(line, done)
 
     def _pass_on(self, line: LocalLine, done: list[Done]) -> None:
         if done:

@@ -208,7 +208,7 @@ class RankTasks:
         """Those of them that were planned for weights which have changed since."""
         self._is_cut_off = False
         """Whether the server was lost, so that nothing more will be given."""
-        self._promised: deque[Execute] = deque()
+        self.promised: deque[Execute] = deque()
         """Promised loads that the worker was not given yet."""
 
     # -- any thread ------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ class RankTasks:
             if worker is None or epoch_of(task_id) != self._gates.epoch:
                 return _lost(num_blocks)  # the client was closed, or its thread has failed
             load = worker.gates.load_by_layer(task_id, num_blocks, is_promised=True)
-            self._promised.append(message)
+            self.promised.append(message)
             self._wake()
             return load
 
@@ -315,20 +315,13 @@ class RankTasks:
             self._worker, self._gates.epoch = worker, epoch
             self._held, self._is_cut_off = HeldLoads(), False
             self._open, self._stale = {}, {}
-            self._promised.clear()
+            self.promised.clear()
             self._changed.notify_all()
 
     def detach(self) -> None:
         """Let no gate open any more: copies are about to end."""
         with self._changed:
             self._worker = None
-
-    def take_promised(self) -> list[Execute]:
-        """Return the ops of promised loads that were begun since the last call."""
-        taken = []
-        while self._promised:
-            taken.append(self._promised.popleft())
-        return taken
 
     def is_shut(self, message: Execute) -> bool:
         """Return whether the gate of an op will never be opened."""
@@ -353,10 +346,9 @@ class RankTasks:
                 self._changed.notify_all()
 
     def moved(self, done: Done) -> None:
-        """An op has ended on this rank."""
-        if self.keeps_loads:
-            with self._changed:
-                self._held.moved(done)
+        """An op has ended on this rank, which keeps loads."""
+        with self._changed:
+            self._held.moved(done)
 
     def ended(self, task_id: int, num_ok: int) -> None:
         """A task has ended on every rank, with its first ``num_ok`` blocks."""

@@ -19,7 +19,7 @@ from flexcache.config.values import server_of
 from flexcache.ids import PromptDetail
 from flexcache.protocol.endpoints import check_endpoint, private_endpoint
 from flexcache.protocol.messages import engine_name, new_engine_id
-from flexcache.server.operator import LocalSession, open_http
+from flexcache.server.operator import LocalSession
 from flexcache.server.server import KVServer
 from flexcache.stats import to_plain
 from flexcache.tasks.instructions import Offer, PromisedLoad
@@ -113,9 +113,7 @@ class LocalTransport(LocalSession):
     def __init__(
         self, endpoint: str | None, model: ModelConfig, config: CacheConfig, engine: str
     ) -> None:
-        super().__init__(
-            KVServer(config, endpoint, model=model, engine=engine, open_http=open_http)
-        )
+        super().__init__(KVServer(config, endpoint, model=model, engine=engine))
         self.prompt_detail: PromptDetail = config.prompt_detail
         self._engine = engine
 

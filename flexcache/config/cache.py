@@ -125,11 +125,6 @@ class CacheConfig:
     remote_compression: Literal["none", "zstd", "lz4"] = setting(
         "none", "Compression of blocks in the remote store: none, zstd, lz4."
     )
-    remote_concurrency: Count = setting(
-        16,
-        "Concurrent requests to an object store, or files of a directory, for one op.",
-        "requests",
-    )
     remote_timeout_s: Seconds = setting(
         3.0, "Deadline of one op of the remote store. A worker that exceeds it is replaced.", "s"
     )
@@ -138,12 +133,6 @@ class CacheConfig:
     )
     remote_absent_ttl_s: Seconds = setting(
         5.0, "How long before a block that the store did not have is looked up again.", "s"
-    )
-    remote_index_blocks: Count = setting(
-        262_144,
-        "Blocks of the remote store to remember at most, at 0.2 to 1 KB of memory each. The least "
-        "recently used are forgotten first, and looked up again when a prompt needs them.",
-        "blocks",
     )
     write_back_max_dirty: Annotated[float, Meta(gt=0, le=0.75)] = setting(
         0.5, "For write_back: the share of DRAM that may wait to be written.", "of DRAM"
@@ -203,11 +192,6 @@ class CacheConfig:
         None,
         "Names the model's weights, beside what is known of them: engines share KV only with "
         "others of the same version. `new_weights` and `POST /cache/weights` replace it.",
-    )
-    max_open_tasks: Count = setting(
-        4096,
-        "Open tasks of one engine at a server. Beyond it gets are misses and puts are dropped.",
-        "tasks",
     )
     io_engine: Literal["auto", "io_uring", "threads"] = setting(
         "auto", "SSD I/O: auto (io_uring, else threads), io_uring (or fail), threads."
@@ -270,17 +254,10 @@ class CacheConfig:
     kv_events_topic: str | None = setting(
         None, "Topic of published KV events. Unset: `kv@HOST@MODEL`."
     )
-    kv_events_format: Literal["map", "legacy_array"] = setting(
-        "map", "map: as vLLM 0.24 and later. legacy_array: as vLLM until 0.23."
-    )
     kv_events_hashes: Literal["int", "int_first", "bytes"] = setting(
         "int",
         "Block hashes as the last 64 bits of keys, vLLM's default; the first 64, as SGLang has "
         "them; or as bytes.",
-    )
-    kv_events_buffer: Count = setting(10_000, "Batches of KV events kept for replay.", "batches")
-    kv_events_queue: Count = setting(
-        10_000, "Batches of KV events that may wait; beyond it the oldest are dropped.", "batches"
     )
     trace_dir: str | None = setting(
         None,
@@ -290,7 +267,11 @@ class CacheConfig:
     trace_file_mb: Megabytes = setting(
         64.0, "Size at which a trace continues in a new file.", "1e6 bytes"
     )
-    trace_files: Count = setting(4, "Files of a trace to keep.", "files")
+
+    def __new__(cls, **settings: Any) -> CacheConfig:
+        """Refuse settings of earlier versions with what replaces them."""
+        sources.refuse_removed(settings, sources.REMOVED)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         _check_gone(self)
@@ -387,7 +368,7 @@ class CacheConfig:
         known = [spec.name for spec in fields(cls)]
         with sources.naming_origins(layers):
             for layer in layers:
-                sources.require_known(layer, known)
+                sources.require_known(layer, known, sources.REMOVED)
             return cls(**sources.merge(*layers))
 
 

@@ -144,9 +144,6 @@ class RouterConfig:
     metrics_interval_s: Seconds = setting(
         15.0, "How often each engine's `/metrics` and `/v1/models` are read.", "s"
     )
-    max_retries: Annotated[int, Meta(ge=0)] = setting(
-        2, "Other engines tried before the first byte of an answer.", "engines"
-    )
     max_body_mb: Megabytes = setting(64.0, "Largest body of a request.", "1e6 bytes")
     idle_timeout_s: Seconds = setting(
         75.0, "How long a client's connection may idle, or a request's body may pause.", "s"
@@ -194,6 +191,11 @@ class RouterConfig:
     )
     log_format: Literal["text", "json"] = setting("text", "Format of the log.")
 
+    def __new__(cls, **settings: Any) -> RouterConfig:
+        """Refuse settings of earlier versions with what replaces them."""
+        sources.refuse_removed(settings, sources.REMOVED_OF_ROUTER)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         read_fields(self, _hints())
         _check_patterns(self)
@@ -225,7 +227,7 @@ class RouterConfig:
         known = [spec.name for spec in fields(cls)]
         with sources.naming_origins(layers):
             for layer in layers:
-                sources.require_known(layer, known)
+                sources.require_known(layer, known, sources.REMOVED_OF_ROUTER)
             return cls(**sources.merge(*layers))
 
     def to_dict(self) -> dict[str, Any]:

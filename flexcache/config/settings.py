@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from flexcache.config import sources
@@ -63,6 +65,16 @@ class EffectiveSettings:
     settings: list[EffectiveSetting]
     unknown: list[UnknownSetting]
     error: str | None
+
+
+def read_profiles() -> dict[str, str]:
+    """Return settings files to begin with, by kind of traffic, each setting with its reason.
+
+    Figures are those of docs/policies.md and benchmarks/bench_write_policies.py. What depends on
+    the machine or on rules of the house is suggested as a comment.
+    """
+    found = (files(__package__) / "profiles").iterdir()
+    return {Path(each.name).stem: each.read_text() for each in found}
 
 
 def describe_settings() -> list[Setting]:
@@ -138,6 +150,9 @@ def read_effective_settings(
     ]
     if error is None and unknown:
         error = f"{unknown[0].name}: no such setting (from {unknown[0].source})"
+        name = unknown[0].name.removeprefix(sources.ENV_PREFIX).lower()
+        if name in sources.REMOVED:
+            error = f"{name}: no longer a setting; {sources.REMOVED[name]}"
     return EffectiveSettings(effective, unknown, error)
 
 

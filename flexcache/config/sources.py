@@ -30,6 +30,25 @@ SERVER_ONLY = ("model", "idle_exit_s")
 """Settings of `ServerConfig` itself. A server and its engines may share one file."""
 _TWO_FORMS = (("num_cpu_blocks", "cpu_cache_gb"), ("num_ssd_blocks", "ssd_cache_gb"))
 
+REMOVED: Mapping[str, str] = {
+    "kv_events_buffer": "10,000 batches are kept for replay, within 256 MiB",
+    "kv_events_format": "events are maps, as vLLM has them since 0.24",
+    "kv_events_queue": "10,000 batches may wait",
+    "max_open_tasks": "an engine may have 4,096 open tasks",
+    "priority_step_s": "a step of priority counts as an hour; ttl_s takes any other time",
+    "remote_concurrency": "16 requests of an op run at once",
+    "remote_index_blocks": "262,144 blocks of the store are remembered, in 55 to 280 MB",
+    "trace_files": "the last 4 files of a trace are kept; trace_file_mb sets their size",
+    "write_min_sightings": "selective writes a block when it is seen a second time",
+}
+"""Settings of earlier versions, and what holds instead."""
+REMOVED_OF_ROUTER: Mapping[str, str] = {
+    "connect_timeout_s": "connecting to an engine may take 2 s",
+    "health_timeout_s": "an engine has 2 s to answer a health check",
+    "max_retries": "a request is sent to two other engines at most",
+    "temperature": "choices are never sampled",
+}
+
 _SERVICE = re.compile(
     r"_SERVICE_HOST$|_SERVICE_PORT(_[A-Z0-9_]+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$"
 )
@@ -180,22 +199,26 @@ def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-GONE = {
-    "write_min_sightings": "selective writes a block at its second sighting",
-    "priority_step_s": "a step of a put's priority is an hour; its ttl_s takes any time",
-}
-"""Settings of earlier versions, with what holds now."""
+def refuse_removed(settings: Iterable[str], removed: Mapping[str, str], origin: str = "") -> None:
+    """
+    Raises:
+        ConfigError: A name is one of an earlier version's settings; says what holds instead.
+    """
+    for name in settings:
+        if name in removed:
+            raise ConfigError(f"{name}: no longer a setting{origin}; {removed[name]}")
 
 
-def require_known(layer: Mapping[str, Any], known: Collection[str]) -> None:
+def require_known(
+    layer: Mapping[str, Any], known: Collection[str], removed: Mapping[str, str]
+) -> None:
     """
     Raises:
         ConfigError: A name is no setting; gives the closest ones.
     """
     for name in layer:
+        refuse_removed((name,), removed, _origin(layer, name))
         if name not in known:
-            if name in GONE:
-                raise ConfigError(f"{name}: is gone{_origin(layer, name)}: {GONE[name]}")
             close = closest(name, known)
             hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
             raise ConfigError(f"{name}: no such setting{_origin(layer, name)}; {hint}")

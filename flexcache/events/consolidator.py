@@ -17,7 +17,7 @@ from types import TracebackType
 import zmq
 
 from flexcache.errors import InternalError
-from flexcache.events.publisher import Address, BatchPublisher
+from flexcache.events.publisher import NUM_KEPT, NUM_QUEUED, Address, BatchPublisher
 from flexcache.events.subscriber import KVEventSubscriber, News, Received, SnapshotPart
 from flexcache.events.wire import (
     AllBlocksCleared,
@@ -154,9 +154,6 @@ class Consolidator:
         return [BlockRemoved(hashes, medium) for medium, hashes in gone.items()]
 
 
-_NUM_KEPT = _NUM_QUEUED = 10_000
-
-
 class Consolidation:
     """Merges the events of several publishers. Use it from one thread; `run` occupies that thread.
 
@@ -171,7 +168,7 @@ class Consolidation:
     def __init__(self, sources: Sequence[tuple[str, str | None]], address: Address) -> None:
         self._consolidator = Consolidator()
         self._publisher: BatchPublisher[Event] = BatchPublisher(
-            address, BatchEncoder().encode, num_kept=_NUM_KEPT, num_queued=_NUM_QUEUED
+            address, BatchEncoder().encode, num_kept=NUM_KEPT, num_queued=NUM_QUEUED
         )
         self._subscribers: list[KVEventSubscriber] = []
         try:

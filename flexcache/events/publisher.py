@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 
+NUM_KEPT = NUM_QUEUED = 10_000
+"""Batches of KV events kept for replay, and waiting to be sent."""
 _SEND_QUEUE = 10_000  # batches queued for one slow subscriber, which has to request later ones
 _REPLAY_BYTES = 256 << 20
 _ANSWERS_ON_THEIR_WAY = 32  # to one peer; the rest of its replay follows as it reads
@@ -295,7 +297,7 @@ class BatchPublisher(Generic[Item]):
             self._is_behind = True
             log_event(
                 logger, logging.WARNING, "kv_events_dropped", batches=num_missing,
-                reason="more than kv_events_queue batches are waiting",
+                reason=f"more than {self._num_queued:,} batches are waiting",
             )  # fmt: skip
 
     def _send(self, number: int, ts: float, items: Sequence[Item]) -> None:
@@ -479,6 +481,7 @@ class KVEventPublisher(BatchPublisher[Change]):
         pod: Name of this publisher in the topic, as routers know it; None: the host's name (in
             Kubernetes the pod's). The config's ``kv_events_topic`` replaces the whole topic.
         data_parallel_rank: Rank in every batch; None for a cache that ranks share.
+        num_kept, num_queued: See `BatchPublisher`.
     """
 
     def __init__(
@@ -487,6 +490,9 @@ class KVEventPublisher(BatchPublisher[Change]):
         model_id: str,
         pod: str | None = None,
         data_parallel_rank: int | None = None,
+        *,
+        num_kept: int = NUM_KEPT,
+        num_queued: int = NUM_QUEUED,
     ) -> None:
         if config.kv_events_endpoint is None:
             raise ConfigError("kv_events_endpoint = None: needed to publish KV events")
@@ -495,15 +501,15 @@ class KVEventPublisher(BatchPublisher[Change]):
             name = model_id.partition(_MORE_THAN_A_NAME)[0]
             topic = f"kv@{pod or sockets.gethostname()}@{name}"
         self._hashes = config.kv_events_hashes
-        self._encoder = BatchEncoder(config.kv_events_format, data_parallel_rank)
+        self._encoder = BatchEncoder(data_parallel_rank)
         self._held: _Held | None = None
         if config.kv_events_replay_endpoint is not None:
             self._held = _Held(self._encode_changes)
         super().__init__(
             Address(config.kv_events_endpoint, config.kv_events_replay_endpoint, topic),
             self._follow_and_encode,
-            num_kept=config.kv_events_buffer,
-            num_queued=config.kv_events_queue,
+            num_kept=num_kept,
+            num_queued=num_queued,
             gather_s=_GATHER_S,
             snapshots=self._held,
         )

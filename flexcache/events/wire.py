@@ -1,7 +1,7 @@
 """Wire format of KV events: msgpack, in the layouts of vLLM and compatible publishers.
 
 A batch is an array ``[time, events, data-parallel rank]``. Its events are maps with the key `type`
-(SGLang, and vLLM from 0.24 on) or positional arrays that begin with the type (vLLM until 0.23).
+(SGLang, and vLLM from 0.24 on) or, to be read only, positional arrays that begin with the type.
 """
 
 from __future__ import annotations
@@ -163,23 +163,15 @@ class BatchEncoder:
     """Encodes batches.
 
     Args:
-        layout: Layout of the events: map or legacy_array.
         data_parallel_rank: Rank of the publisher, if it has one.
     """
 
-    def __init__(self, layout: str = "map", data_parallel_rank: int | None = None) -> None:
-        self._lay_out = _positional if layout == "legacy_array" else None
+    def __init__(self, data_parallel_rank: int | None = None) -> None:
         self._rank = data_parallel_rank
         self._encode = msgspec.msgpack.Encoder().encode
 
     def encode(self, ts: float, events: Sequence[Event]) -> bytes:
-        laid_out = events if self._lay_out is None else [self._lay_out(event) for event in events]
-        return self._encode((ts, laid_out, self._rank))
-
-
-def _positional(event: Event) -> list[Any]:
-    name = type(event).__name__
-    return [name, *(getattr(event, field) for field in _POSITIONS[name])]
+        return self._encode((ts, events, self._rank))
 
 
 # -- from the wire -------------------------------------------------------------------------------

@@ -78,6 +78,8 @@ def _log_unusable(base: str, reason: str) -> None:
 
 def private_endpoint(name: str | None = None) -> str:
     """Return an ipc address in the private directory: fixed for a ``name``, else a new one."""
+    # In vLLM scheduler and workers derive the same address from the engine id: it has no way to
+    # hand a resolved config from the scheduler to workers that start before it.
     text = f"{os.getpid()}-{next(_numbers)}" if name is None else name
     return f"ipc://{runtime_dir() / f'{_short(text)}.sock'}"
 

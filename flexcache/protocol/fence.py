@@ -79,6 +79,8 @@ class Fence:
 
     def hold(self) -> None:
         """Hold the lock until `close`: this rank may touch slots until then."""
+        # A lock, no delay: ranks and scheduler learn of a server's death at different moments, and
+        # a copy in between would land in slots that serve another request.
         fcntl.flock(self._fd, fcntl.LOCK_SH)
 
     def is_free(self) -> bool:
@@ -139,6 +141,9 @@ class Fence:
 
         Call it before an answer that gives slots back while a rank may be copying.
         """
+        # A stopped rank cannot be asked, and one load between pieces costs nothing. It revokes
+        # older open tasks too: that costs a recompute, after a missed deadline or a lost session
+        # only.
         self.words[self._word] = max(self.words[self._word], task_id)
 
     def begin_session(self) -> None:

@@ -275,12 +275,16 @@ class Match(msgspec.Struct, tag=True, frozen=True):
     """
 
     request_id: int
+    # By the client: a match whose answer is lost could not be cancelled else, and a rank could not
+    # tell a task of a dead server from a late one. It contains server, session and count.
     task_id: int
     kind: TaskKind
     root: bytes
     start: int
     stop: int
     num_tokens: int
+    # All keys are sent, though a bisection reads a handful: asking for them would cost round trips
+    # of 60 to 120 us each, while joining and writing 8,192 of them takes about 70.
     key_bytes: int
     scratch_bytes: int = 0
     retain_s: float = 0.0

@@ -276,7 +276,7 @@ class Player:
             self._manager.report_prefill(blocks_per_s * self._size)
 
     def _retention(self, retain_s: float) -> dict[str, Any]:
-        """Return the hints of a put that add up to ``retain_s``, which may be of another step."""
+        """Return the hints of a put that add up to ``retain_s``."""
         priority = max(-MAX_PRIORITY, min(0, int(retain_s // PRIORITY_STEP_S)))
         ttl_s = max(0.0, retain_s - priority * PRIORITY_STEP_S)
         return {"priority": priority, "ttl_s": ttl_s}

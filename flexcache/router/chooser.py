@@ -90,7 +90,7 @@ class Decided(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=
     attempt: int
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="ended"):
+class RequestEnded(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="ended"):
     """A request ended at its worker.
 
     Attributes:
@@ -121,7 +121,7 @@ class Skipped(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=
     count: int
 
 
-RouterEvent = Decided | Ended | Skipped
+RouterEvent = Decided | RequestEnded | Skipped
 
 
 def to_server_sent(event: RouterEvent) -> bytes:

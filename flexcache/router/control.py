@@ -45,7 +45,7 @@ from msgspec import Meta
 from flexcache.config.router import RouterConfig
 from flexcache.config.values import is_loopback, split_tcp
 from flexcache.errors import ConfigError
-from flexcache.metrics.collector import Exposition
+from flexcache.metrics import Exposition
 from flexcache.router.chooser import (
     Arrival,
     Decision,
@@ -63,7 +63,7 @@ from flexcache.router.listing import (
     parse_cache_url,
     parse_source,
 )
-from flexcache.router.proxy.clients import Bodies, Body, BodyRefused, holding
+from flexcache.router.proxy.clients import Bodies, BodyRefused, HeldBody, holding
 from flexcache.router.proxy.proxy import LINGER_S, bind, listen
 from flexcache.router.router import WorkerScore
 from flexcache.router.service import DeciderService
@@ -189,7 +189,7 @@ async def read(request: web.Request, kind: type[T]) -> T:
         web.HTTPBadRequest: It is not what is expected; says why.
         BodyRefused: See `Bodies.read`.
     """
-    bodies, held = request.app[BODIES], Body()
+    bodies, held = request.app[BODIES], HeldBody()
     try:
         return msgspec.json.decode(await bodies.read(request, held), type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -28,9 +28,9 @@ from flexcache.router.chooser import (
     Choice,
     Decided,
     Decision,
-    Ended,
     NotRouted,
     Outcome,
+    RequestEnded,
     RouteRequest,
     RouterEvent,
     Skipped,
@@ -410,7 +410,7 @@ class Decider:
             self.on_answer(running, usage.cached_tokens)
         if self.watchers:
             first_s = running.first_token_s
-            event = Ended(
+            event = RequestEnded(
                 time=time.time(), request_id=running.request_id, worker=running.worker,
                 outcome=outcome.value, predicted_tokens=running.predicted_tokens,
                 predicted_ttft_s=running.ttft_s,

@@ -166,7 +166,7 @@ class _List(msgspec.Struct):
     items: list[_Slice]
 
 
-class _Event(msgspec.Struct):
+class _WatchEvent(msgspec.Struct):
     type: str
     object: msgspec.Raw
 
@@ -177,7 +177,7 @@ class _Status(msgspec.Struct):
 
 
 _decode_list = msgspec.json.Decoder(_List).decode
-_decode_event = msgspec.json.Decoder(_Event).decode
+_decode_event = msgspec.json.Decoder(_WatchEvent).decode
 _decode_slice = msgspec.json.Decoder(_Slice).decode
 
 
@@ -293,7 +293,7 @@ async def _list_and_watch(
             yield slices.values()
 
 
-def _apply(event: _Event, slices: dict[str, _Slice]) -> None:
+def _apply(event: _WatchEvent, slices: dict[str, _Slice]) -> None:
     """
     Raises:
         _Gone, _Refused: The event is an error.

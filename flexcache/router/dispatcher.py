@@ -23,7 +23,7 @@ LEASE_S = 3600.0
 reported must not be load for ever."""
 
 
-class Prompt(NamedTuple):
+class MatchedPrompt(NamedTuple):
     """What decides where a request goes.
 
     Attributes:
@@ -74,7 +74,7 @@ class Dispatcher:
                 self.load.end(running, now)
                 running.number = GONE
 
-    def score(self, prompt: Prompt, now: float, eligible: np.ndarray | None = None) -> Pick:
+    def score(self, prompt: MatchedPrompt, now: float, eligible: np.ndarray | None = None) -> Pick:
         """Choose a worker and change nothing.
 
         Args:
@@ -83,7 +83,7 @@ class Dispatcher:
         return self._policy.choose(self._candidates(prompt, now, eligible), self._rng)
 
     def choose(
-        self, request_id: str, prompt: Prompt, now: float, eligible: np.ndarray | None = None
+        self, request_id: str, prompt: MatchedPrompt, now: float, eligible: np.ndarray | None = None
     ) -> tuple[Pick, Running]:
         """Choose a worker; the request counts as its load from now on."""
         candidates = self._candidates(prompt, now, eligible)
@@ -133,7 +133,9 @@ class Dispatcher:
         self.load.check(each for each in self.running.values() if each.number != GONE)
         self.service_time.check()
 
-    def _candidates(self, prompt: Prompt, now: float, eligible: np.ndarray | None) -> Candidates:
+    def _candidates(
+        self, prompt: MatchedPrompt, now: float, eligible: np.ndarray | None
+    ) -> Candidates:
         load, times = self.load, self.service_time
         return Candidates(
             num_tokens=prompt.num_tokens,

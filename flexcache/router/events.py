@@ -26,7 +26,7 @@ from flexcache.router.index import (
     pack,
     pack_extra_keys,
 )
-from flexcache.router.names import BlockNames, DiskNames, Run
+from flexcache.router.names import DiskNames, NamedBlocks, NamedRun
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class EventApplier:
         self.ignored: Counter[str] = Counter()
         self.unknown_media: set[str] = set()
         self.on_disk = DiskNames()
-        self._names: dict[int, BlockNames] = {}
+        self._names: dict[int, NamedBlocks] = {}
         """By block size."""
         self._holders: dict[str, set[Holder]] = {}
         """By source."""
@@ -231,7 +231,7 @@ class EventApplier:
             groups[group] = kind in _WHOLE_PREFIX
         return groups.get(group, not group)
 
-    def _table(self, source: str, block_size: int) -> BlockNames | None:
+    def _table(self, source: str, block_size: int) -> NamedBlocks | None:
         """Return the names of blocks of a size; None if there are too many sizes.
 
         vLLM's offloading publishes some blocks with neither tokens nor size: these have the size
@@ -249,7 +249,7 @@ class EventApplier:
                 self.ignored["block_size"] += 1
                 self._crowd_out(source, block_size)
                 return None
-            table = self._names[block_size] = BlockNames(self.index, on_disk=self.on_disk)
+            table = self._names[block_size] = NamedBlocks(self.index, on_disk=self.on_disk)
         self._sizes.setdefault(source, block_size)
         return table
 
@@ -264,7 +264,7 @@ class EventApplier:
             "sizes that no engine has, or give engines of other sizes a router of their own",
         )  # fmt: skip
 
-    def _run(self, event: BlockStored, names: list[int]) -> Run | None:
+    def _run(self, event: BlockStored, names: list[int]) -> NamedRun | None:
         """Return what the event says of its blocks' content; None unless it says all."""
         size, tokens, extra_keys = event.block_size, event.token_ids, event.extra_keys
         if not tokens or len(tokens) != size * len(names):
@@ -280,7 +280,7 @@ class EventApplier:
             self.ignored["malformed"] += 1
             return None
         parent = event.parent_block_hash
-        return Run(
+        return NamedRun(
             chain=chain_of(Space(size, event.lora_name or event.lora_id)),
             names=names,
             parent=None if parent is None else low_64_bits(parent),

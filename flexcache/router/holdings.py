@@ -30,7 +30,7 @@ from flexcache.router.stats import IndexStats
 TokenCounts = npt.NDArray[np.int64]
 
 
-class Matched(NamedTuple):
+class TierTokens(NamedTuple):
     """Tokens that each tier supplies, by worker. A token counts for the fastest tier that has it;
     their sum is the prefix that need not be computed."""
 
@@ -73,7 +73,7 @@ class WorkerTable:
         ]
         self._version = -1
 
-    def matched(self, depths: TokenCounts) -> Matched:
+    def matched(self, depths: TokenCounts) -> TierTokens:
         """Return what each worker has, in the order of the workers.
 
         Args:
@@ -84,7 +84,7 @@ class WorkerTable:
         gpu, dram, disk = (depths[self._columns[tier]].max(axis=1) for tier in Tier)
         dram = np.maximum(gpu, dram)
         disk = np.maximum(dram, disk)
-        return Matched(gpu, dram - gpu, disk - dram)
+        return TierTokens(gpu, dram - gpu, disk - dram)
 
     def _refresh(self) -> None:
         """Find the holders of each worker."""

@@ -38,10 +38,10 @@ from flexcache.router.messages import (
     FirstToken,
     Hello,
     ModelsChanged,
+    NotChosen,
     ProxyCounters,
-    Refused,
     RunningRequest,
-    Stored,
+    StoredTold,
     ToDecider,
     ToProxy,
     WorkerAddress,
@@ -159,7 +159,7 @@ class LinkServer:
             self._decider.ended(message.request_id, Outcome(message.outcome), message.usage)
         elif isinstance(message, Began):
             self._decider.adopt(message.running, owner)
-        elif isinstance(message, Stored):
+        elif isinstance(message, StoredTold):
             self._decider.stored(message.url, message.ids)
         elif isinstance(message, ModelsChanged):
             self._decider.models_changed()
@@ -185,10 +185,12 @@ class LinkServer:
         try:
             choice = await self._decider.choose(arrival, owner=identity.hex())
         except NotRouted as refusal:
-            self._send(identity, Refused(name, refusal.status, str(refusal), refusal.retry_after_s))
+            self._send(
+                identity, NotChosen(name, refusal.status, str(refusal), refusal.retry_after_s)
+            )
         except Exception as error:  # every request is answered
             log_event(logger, logging.ERROR, "choice_failed", error=repr(error), exc_info=True)
-            self._send(identity, Refused(name, 503, "the router failed to choose a worker", None))
+            self._send(identity, NotChosen(name, 503, "the router failed to choose a worker", None))
         else:
             self._send(identity, Chosen(told(self._decider.running[name]), choice))
         finally:
@@ -218,7 +220,7 @@ _RETRY_S = 1.0
 _RECONNECT_S = 0.1
 _BYTES_PER_TOKEN = 4
 
-Answer = Chosen | Refused | None
+Answer = Chosen | NotChosen | None
 """None: the decider is away."""
 
 
@@ -281,7 +283,7 @@ class RemoteChooser:
         """Have a worker chosen; see `Chooser`."""
         name = arrival.request_id
         answer = await self._ask(arrival) if self.is_linked else None
-        if isinstance(answer, Refused):
+        if isinstance(answer, NotChosen):
             raise NotRouted(answer.status, answer.message, answer.retry_after_s)
         if answer is None:
             return self._choose_alone(arrival)
@@ -331,7 +333,7 @@ class RemoteChooser:
         """See `Chooser`."""
         names = list(ids)
         self._stored.note(url, names)  # for a decider that takes this one's place
-        self._send(Stored(url, names))
+        self._send(StoredTold(url, names))
 
     def models_changed(self) -> None:
         """See `EngineBook`."""
@@ -443,7 +445,7 @@ class RemoteChooser:
                 self._watch(message.pid)
                 log_event(logger, logging.INFO, "decider_linked", decider=message.pid)
                 self._is_linked.set()
-        elif isinstance(message, Refused):
+        elif isinstance(message, NotChosen):
             self._resolve(message.request_id, message)
         elif isinstance(message, Chosen):
             name = message.running.request_id

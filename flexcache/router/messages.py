@@ -121,7 +121,7 @@ class Began(_Message, frozen=True):
     running: RunningRequest
 
 
-class Stored(_Message, frozen=True):
+class StoredTold(_Message, frozen=True):
     """Arguments of `Chooser.stored`."""
 
     url: str
@@ -159,7 +159,7 @@ class Chosen(_Message, frozen=True):
     choice: Choice
 
 
-class Refused(_Message, frozen=True):
+class NotChosen(_Message, frozen=True):
     """Fields of `NotRouted`."""
 
     request_id: str
@@ -172,8 +172,8 @@ class Alive(_Message, frozen=True):
     pass
 
 
-ToDecider = Hello | Choose | FirstToken | End | Began | Stored | ModelsChanged | Beat
-ToProxy = Workers | Chosen | Refused | Alive
+ToDecider = Hello | Choose | FirstToken | End | Began | StoredTold | ModelsChanged | Beat
+ToProxy = Workers | Chosen | NotChosen | Alive
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_decider = msgspec.msgpack.Decoder(ToDecider).decode
@@ -189,13 +189,13 @@ PROXY_LEASE_S = 10.0
 TOPIC = "router-sync"
 
 
-class Snapshot(_Message, frozen=True):
+class AllRunning(_Message, frozen=True):
     """All running requests; there are no others."""
 
     requests: list[RunningRequest]
 
 
-Life = Began | FirstToken | End | Snapshot | Alive
+Life = Began | FirstToken | End | AllRunning | Alive
 
 _encode_batch = msgspec.msgpack.Encoder().encode
 _decode_batch = msgspec.msgpack.Decoder(tuple[float, list[Life]]).decode

@@ -19,7 +19,7 @@ from flexcache.router.index import Holder, KeyChain, KVIndexer
 
 
 class DiskNames:
-    """Names by key, the reverse of `BlockNames`.
+    """Names by key, the reverse of `NamedBlocks`.
 
     So that they can be asked to load them. Kept only for sources that can be asked.
 
@@ -75,7 +75,7 @@ _SLACK = 10_000
 """Names without blocks that are not worth a sweep."""
 
 
-class Run(NamedTuple):
+class NamedRun(NamedTuple):
     """Consecutive blocks of a prompt as a publisher tells them.
 
     Attributes:
@@ -92,7 +92,7 @@ class Run(NamedTuple):
     extra_keys: Sequence[bytes] = ()
 
 
-class BlockNames:
+class NamedBlocks:
     """Names of the blocks of one size.
 
     Args:
@@ -119,7 +119,7 @@ class BlockNames:
         """Names that stand for another block than they do elsewhere."""
         self.waiting = KVIndexer(max_waiting)
         """Holdings by name instead of key."""
-        self._loose: OrderedDict[tuple[int, int], Run] = OrderedDict()
+        self._loose: OrderedDict[tuple[int, int], NamedRun] = OrderedDict()
         """Runs by the names of their parent and their first block."""
         self._loose_after: dict[int, dict[int, None]] = {}
         """By parent: the first names of its loose runs."""
@@ -149,7 +149,7 @@ class BlockNames:
 
     # -- changes ---------------------------------------------------------------------------------
 
-    def stored(self, holder: Holder, run: Run) -> None:
+    def stored(self, holder: Holder, run: NamedRun) -> None:
         """Note that a holder has a run of blocks."""
         parent = None if run.parent is None else self.key(holder, run.parent)
         if run.parent is not None and parent is None:
@@ -240,7 +240,7 @@ class BlockNames:
                 keys = run.chain.extend(key, run.packed, run.extra_keys)
                 todo.extend(zip(run.names, keys, strict=False))
 
-    def _keep_loose(self, parent: int, run: Run) -> None:
+    def _keep_loose(self, parent: int, run: NamedRun) -> None:
         """Keep a run until its parent is known, in place of a shorter one."""
         first = run.names[0]
         known = self._loose.get((parent, first))
@@ -255,11 +255,11 @@ class BlockNames:
         while self._num_loose > self._max_loose:
             self._drop_loose(next(iter(self._loose)))
 
-    def _take_loose(self, parent: int) -> list[Run]:
+    def _take_loose(self, parent: int) -> list[NamedRun]:
         firsts = list(self._loose_after.get(parent, ()))
         return [self._drop_loose((parent, first)) for first in firsts]
 
-    def _drop_loose(self, at: tuple[int, int]) -> Run:
+    def _drop_loose(self, at: tuple[int, int]) -> NamedRun:
         run = self._loose.pop(at)
         self._num_loose -= len(run.names)
         parent, first = at

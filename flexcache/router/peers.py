@@ -16,12 +16,12 @@ from flexcache.router.load import GONE, Running
 from flexcache.router.messages import (
     TOPIC,
     Alive,
+    AllRunning,
     Began,
     End,
     FirstToken,
     Life,
     RunningRequest,
-    Snapshot,
     decode_life,
     encode_life,
 )
@@ -68,7 +68,7 @@ class Peer:
                     self._routing.first_token(self._local(request_id), now)
                 case End(request_id):
                     self._routing.ended(self._local(request_id), now)
-                case Snapshot(requests):
+                case AllRunning(requests):
                     self.is_known = True
                     self._replace(requests, now)
 
@@ -271,7 +271,7 @@ class LifePublisher:
         """Publish what is due by time."""
         if now >= self._snapshot_due:
             self._snapshot_due, self._beat_due = now + SNAPSHOT_S, now + BEAT_S
-            self._publisher.publish([Snapshot(self._running())])
+            self._publisher.publish([AllRunning(self._running())])
         elif now >= self._beat_due:
             self._beat_due = now + BEAT_S
             self._publisher.publish([Alive()])

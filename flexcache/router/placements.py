@@ -36,7 +36,7 @@ def _holder(worker: str) -> Holder:
 
 
 @dataclass(slots=True)
-class _Cache:
+class _AssumedCache:
     """A worker's cache as it should be.
 
     Attributes:
@@ -57,7 +57,7 @@ class Placements:
 
     def __init__(self, index: KVIndexer) -> None:
         self._index = index
-        self._caches: dict[str, _Cache] = {}
+        self._caches: dict[str, _AssumedCache] = {}
         self._tick = 0
 
     @property
@@ -130,13 +130,13 @@ class Placements:
             # Another one, so that requests of before are known by the one that they were noted in.
             self._caches[worker] = replace(cache, last_use=OrderedDict())
 
-    def _cache(self, worker: str) -> _Cache:
+    def _cache(self, worker: str) -> _AssumedCache:
         cache = self._caches.get(worker)
         if cache is None:
-            cache = self._caches[worker] = _Cache(_holder(worker))
+            cache = self._caches[worker] = _AssumedCache(_holder(worker))
         return cache
 
-    def _use(self, cache: _Cache, keys: Sequence[int]) -> int:
+    def _use(self, cache: _AssumedCache, keys: Sequence[int]) -> int:
         """Make blocks the most recently used; returns the tick."""
         self._tick += 1
         last_use = cache.last_use
@@ -150,12 +150,12 @@ class Placements:
         self._evict(cache, len(last_use) - cache.num_blocks)
         return self._tick
 
-    def _evict(self, cache: _Cache, count: int) -> None:
+    def _evict(self, cache: _AssumedCache, count: int) -> None:
         gone = [cache.last_use.popitem(last=False)[0] for _ in range(count)]
         if gone:
             self._index.removed(cache.holder, gone)
 
-    def _evict_until(self, cache: _Cache, tick: int) -> None:
+    def _evict_until(self, cache: _AssumedCache, tick: int) -> None:
         """Evict all blocks that were used last at ``tick`` or before."""
         count = 0
         for use in cache.last_use.values():
@@ -164,7 +164,7 @@ class Placements:
             count += 1
         self._evict(cache, count)
 
-    def _drop(self, cache: _Cache, keys: Sequence[int]) -> None:
+    def _drop(self, cache: _AssumedCache, keys: Sequence[int]) -> None:
         for key in keys:
             del cache.last_use[key]
         self._index.removed(cache.holder, keys)

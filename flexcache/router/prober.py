@@ -15,7 +15,7 @@ from flexcache.router.roster import Probe
 from flexcache.router.tokens.engines import (
     MAX_ANSWER_BYTES,
     BadAnswer,
-    Engines,
+    EngineApi,
     ModelCard,
     read_answer,
 )
@@ -65,7 +65,7 @@ class Prober:
         on_details: Callable[[str, list[ModelCard] | None, list[Capacity]], None],
     ) -> None:
         self._session = session
-        self._engines = Engines(session, timeout_s)
+        self._engines = EngineApi(session, timeout_s)
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._details_interval_s = details_interval_s

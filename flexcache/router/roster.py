@@ -8,9 +8,8 @@ circuit breaker even while probes succeed; further probes are its trials. Pure: 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
-from typing import Protocol
 from urllib.parse import urlsplit
 
 from flexcache.errors import InternalError
@@ -18,6 +17,7 @@ from flexcache.ids import BreakerState
 from flexcache.logs import log_event
 from flexcache.router.chooser import Outcome
 from flexcache.router.fleet import WorkerSpec, WorkerState
+from flexcache.router.router import KVRouter
 from flexcache.transfer.breaker import CircuitBreaker
 
 _PATIENCE = 3
@@ -99,18 +99,6 @@ class Health:
 logger = logging.getLogger(__name__)
 
 
-class WorkerBook(Protocol):
-    """The part of `KVRouter` that needs to know the workers."""
-
-    def set_workers(self, specs: Sequence[WorkerSpec]) -> None: ...
-
-    def set_state(self, worker: str, state: WorkerState) -> None: ...
-
-    def set_models(
-        self, worker: str, models: Collection[str], adapters: Collection[str]
-    ) -> None: ...
-
-
 class Roster:
     """Workers that are listed, those added and removed by hand, and the health of their engines.
 
@@ -128,7 +116,7 @@ class Roster:
 
     def __init__(
         self,
-        book: WorkerBook,
+        book: KVRouter,
         *,
         on_change: Callable[[tuple[WorkerSpec, ...]], None] = lambda specs: None,
         on_state: Callable[[], None] = lambda: None,

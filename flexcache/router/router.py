@@ -15,7 +15,7 @@ import numpy as np
 
 from flexcache.events.wire import EventBatch
 from flexcache.router.chooser import Decision, RouteRequest
-from flexcache.router.dispatcher import LEASE_S, Dispatcher, Prompt
+from flexcache.router.dispatcher import LEASE_S, Dispatcher, MatchedPrompt
 from flexcache.router.fleet import Fleet, Tier, WorkerSpec, WorkerState
 from flexcache.router.holdings import Found, Holdings
 from flexcache.router.load import GONE, Load, Running
@@ -321,15 +321,20 @@ class KVRouter:
             eligible = eligible & (load.wait_s(now) <= self._max_wait_s)
         return eligible if eligible.any() else None
 
-    def _prompt(self, request: RouteRequest, found: Found | None) -> Prompt:
+    def _prompt(self, request: RouteRequest, found: Found | None) -> MatchedPrompt:
         last = None
         if request.session_id is not None:
             name = self._sessions.get(request.session_id)
             last = self.fleet[name].number if name is not None and name in self.fleet else None
-        return Prompt(request.num_tokens, self.holdings.matched(found), last)
+        return MatchedPrompt(request.num_tokens, self.holdings.matched(found), last)
 
     def _decision(
-        self, request: RouteRequest, prompt: Prompt, pick: Pick, found: Found | None, now: float
+        self,
+        request: RouteRequest,
+        prompt: MatchedPrompt,
+        pick: Pick,
+        found: Found | None,
+        now: float,
     ) -> Decision:
         spec = self.fleet[self.fleet.name(pick.worker)].spec
         matched = _by_tier(prompt, pick.worker)
@@ -346,7 +351,7 @@ class KVRouter:
             disk_block=self.holdings.disk_block(spec, found, matched[Tier.DISK]),
         )
 
-    def _ttft_s(self, prompt: Prompt, now: float) -> np.ndarray | None:
+    def _ttft_s(self, prompt: MatchedPrompt, now: float) -> np.ndarray | None:
         """Return the predicted time to the first token at each worker."""
         times = self.dispatcher.service_time
         if not times.is_known:
@@ -362,5 +367,5 @@ class KVRouter:
             self._sessions.popitem(last=False)
 
 
-def _by_tier(prompt: Prompt, number: int) -> dict[Tier, int]:
+def _by_tier(prompt: MatchedPrompt, number: int) -> dict[Tier, int]:
     return {tier: int(n) for tier, n in zip(Tier, prompt.matched[:, number], strict=True)}

@@ -9,7 +9,7 @@ from flexcache.config.router import RouterConfig
 from flexcache.config.values import reject
 from flexcache.errors import ConfigError
 from flexcache.processes import raise_limit
-from flexcache.router.listing import Listing, WorkerFile, parse_options
+from flexcache.router.listing import Listing, WorkerFile, bracketed, parse_options
 from flexcache.router.router import KVRouter
 
 MAX_CONNECTIONS = 10_000
@@ -97,16 +97,12 @@ _OTHER_DESCRIPTORS = 320
 def address_of(config: RouterConfig) -> str:
     """Return where clients connect."""
     scheme = "http" if config.tls_cert is None else "https"
-    return f"{scheme}://{_bracketed(config.host)}:{config.port}"
+    return f"{scheme}://{bracketed(config.host)}:{config.port}"
 
 
 def control_address_of(config: RouterConfig) -> str:
     """Return where the control API is."""
-    return f"http://{_bracketed(config.control_host)}:{config.control_port}"
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+    return f"http://{bracketed(config.control_host)}:{config.control_port}"
 
 
 def proxy_config(config: RouterConfig) -> ProxyConfig:
@@ -127,7 +123,6 @@ def proxy_config(config: RouterConfig) -> ProxyConfig:
         client_idle_s=config.idle_timeout_s,
         body_timeout_s=config.idle_timeout_s,
         queue_timeout_s=config.queue_timeout_s,
-        max_retries=config.max_retries,
         stop_deadline_s=config.drain_timeout_s,
         reuse_port=config.proxies > 0,
     )

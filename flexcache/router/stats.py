@@ -188,12 +188,8 @@ class RoutingStats(Counters):
     ] = _zeros(*_TIERS)
     ttft: TTFTStats = msgspec.field(default_factory=TTFTStats)
     service_time: ServiceTimeStats = msgspec.field(default_factory=ServiceTimeStats)
-    expired_requests: Annotated[
-        int,
-        counter(
-            "router_expired_requests", "Requests forgotten because their end was never reported."
-        ),
-    ] = 0
+    expired_requests: int = 0
+    """Requests forgotten because their end was never reported."""
 
     def __post_init__(self) -> None:
         self._by_policy = {self.policy: self.decisions}
@@ -231,8 +227,9 @@ class WorkerStats(Counters):
         int | None, counter("router_worker_health_failures", "Failed health checks.")
     ] = None
     requests: Annotated[int, gauge("router_worker_requests", "Running requests.")] = 0
-    waiting_requests: int = 0
-    """Running requests without a first token."""
+    waiting_requests: Annotated[
+        int, gauge("router_worker_waiting_requests", "Running requests without a first token.")
+    ] = 0
     wait_s: Annotated[
         float,
         gauge("router_worker_wait_seconds", "Predicted time until a new request's turn comes."),
@@ -290,8 +287,9 @@ class IndexStats(Counters):
         gauge("router_held_blocks", "Blocks that a source holds, by tier.", "source", "tier",
               known=_TIERS),
     ] = {}  # fmt: skip
-    orphans: int = 0
-    """Blocks that wait for the tokens of their parents."""
+    orphans: Annotated[
+        int, gauge("router_orphan_blocks", "Blocks that wait for the tokens of their parents.")
+    ] = 0
     refused_blocks: Annotated[
         int, counter("router_refused_blocks", "Blocks not taken because the index was full.")
     ] = 0
@@ -534,9 +532,8 @@ class PeerStats(Counters):
     """Running requests that the peer routed."""
     batches: int = 0
     """Batches received from the peer."""
-    gaps: Annotated[
-        int, counter("router_peer_gaps", "Gaps in the numbers of the peer's batches.")
-    ] = 0
+    gaps: int = 0
+    """Gaps in the numbers of the peer's batches."""
     last_batch_age_s: float | None = None
 
 

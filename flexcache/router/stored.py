@@ -25,7 +25,7 @@ _MOST_EVENT = 64 << 10
 _MOST_ANSWER = 8 << 20
 
 
-class _Names(msgspec.Struct):
+class _Referred(msgspec.Struct):
     """What a request refers to."""
 
     previous_response_id: str | None = None
@@ -45,7 +45,7 @@ class _Answer(msgspec.Struct):
     response: _Response | None = None
 
 
-_names = msgspec.json.Decoder(_Names)
+_names = msgspec.json.Decoder(_Referred)
 _answer = msgspec.json.Decoder(_Answer)
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 

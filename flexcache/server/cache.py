@@ -151,7 +151,6 @@ class ServedCache:
                 remote_timeout_s=config.remote_timeout_s + _REPLACE_AFTER_S,
                 lookup_timeout_s=config.remote_lookup_timeout_s,
                 match_ttl_s=config.match_ttl_s,
-                max_open_tasks=config.max_open_tasks,
             ),
         )
 
@@ -216,6 +215,8 @@ class ServedCache:
             ConfigError: The SSD tier holds blocks of this model in another layout, and
                 ``ssd_on_mismatch`` is ``refuse``.
         """
+        # It is mixed into roots here, and engines do not know it: a scheduler makes a prompt's root
+        # before its ranks have told. A match made just before a change would carry the old one.
         identity, clearing = self._identity(layout), None
         if layout == self.layout:
             return None
@@ -357,6 +358,8 @@ class CacheSlot:
     ) -> Shards | None:
         if not model.sized_by_ranks:
             return Shards.of_model(model, tokens_per_block)
+        # A scheduler sees one stage's layers. An index that could be resized later would cost more
+        # than the misses until then: nothing can be moved before the ranks are there.
         sizes: dict[int, int] = {}
         for rank in range(model.num_ranks):
             size, heard_s = self._told.get((engine, rank), (0, 0.0))

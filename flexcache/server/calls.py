@@ -52,6 +52,7 @@ from flexcache.server.outbox import BackgroundJob
 from flexcache.server.reactor import Buffer, log_failed
 from flexcache.server.state import Scheduler, ServerState
 from flexcache.tasks.instructions import TaskResult
+from flexcache.tasks.model import DEFAULT_LIMITS
 from flexcache.transfer.messages import unpack_ids
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,7 @@ class SessionCalls:
         except Exception as error:
             log_failed(request, self._state.counters, caller.calls)
             reply = Failed(request.request_id, "internal", repr(error))
+        # A scheduler that came back meanwhile has a new session, and did not ask this.
         if reply is not None and self._state.is_connected(caller):
             self._outbox.send(caller.calls, reply)
 
@@ -123,7 +125,9 @@ class SessionCalls:
                 check_version(version)
                 return Answer(request_id, self._state.weights.rename(caller.engine, version, now))
             case CheckInvariants(request_id):
-                self._slot.tasks.check_counts()  # no more than that: the other engines wait
+                # Counts only, no walk: clients may ask as often as they like, and 256 messages are
+                # handled before anything else. What a check costs, others wait for 256 times.
+                self._slot.tasks.check_counts()
                 return Answer(request_id, None)
 
     def _clear(self, caller: Scheduler, request: Clear, now: float) -> Answer | None:
@@ -157,6 +161,8 @@ class SessionCalls:
             return Matched(request.request_id, request.start, 0, {}, is_pending=True)
         num_bytes = request.scratch_bytes + request.token_bytes + len(data)
         has_room = self._parked_bytes + num_bytes <= _MAX_PARKED_BYTES
+        # Parked, since the event loop must not wait: a caller in this process waits on the server's
+        # condition instead. One at most of a session, whose scheduler asks for one at a time.
         if lookup is not None and has_room and not caller.is_parked:
             keys = self._read_keys(caller, request, data, copies=True)  # it may be overwritten
             own = prompt._replace(keys=keys)
@@ -257,7 +263,7 @@ class SessionCalls:
     def cancel(self, caller: Scheduler, message: Cancel, now: float) -> bool:
         """Cancel tasks; False if the message is malformed."""
         assert self._slot.cache is not None
-        max_bytes = 8 * self._slot.cache.config.max_open_tasks
+        max_bytes = 8 * DEFAULT_LIMITS.max_open_tasks
         if len(message.task_ids) % 8 or len(message.task_ids) > max_bytes:
             return False
         tasks = self._slot.tasks

@@ -148,6 +148,8 @@ class Greeter:
         is_unknown = rank.weights == UNKNOWN_WEIGHTS
         if message.number != UNKNOWN_WEIGHTS and (is_unknown or message.number < rank.weights):
             return
+        # Before the engine is renamed: an op that is sent from now on has this number, and the
+        # rank refuses what has another.
         rank.weights = message.number
         self._state.weights.told(
             rank.engine, rank.rank, rank.client, message.number, message.version, now
@@ -166,6 +168,8 @@ class Greeter:
 
         Ranks of one shard that serve agree on its layout; ranks that have left do not count.
         """
+        # Ranks of other shards have other layers, so other layouts. Those of one shard read each
+        # other's bytes: a layout that differs would give wrong ones.
         assert self._slot.cache is not None
         shard_of = self._slot.cache.shards.of_rank
         for other in self._state.ranks.values():
@@ -191,6 +195,8 @@ class Greeter:
         holder = self._state.holder(hello.engine, Scheduler.place)
         if (refused := self._contest(identity, holder, hello, now)) is not None:
             return refused
+        # A new session has new ids, and would clear the fence: a late copy of the former one could
+        # land in slots that serve another request.
         if self._slot.tasks.sessions.uses_gpu_of(hello.engine):
             reason = f"tasks of the former engine {hello.engine!r} still move bytes"
             return Refused(reason, final=False)
@@ -205,6 +211,7 @@ class Greeter:
             return Refused(
                 f"this cache is engine {owner!r}'s alone; engines share one by `endpoint`"
             )
+        # Users need not write down what their first engine knows: layers, heads, dtype, block size.
         try:
             model = hello.model.model()
             cache = self._slot.open(model, hello.model.tokens_per_block, hello.engine, now)
@@ -266,6 +273,7 @@ class Greeter:
         engine = self._state.engine(peer.engine)
         others = {place: p.client for place, p in engine.peers.items() if p is not peer}
         if peer.engine == self._config.owner:
+            # A rank that takes a place over may be of another engine than this scheduler, too.
             others[Scheduler.place] = ""  # in this process
         return engine.claims.take(peer.place, peer.client, peer.pid, others)
 
@@ -307,6 +315,8 @@ class Greeter:
             self.lose(peer, f"silent for {timeout_s:g} s", now)
 
     def _may_be_silent(self, rank: Rank) -> bool:
+        # A rank may be stopped in the middle of a copy and resume it later: its blocks stay leased
+        # until it answers or dies. Giving it up would let others have them meanwhile.
         line = self._outbox.lines.get(rank.identity)
         has_line = line is not None and not line.is_closed
         return has_line or self._slot.tasks.executors.is_busy(rank.executor)
@@ -331,6 +341,8 @@ class Greeter:
             log_event(logger, level, "session_ended", engine=peer.engine, reason=reason)
             # With the scheduler goes the interest in its ranks' problems.
             self._refused = {k: text for k, text in self._refused.items() if k[0] != peer.engine}
+            # Only copies from or to its slots are cancelled. Writes to SSD go on: their bytes are
+            # in DRAM and published.
             self._slot.tasks.end_session(peer.session, now)
             self._state.ending[peer.session] = peer.engine
 

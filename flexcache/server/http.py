@@ -41,7 +41,7 @@ from flexcache.errors import (
     MissingDependencyError,
 )
 from flexcache.logs import log_event
-from flexcache.metrics.collector import Exposition
+from flexcache.metrics import Exposition
 from flexcache.processes import raise_limit
 from flexcache.protocol.trust import find_peer, user_name
 from flexcache.stats import Stats, to_plain
@@ -259,6 +259,7 @@ def _names_loopback(host_header: str) -> bool:
 
 
 def _make_app(server: Operator, gate: _Gate, patience_s: float) -> Starlette:
+    # Read when it is scraped: the counters exist for `stats` anyway.
     exposition = Exposition(Stats, server.stats)
 
     def metrics(request: Request) -> Response:
@@ -411,6 +412,9 @@ class HttpConnection(H11Protocol):
             self.transport.abort()  # closing would wait until the client has read the answer
 
 
+# Accepted here and handed to uvicorn's protocol, as asyncio's accept has no limit and logs a
+# traceback for each failed attempt. New ones are closed beyond the limit, so that a flood cuts off
+# no request.
 async def accept_connections(listener: socket.socket, server: uvicorn.Server) -> None:
     """Accept clients of ``server`` until cancelled; close those beyond `MAX_CONNECTIONS` unread.
 

@@ -8,25 +8,23 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from flexcache.cache.journal import Change, Stored
 from flexcache.config import CacheConfig
 from flexcache.events.held_blocks import PublishedNames
-from flexcache.events.publisher import KVEventPublisher
+from flexcache.events.publisher import NUM_KEPT, NUM_QUEUED, KVEventPublisher
 from flexcache.logs import log_event
 from flexcache.server.cache import ServedCache
 from flexcache.stats import EventStats, TraceStats
 from flexcache.tracing.tracer import Tracer, make_header
 
+if TYPE_CHECKING:
+    from flexcache.server.http import HttpService
+
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-
-class Closing(Protocol):
-    def close(self) -> None:
-        """Serve no more. Idempotent."""
 
 
 class Observers:
@@ -39,15 +37,14 @@ class Observers:
 
     def __init__(self, config: CacheConfig) -> None:
         self._config = config
-        self._http: Closing | None = None
+        self._http: HttpService | None = None
         self._tracer: Tracer | None = None
         self.feed: ChangeFeed | None = None
         self.absent: list[str] = []
 
-    def open_http(self, start: Callable[[], Closing]) -> None:
-        """Start HTTP, if the config has an endpoint for it."""
-        if self._config.http_endpoint is not None:
-            self._http = self._start("HTTP", start)
+    def open_http(self, start: Callable[[], HttpService]) -> None:
+        """Start HTTP."""
+        self._http = self._start("HTTP", start)
 
     def follow(self, cache: ServedCache) -> ChangeFeed | None:
         """Start publishing and tracing what happens in a cache that has just been opened. Returns
@@ -66,7 +63,9 @@ class Observers:
         return self.feed
 
     def _open_publisher(self, cache: ServedCache) -> KVEventPublisher:
-        publisher = KVEventPublisher(self._config, cache.model.model_id)
+        publisher = KVEventPublisher(
+            self._config, cache.model.model_id, num_kept=NUM_KEPT, num_queued=NUM_QUEUED
+        )
         publisher.start()
         return publisher
 
@@ -135,7 +134,7 @@ class ChangeFeed:
         self._publisher = publisher
         self._names = names
         self._is_taken = config.kv_events
-        self._max_waiting = config.kv_events_queue
+        self._max_waiting = NUM_QUEUED
         self._waiting: deque[Sequence[Change]] = deque()
         self._num_tokens = 0
         self._num_dropped = 0
@@ -157,7 +156,7 @@ class ChangeFeed:
             self._num_dropped += 1
 
     def take(self) -> list[Change]:
-        """Take the changes since the last call. Beyond ``kv_events_queue`` batches or eight million
+        """Take the changes since the last call. Beyond `NUM_QUEUED` batches or eight million
         tokens the oldest were dropped."""
         changes = [change for batch in self._waiting for change in batch]
         self._waiting.clear()

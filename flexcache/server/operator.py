@@ -22,12 +22,12 @@ from flexcache.errors import AmbiguousEngineError, ClosedError, RegistrationErro
 from flexcache.events.wire import low_64_bits
 from flexcache.ids import MAX_KEY_BYTES, PromptDetail, TaskId, TaskIds, TaskKind, TierName
 from flexcache.server.cache import ServedCache
-from flexcache.server.server import KVServer
 from flexcache.stats import Stats
 from flexcache.tasks.instructions import Offer, PromisedLoad
 
 if TYPE_CHECKING:
     from flexcache.server.http import HttpService
+    from flexcache.server.server import KVServer
 
 
 class LocalSession:
@@ -71,6 +71,7 @@ class LocalSession:
             lookup = tasks.look_up(prompt, time.monotonic(), self.ids.session)
         if lookup is None or not may_wait:
             return lookup is None
+        # On the server's condition: the caller's thread has nothing else to do.
         with self.server.lock, self.server.session() as tasks:
             while tasks.queries.is_looking_up(lookup):
                 self.server.wait_for_change(None)  # it has a deadline
@@ -242,6 +243,7 @@ def _prompt(
     version: str,
 ) -> Prompt:
     """A prompt as it comes by HTTP: lists of anything."""
+    # Made as engines make theirs (`cache.prompt`), so that it finds what they have stored.
     size = cache.config.tokens_per_block
     detail = PromptDetail.NOTHING if token_ids is None else PromptDetail.TOKENS
     kind = TaskKind.PREFETCH

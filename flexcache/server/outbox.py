@@ -30,6 +30,16 @@ from flexcache.transfer.messages import (
     pack_ids,
 )
 
+if TYPE_CHECKING:
+    from flexcache.server.hub import Hub
+    from flexcache.server.reactor import Reactor
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING = 16
+"""Slow jobs."""
+_CLOSE_PATIENCE_S = 5.0
+
 PeerMessage = ToClient | RunOp
 """An op for a rank is encoded when it is sent, without the lock."""
 RankMessage = RunOp | Drop | Ended | SessionOver
@@ -49,21 +59,21 @@ class Outbox:
     """Collects output. Not thread-safe.
 
     Attributes:
-        is_empty: Whether there is nothing to take.
         lines: Of the ranks in this process, by identity.
     """
 
     def __init__(self) -> None:
-        self.is_empty = True
         self.lines: dict[bytes, LocalLine] = {}
-        self._to_peers: list[tuple[bytes, PeerMessage]] = []
-        self._to_workers: list[WorkerInstruction] = []
-        self._jobs: list[BackgroundJob] = []
+        self._output = Output([], [], [])
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to take."""
+        return not any(self._output)
 
     def send(self, identity: bytes, message: PeerMessage) -> None:
         """Queue a message for a peer."""
-        self._to_peers.append((identity, message))
-        self.is_empty = False
+        self._output.to_peers.append((identity, message))
 
     def give(self, identity: bytes, message: RankMessage) -> None:
         """Pass a message to a rank: at once by its line, or else queued like any other."""
@@ -73,29 +83,17 @@ class Outbox:
         else:
             self.send(identity, message)
 
-    def connect(self, identity: bytes, line: LocalLine) -> None:
-        """Pass messages to a rank by this line from now on."""
-        self.lines[identity] = line
-
-    def disconnect(self, identity: bytes) -> None:
-        """Pass nothing more to a rank by its line, if it has one."""
-        self.lines.pop(identity, None)
-
     def instruct(self, instruction: WorkerInstruction) -> None:
         """Queue an instruction for the disk or the remote worker."""
-        self._to_workers.append(instruction)
-        self.is_empty = False
+        self._output.to_workers.append(instruction)
 
     def begin(self, job: BackgroundJob) -> None:
         """Queue a slow job."""
-        self._jobs.append(job)
-        self.is_empty = False
+        self._output.jobs.append(job)
 
     def take(self) -> Output:
         """Empty the outbox."""
-        output = Output(self._to_peers, self._to_workers, self._jobs)
-        self._to_peers, self._to_workers, self._jobs = [], [], []
-        self.is_empty = True
+        output, self._output = self._output, Output([], [], [])
         return output
 
 
@@ -110,14 +108,15 @@ def make_execute(run: RunOp) -> Execute:
     )  # fmt: skip
 
 
-if TYPE_CHECKING:
-    from flexcache.server.hub import Hub
-    from flexcache.server.reactor import Reactor
-
-logger = logging.getLogger(__name__)
-
-MAX_WAITING = 16
-_CLOSE_PATIENCE_S = 5.0
+def problem_of(done: Done) -> str | None:
+    """Return why a report makes no sense."""
+    if len(done.checksums) % CHECKSUM_BYTES:
+        return f"{len(done.checksums)} bytes are not whole checksums"
+    if done.device_bytes < 0:
+        return f"{done.device_bytes} bytes on a device"
+    if not 0 <= done.seconds < math.inf:
+        return f"a load of {done.seconds} s"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +297,6 @@ class LocalLines:
     for those that make them as it is launched, up to a switch interval (5 ms) earlier. Greetings,
     heartbeats and the end of the server stay on the socket, so that a rank whose server hangs or
     ends learns of it as any other does.
-
     """
 
     def __init__(self, hub: Hub, reactor: Reactor) -> None:
@@ -309,7 +307,7 @@ class LocalLines:
         """Pass messages to a greeted rank by this line, until the hub forgets the rank."""
         with self._hub.state.lock:
             if line.identity in self._hub.state.peers:
-                self._hub.outbox.connect(line.identity, line)
+                self._hub.outbox.lines[line.identity] = line
 
     def take_reports(self, identity: bytes, reports: Sequence[Done | WeightsChanged]) -> None:
         """Take in that ops of a rank have ended, or that its weights are others. Ignored from a
@@ -361,14 +359,3 @@ def open_line(endpoint: str, server_pid: int, identity: bytes, rank: LinedRank) 
     line = LocalLine(lines, identity, rank)
     lines.connect(line)
     return line
-
-
-def problem_of(done: Done) -> str | None:
-    """Return why a report makes no sense."""
-    if len(done.checksums) % CHECKSUM_BYTES:
-        return f"{len(done.checksums)} bytes are not whole checksums"
-    if done.device_bytes < 0:
-        return f"{done.device_bytes} bytes on a device"
-    if not 0 <= done.seconds < math.inf:
-        return f"a load of {done.seconds} s"
-    return None

@@ -13,7 +13,6 @@ import msgspec
 from flexcache.config import ServerConfig
 from flexcache.errors import ConfigError
 from flexcache.logs import log_event, set_up_logging
-from flexcache.server.operator import open_http
 from flexcache.server.server import KVServer
 
 logger = logging.getLogger(__name__)
@@ -34,7 +33,7 @@ def run_server(
         ConfigError: The endpoint or a directory cannot be used.
     """
     server = KVServer(
-        config.cache, model=config.model, idle_exit_s=config.idle_exit_s, open_http=open_http,
+        config.cache, model=config.model, idle_exit_s=config.idle_exit_s,
         is_needed=lambda: starter is None or not starter.has_left(),
     )  # fmt: skip
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -47,6 +46,8 @@ def main() -> None:
 
     Reads the config from standard input. The only argument is this end of the engine's pipe.
     """
+    # Its launcher has forked it away: the death of data-parallel rank 0 must not take the cache of
+    # the other ranks along, and no engine has to reap it. It ends by itself (`IdleExit`).
     config = ServerConfig.from_dict(msgspec.json.decode(sys.stdin.buffer.read()))
     set_up_logging(config.cache.log_level, config.cache.log_format)
     try:

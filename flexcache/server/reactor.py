@@ -27,6 +27,7 @@ from flexcache.stats import ServerCounters
 EndReport = Callable[[float], None]
 """Called with the time when a process has ended."""
 
+# A wake-up takes longer than most requests: the smallest match went from 480 to 235 us.
 _SPIN_S = 0.0002
 _LONGEST_SLEEP_S = 1.0
 _POLL_INTERVAL_S = 0.002  # how late a death or a worker is seen while clients keep the loop busy

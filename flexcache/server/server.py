@@ -38,7 +38,8 @@ from flexcache.protocol.messages import MAX_FRAME_BYTES, Weights, pid_namespace
 from flexcache.server.cache import ServedCache
 from flexcache.server.hub import Hub
 from flexcache.server.loop import EventLoop, IdleExit
-from flexcache.server.observers import Closing, Observers
+from flexcache.server.observers import Observers
+from flexcache.server.operator import open_http
 from flexcache.server.outbox import (
     BackgroundJob,
     BackgroundThread,
@@ -66,7 +67,6 @@ class KVServer:
         model: What the KV looks like; None to take it from the first engine that greets.
         engine: Name of the engine in this process that calls by `session`, if there is one.
         idle_exit_s: Stop once the last client has left, or this long after it has died.
-        open_http: Serves the server by HTTP, where the config has an ``http_endpoint``.
         is_needed: Whether a server that has had no client yet may still get one.
 
     Raises:
@@ -81,7 +81,6 @@ class KVServer:
         model: ModelConfig | None = None,
         engine: str | None = None,
         idle_exit_s: float | None = None,
-        open_http: Callable[[KVServer], Closing] | None = None,
         is_needed: Callable[[], bool] = lambda: True,
     ) -> None:
         if engine is None:  # no caller takes them here: they are published or not recorded
@@ -97,7 +96,6 @@ class KVServer:
         self._engine_name = engine
         self._idle_exit_s = idle_exit_s
         self._is_needed = is_needed
-        self._open_http = open_http
         self._clearing = threading.Lock()  # held while a caller of `clear` erases files
         self._reactor = Reactor()
         hub_config = HubConfig(
@@ -206,8 +204,8 @@ class KVServer:
                     )
                     if self._engine_name is not None:
                         ids = self._state.open_local(self._engine_name, answers)
-            if self._open_http is not None:
-                self._observers.open_http(partial(self._open_http, self))
+            if self.config.http_endpoint is not None:
+                self._observers.open_http(partial(open_http, self))
         except BaseException:
             self._release()
             raise

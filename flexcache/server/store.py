@@ -22,6 +22,8 @@ from flexcache.transfer.remote_worker import RemoteWorkerConfig
 
 logger = logging.getLogger(__name__)
 
+_REMOTE_CONCURRENCY = 16  # requests of one op to a store, or files of a directory
+
 
 class CacheStore:
     """Host pool and SSD files. Nothing is allocated before `open`.
@@ -174,7 +176,7 @@ class CacheStore:
             url=config.remote_url,
             compression=config.remote_compression,
             timeout_s=config.remote_timeout_s,
-            concurrency=config.remote_concurrency,
+            concurrency=_REMOTE_CONCURRENCY,
             log_level=config.log_level,
             log_format=config.log_format,
         )

@@ -8,7 +8,6 @@ import logging
 import os
 import platform
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from errno import ENOTDIR
 from pathlib import Path, PurePosixPath
@@ -32,20 +31,11 @@ _PLUGGED = {
 """Devices by which a host plugs memory into a virtual machine, where their drivers have them."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Version:
-    """File locations and names of a control-group version."""
-
-    base: str
-    limit: str
-    usage: str
-    cache: str
-
-
-_V1 = _Version(
-    "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-)
-_V2 = _Version("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
+_GROUPS_1 = (
+    "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file",
+)  # fmt: skip
+_GROUPS_2 = ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
+"""Control groups of a version: where they are, the files of limit and usage, the page cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,23 +80,21 @@ def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
     Args:
         root: Root of the file system that contains the system's files.
     """
-    return list(_limits(root))
-
-
-def _limits(root: Path) -> Iterator[MemoryLimit]:
+    limits = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        version = _V1 if controllers else _V2
+        base, limit_file, usage_file, cache_name = _GROUPS_1 if controllers else _GROUPS_2
         # In a container the path is often the host's; only the root is visible then.
         for group in (PurePosixPath(path), *PurePosixPath(path).parents):
-            place = root / version.base / str(group).lstrip("/")
-            limit = _number(_read(place / version.limit))
+            place = root / base / str(group).lstrip("/")
+            limit = _number(_read(place / limit_file))
             if 0 < limit < _NO_LIMIT:
-                usage = _number(_read(place / version.usage))
-                cache = re.search(rf"^{version.cache} (\d+)$", _read(place / "memory.stat"), re.M)
-                yield MemoryLimit(limit, max(0, usage - (int(cache[1]) if cache else 0)))
+                usage = _number(_read(place / usage_file))
+                cache = re.search(rf"^{cache_name} (\d+)$", _read(place / "memory.stat"), re.M)
+                limits.append(MemoryLimit(limit, max(0, usage - (int(cache[1]) if cache else 0))))
+    return limits
 
 
 def check_pool_fits(wanted: int, *, in_control_group: bool = True, root: Path = Path("/")) -> None:

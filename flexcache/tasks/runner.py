@@ -63,7 +63,8 @@ class TaskRunner:
 
     def run(self, task: Task, now: float) -> None:
         """Start a task whose graph is complete."""
-        self._cache.early.use(task.early, now)
+        if task.early:
+            self._cache.early.use(task.early, now)
         self._submit(task, now)
         self.follow(now)
         if not task.plan.graph.ops:  # a prefetch of what the host tier has
@@ -260,7 +261,8 @@ class TaskRunner:
         if not was_overdue:  # else it was answered for good
             self._notify(task, result, notify_ranks)
         self._sessions.close(task)  # last: a task that is not open has been answered
-        self._sessions.forget_if_gone(task.owner)
+        if task.owner.is_gone:
+            self._sessions.forget_if_gone(task.owner)
 
     def _end_early_load(self, task: Task, now: float) -> None:
         kinds = [kind for kind in _FROM_BELOW if kind in task.moved]

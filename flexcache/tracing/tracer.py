@@ -220,7 +220,7 @@ def make_header(
 class Tracer:
     """A `flexcache.tasks.instructions.Recorder` that writes to ``config.trace_dir``."""
 
-    def __init__(self, config: CacheConfig, header: TraceHeader) -> None:
+    def __init__(self, config: CacheConfig, header: TraceHeader, max_files: int = 4) -> None:
         assert config.trace_dir is not None
         self._header = header
         self._origin_s = time.monotonic()
@@ -239,7 +239,7 @@ class Tracer:
             Path(config.trace_dir),
             f"flexcache-{began}-{header.pid}-{os.urandom(2).hex()}",
             int(config.trace_file_mb * 1e6),
-            config.trace_files,
+            max_files,
             self._make_first_line,
         )
         self._is_over = False

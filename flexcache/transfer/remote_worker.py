@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import SimpleQueue
 
 import numpy as np
@@ -71,12 +71,6 @@ class RemoteOp:
     deadline: float
 
 
-@dataclass(slots=True)
-class _Lane:
-    waiting: dict[int, RemoteOp] = field(default_factory=dict)  # in order of arrival
-    num_running: int = 0
-
-
 class RemoteWorker:
     """Assigns ops to threads: loads first, and never all threads to loads or all to stores.
 
@@ -89,12 +83,13 @@ class RemoteWorker:
 
     def __init__(self, num_threads: int) -> None:
         self._most_running = num_threads - 1
-        self._loads = _Lane()
-        self._stores = _Lane()
+        # Of loads and of stores: those that wait, in order of arrival, and how many run.
+        self._waiting: dict[bool, dict[int, RemoteOp]] = {True: {}, False: {}}
+        self._num_running = {True: 0, False: 0}
 
     @property
     def is_idle(self) -> bool:
-        return all(not (lane.waiting or lane.num_running) for lane in (self._loads, self._stores))
+        return not any(self._waiting.values()) and not any(self._num_running.values())
 
     def execute(self, message: Execute, deadline: float) -> None:
         """Accept an op.
@@ -107,29 +102,24 @@ class RemoteWorker:
         if message.names is None or len(message.names.keys) != len(host_blocks):
             raise ValueError(f"malformed op: {len(host_blocks)} blocks without a name for each")
         op = RemoteOp(message.op_id, is_load, message.names, host_blocks, deadline)
-        self._lane(op).waiting[op.op_id] = op
+        self._waiting[is_load][op.op_id] = op
 
     def drop(self, op_id: int) -> Done | None:
         """Drop an op: a waiting one ends at once, a running one continues."""
-        for lane in (self._loads, self._stores):
-            if lane.waiting.pop(op_id, None) is not None:
-                return Done(op_id, 0)
-        return None
+        dropped = [waiting.pop(op_id, None) for waiting in self._waiting.values()]
+        return Done(op_id, 0) if any(dropped) else None
 
     def next_op(self) -> RemoteOp | None:
         """Return the next op for a free thread. `end` must follow."""
-        for lane in (self._loads, self._stores):
-            if lane.waiting and lane.num_running < self._most_running:
-                lane.num_running += 1
-                return lane.waiting.pop(next(iter(lane.waiting)))
+        for is_load, waiting in self._waiting.items():
+            if waiting and self._num_running[is_load] < self._most_running:
+                self._num_running[is_load] += 1
+                return waiting.pop(next(iter(waiting)))
         return None
 
     def end(self, op: RemoteOp, moved: BlocksMoved) -> Done:
-        self._lane(op).num_running -= 1
+        self._num_running[op.is_load] -= 1
         return Done(op.op_id, moved.num_ok, error=moved.error, bad_block=moved.bad_block)
-
-    def _lane(self, op: RemoteOp) -> _Lane:
-        return self._loads if op.is_load else self._stores
 
 
 class RemoteWorkerConfig(WorkerConfig, frozen=True):

@@ -36,7 +36,6 @@ def make_cache(
     config = CacheConfig(
         num_cpu_blocks=host,
         remote_url="memory://" if remote else None,
-        remote_index_blocks=remote or 1,
         remote_absent_ttl_s=ABSENT_TTL_S,
         ssd_past_dram=past_dram,  # type: ignore[arg-type]
         ssd_write_policy=policy,  # type: ignore[arg-type]
@@ -50,7 +49,9 @@ def make_cache(
         kv_events=tokens_per_block is not None,
         tokens_per_block=tokens_per_block or 16,
     )
-    return build_cache(config, CacheSizes(host, ssd, chunk, backlog, keeps_on_host))
+    return build_cache(
+        config, CacheSizes(host, ssd, chunk, backlog, keeps_on_host, num_remembered=remote or 1)
+    )
 
 
 def key_of(word: str) -> BlockKey:

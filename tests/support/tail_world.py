@@ -104,13 +104,14 @@ class TailWorld:
             num_cpu_blocks=cpu,
             tokens_per_block=TOKENS,
             remote_url="memory://" if remote else None,
-            remote_index_blocks=64,
             ssd_write_policy=policy,  # type: ignore[arg-type]
             eviction_policy="lru",
             ssd_write_mb_s=write_blocks_per_s and write_blocks_per_s / 1e6,  # units of one byte
             retention_s=retention_s,
         )
-        self.cache = build_cache(config, CacheSizes(cpu, ssd, 2, 1000), self.shape)
+        self.cache = build_cache(
+            config, CacheSizes(cpu, ssd, 2, 1000, num_remembered=64), self.shape
+        )
         self.engine = KVTaskEngine(self.cache)
         self.ids = TaskIds(make_session(0, 0))
         self.engine.add_session(self.ids.session, ENGINE)

@@ -28,6 +28,7 @@ from flexcache.events.subscriber import (
 )
 from flexcache.events.wire import END_OF_REPLAY, BatchEncoder, BlockRemoved, BlockStored, Event
 from flexcache.ids import BlockKey, RootId
+from flexcache.server import observers
 
 PATIENCE_S = 60.0
 ANY_PORT = "tcp://127.0.0.1:0"
@@ -52,15 +53,15 @@ def removed(*blocks: int) -> Removed:
 
 @contextmanager
 def publishing(
-    endpoint: str = ANY_PORT, replay: str = ANY_PORT, **settings: Any
+    endpoint: str = ANY_PORT, replay: str = ANY_PORT, num_kept: int = 2, **settings: Any
 ) -> Iterator[KVEventPublisher]:
     config = CacheConfig(
         num_cpu_blocks=1,
         kv_events_endpoint=endpoint,
         kv_events_replay_endpoint=replay,
-        **{"kv_events_buffer": 2, **settings},
+        **settings,
     )
-    publisher = KVEventPublisher(config, "model", pod="pod")
+    publisher = KVEventPublisher(config, "model", pod="pod", num_kept=num_kept)
     publisher.start()
     try:
         yield publisher
@@ -144,7 +145,7 @@ def test_a_late_subscriber_gets_what_is_held_and_then_what_changes() -> None:
 
 
 def test_changes_between_pages_are_not_missed() -> None:
-    with publishing(kv_events_buffer=1000) as publisher:
+    with publishing(num_kept=1000) as publisher:
         for first in range(0, 80, 4):
             publish(publisher, stored(*range(first, first + 4)))
         with following(publisher) as subscriber:
@@ -290,9 +291,8 @@ def test_after_dropped_batches_there_is_no_snapshot_until_all_is_cleared() -> No
 
     config = CacheConfig(
         num_cpu_blocks=1, kv_events_endpoint=ANY_PORT, kv_events_replay_endpoint=ANY_PORT,
-        kv_events_queue=1,
     )  # fmt: skip
-    publisher = Blocking(config, "model")
+    publisher = Blocking(config, "model", num_queued=1)
     publisher.start()
     publisher.publish([stored(1)])
     assert entered.wait(PATIENCE_S)
@@ -363,12 +363,14 @@ def test_a_late_consolidator_knows_what_is_held() -> None:
             consolidation._consolidator.check()
 
 
-def test_a_snapshot_of_a_cache_is_what_its_tiers_hold(tmp_path: Path) -> None:
+def test_a_snapshot_of_a_cache_is_what_its_tiers_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = np.random.default_rng(7)
+    monkeypatch.setattr(observers, "NUM_KEPT", 1)
     settings = {
         "kv_events_endpoint": ANY_PORT,
         "kv_events_replay_endpoint": ANY_PORT,
-        "kv_events_buffer": 1,
     }
     for life in range(2):  # the second begins with what is on SSD
         with running_cluster(

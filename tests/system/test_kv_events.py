@@ -453,7 +453,7 @@ def test_the_replays_of_older_versions_of_vllm_are_read() -> None:
         peer, empty, first = router.recv_multipart()
         assert (empty, first) == (b"", bytes(8))
         for number in range(2):
-            payload = BatchEncoder("legacy_array").encode(1.0, batch(number))
+            payload = BatchEncoder().encode(1.0, batch(number))
             router.send_multipart([peer, b"", number.to_bytes(8, "big"), payload])
         router.send_multipart([peer, b"", END_OF_REPLAY, b""])
 

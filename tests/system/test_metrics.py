@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -24,6 +25,8 @@ import zmq
 from cluster import READY_S, Cluster, joined_kv, running_cluster, until
 from paths import ROOT
 from ports import free_port, free_ports
+
+from flexcache.server import observers
 
 pytest.importorskip("prometheus_client")
 pytest.importorskip("starlette")
@@ -38,7 +41,6 @@ from flexcache.counters import families
 from flexcache.events.wire import END_OF_REPLAY
 from flexcache.protocol.endpoints import private_endpoint
 from flexcache.protocol.messages import HelloEngine, ModelSpec
-from flexcache.server.operator import open_http
 from flexcache.server.server import KVServer
 from flexcache.stats import Stats
 from flexcache.storage.pool_directory import DATA_FILE
@@ -137,7 +139,7 @@ def load_early(server: Server, tmp_path: Path) -> None:
         clear(server, "CPU")
         server.look()
         server.ask("/cache/prefetch", {"token_ids": TOKENS.tolist()})
-        server.look_until(lambda look: look["open_early_load_blocks"] == NUM_BLOCKS)
+        until(lambda: cluster.manager.stats()["early_loads"]["open_blocks"] == NUM_BLOCKS)
         until(lambda: manager.stats()["ended_tasks"].get("prefetch_success") == 1)
         assert cluster.get(TOKENS, BLOCKS).mask.all()
         clear(server, "CPU")
@@ -238,7 +240,7 @@ def hold_the_disk_worker_up(server: Server, tmp_path: Path) -> None:
         server.look_until(lambda look: look['waiting_ops{worker="disk"}'] == 4)
         os.kill(pid, signal.SIGKILL)
         until(lambda: not serves(server))
-        server.look_until(lambda look: look['worker_restarts_total{worker="disk"}'] == 1)
+        server.look_until(lambda look: look['worker_up{worker="disk"}'] == 0)
         cluster.manager.wait_ready(READY_S)
         assert json.loads(server.ask("/healthz")) == {"serving": True, "missing": []}
         server.look()
@@ -280,7 +282,7 @@ def share_a_server(server: Server, tmp_path: Path) -> None:
         http_endpoint=str(server.port),
     )
     with ExitStack() as stack:
-        kv_server = KVServer(config, open_http=open_http)
+        kv_server = KVServer(config)
         kv_server.start()
         stack.callback(kv_server.shutdown)
         server.look()
@@ -337,22 +339,24 @@ def follow_the_cache(server: Server, tmp_path: Path) -> None:
     traces.symlink_to(kept)
     no_directory.touch()
     publish, replay = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
-    with running_cluster(
-        model=MODEL,
-        kv_events=True,
-        kv_events_endpoint=publish,
-        kv_events_replay_endpoint=replay,
-        kv_events_queue=1,
-        trace_dir=str(traces),
-        trace_file_mb=0.001,
-        http_endpoint=str(server.port),
-    ) as cluster:
+    with (
+        mock.patch.object(observers, "NUM_QUEUED", 1),
+        running_cluster(
+            model=MODEL,
+            kv_events=True,
+            kv_events_endpoint=publish,
+            kv_events_replay_endpoint=replay,
+            trace_dir=str(traces),
+            trace_file_mb=0.001,
+            http_endpoint=str(server.port),
+        ) as cluster,
+    ):
         server.look()
         cluster.put(TOKENS, BLOCKS)
-        server.look_until(lambda look: look["trace_lines_total"] > 0)
+        until(lambda: cluster.manager.stats()["trace"]["lines"] > 0)
         server.look_until(lambda look: look["published_event_batches_total"] > 0)
         ask_for_replay(replay)
-        server.look_until(lambda look: look["bad_replay_requests_total"] == 1)
+        until(lambda: cluster.manager.stats()["events"]["bad_replay_requests"] == 1)
         hold_the_publisher_up(cluster, server)
         no_directory.replace(traces)  # at one stroke: from now on there can be no next file
         for prompt in range(1, 40):

@@ -13,7 +13,6 @@ from cluster import running_cluster, until
 
 from flexcache import CacheConfig, KVManager, ModelConfig
 from flexcache.protocol.endpoints import private_endpoint
-from flexcache.server.operator import open_http
 from flexcache.server.server import KVServer
 
 pytest.importorskip("starlette")
@@ -52,7 +51,7 @@ def test_the_first_engine_of_a_server_is_served_even_if_events_cannot_be_publish
     taken_port: int,
 ) -> None:
     config = CacheConfig(num_cpu_blocks=8, kv_events_endpoint=f"tcp://127.0.0.1:{taken_port}")
-    server = KVServer(config, private_endpoint("unseen"), open_http=open_http)
+    server = KVServer(config, private_endpoint("unseen"))
     server.start()
     model = ModelConfig("test", 3, 4, 32, torch.bfloat16)
     try:

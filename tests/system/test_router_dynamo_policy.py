@@ -12,7 +12,7 @@ from router_peers import BLOCK, DynamoSelection, peer_python, source_of, wait
 
 from flexcache.events.publisher import Address, BatchPublisher
 from flexcache.events.wire import BatchEncoder, BlockStored, Event
-from flexcache.router.dispatcher import GPU, Dispatcher, Prompt
+from flexcache.router.dispatcher import GPU, Dispatcher, MatchedPrompt
 from flexcache.router.load import Load
 from flexcache.router.policy import make_policy
 from flexcache.router.service_time import ServiceTime
@@ -69,7 +69,7 @@ class Both:
         for worker, held in enumerate(self.held):
             depth = next((i for i, key in enumerate(keys) if key not in held), len(keys))
             matched[GPU, worker] = depth * BLOCK
-        prompt = Prompt(len(conversation.tokens), matched, keys=keys, block_tokens=BLOCK)
+        prompt = MatchedPrompt(len(conversation.tokens), matched, keys=keys, block_tokens=BLOCK)
         costs = self.dispatcher.score(prompt, 0.0).costs
         answer = self.service.call(
             "select_and_reserve", model_name="model", token_ids=conversation.tokens,

@@ -89,7 +89,6 @@ def test_every_setting_takes_part_in_a_router(tmp_path: Path) -> None:
         "queue_timeout_s": 9.0,
         "health_interval_s": 0.5,
         "metrics_interval_s": 0.5,
-        "max_retries": 1,
         "max_body_mb": 0.01,
         "idle_timeout_s": 20.0,
         "drain_timeout_s": 5.0,

@@ -16,7 +16,7 @@ from browser import CHROMIUM, Page, browser
 from control_pages import ControlPages, serving
 from router_stats import A, B, make_stats, make_worker
 
-from flexcache.router.chooser import Decided, Ended, Skipped
+from flexcache.router.chooser import Decided, RequestEnded, Skipped
 
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
@@ -45,7 +45,7 @@ def decided(**changes: Any) -> Decided:
     return Decided(**event)  # type: ignore[arg-type]
 
 
-def ended(**changes: Any) -> Ended:
+def ended(**changes: Any) -> RequestEnded:
     event = {
         "time": 1.7e9 + 2,
         "request_id": "a-request",
@@ -59,7 +59,7 @@ def ended(**changes: Any) -> Ended:
         "ttft_s": 0.2,
         "total_s": 2.0,
     } | changes
-    return Ended(**event)  # type: ignore[arg-type]
+    return RequestEnded(**event)  # type: ignore[arg-type]
 
 
 @asynccontextmanager

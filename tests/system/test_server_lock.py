@@ -22,7 +22,6 @@ from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.density import DensityPolicy
 from flexcache.protocol.endpoints import private_endpoint
 from flexcache.server.hub import Hub
-from flexcache.server.operator import open_http
 from flexcache.server.outbox import Outbox
 from flexcache.server.server import KVServer
 from flexcache.server.state import ServerState
@@ -85,7 +84,7 @@ def test_hub_engine_and_outbox_are_used_under_the_lock_only(
         endpoint=private_endpoint("locked"), trace_dir=str(tmp_path / "traces"),
         server_timeout_s=60.0,
     )  # fmt: skip
-    server = KVServer(config, open_http=open_http)
+    server = KVServer(config)
     watch.server = server
     server.start()
     model = ModelConfig("test", 3, 4, 32, torch.bfloat16)

@@ -143,12 +143,6 @@ def has_capacities(**blocks: int) -> Callable[[Cluster], None]:
     return check
 
 
-def drops_calls_beyond_the_limit(cluster: Cluster) -> None:
-    for number in range(1, 9):
-        cluster.manager.put_match(prompt(cluster, number, 1))
-    assert sum(cluster.manager.stats()["tasks"].values()) == cluster.config.max_open_tasks
-
-
 def throttles_writes(cluster: Cluster) -> None:
     until(lambda: tiers_are_available(cluster))
     cluster.put(prompt(cluster, 1, LONG), range(LONG))
@@ -202,8 +196,6 @@ def remote(directory: Path) -> Settings:
         "remote_lookup_timeout_s": 1.0,
         "remote_timeout_s": 10.0,
         "remote_absent_ttl_s": 0.1,
-        "remote_index_blocks": 1000,
-        "remote_concurrency": 2,
     }
 
 
@@ -215,13 +207,9 @@ def observers(directory: Path) -> Settings:
         "kv_events_endpoint": f"tcp://127.0.0.1:{events}",
         "kv_events_replay_endpoint": f"tcp://127.0.0.1:{replay}",
         "kv_events_topic": "kv@here@model",
-        "kv_events_format": "legacy_array",
         "kv_events_hashes": "bytes",
-        "kv_events_buffer": 100,
-        "kv_events_queue": 100,
         "trace_dir": str(directory / "trace"),
         "trace_file_mb": 1.0,
-        "trace_files": 2,
     }
 
 
@@ -339,7 +327,6 @@ SCENARIOS = [
         throttles_writes,
     ),
     Scenario("retention", lambda d: {**ssd(d), "retention_s": 600.0}, has_a_retention_time),
-    Scenario("few open tasks", lambda d: {"max_open_tasks": 3}, drops_calls_beyond_the_limit),
     Scenario("short deadlines", lambda d: {"match_ttl_s": 0.5, "op_timeout_s": 20.0},
              forgets_matches_that_are_not_launched),
     Scenario("layers on", lambda d: {"layerwise_load": "on", "log_level": "DEBUG"}),

@@ -18,7 +18,6 @@ from weighted_engine import TOKENS_PER_BLOCK, WeightedEngine, slots, tokens_of
 from flexcache import CacheConfig, KVStatus
 from flexcache.client.transport import LocalTransport
 from flexcache.protocol.endpoints import private_endpoint
-from flexcache.server.operator import open_http
 from flexcache.server.outbox import withdraw_lines
 from flexcache.server.server import KVServer
 
@@ -30,7 +29,7 @@ BLOCKS = [0, 1, 2, 3]
 def serving(has_lines: bool = False, **settings: object) -> Iterator[KVServer]:
     """A server in this process; ranks reach it by sockets, unless it ``has_lines``."""
     config = CacheConfig(**{**SIZES, **settings})  # type: ignore[arg-type]
-    server = KVServer(config, private_endpoint("weights"), open_http=_http_of(config))
+    server = KVServer(config, private_endpoint("weights"))
     server.start()
     if not has_lines:
         withdraw_lines(server.endpoint, server._lines)
@@ -38,10 +37,6 @@ def serving(has_lines: bool = False, **settings: object) -> Iterator[KVServer]:
         yield server
     finally:
         server.shutdown()
-
-
-def _http_of(config: CacheConfig):  # type: ignore[no-untyped-def]
-    return open_http if config.http_endpoint is not None else None
 
 
 @contextlib.contextmanager
@@ -227,7 +222,7 @@ def test_an_op_that_arrives_before_the_news_is_refused(is_gated: bool) -> None:
     engine = WeightedEngine(CacheConfig(**SIZES), "own")  # type: ignore[arg-type]
     engine.wait_ready()
     engine.put("abcd")
-    transport = engine.manager._client.transport
+    transport = engine.manager._transport
     assert isinstance(transport, LocalTransport)
     updates = [threading.Thread(target=client.weights_changed) for client in engine.clients]
     with transport.server.lock:

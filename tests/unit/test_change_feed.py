@@ -7,6 +7,7 @@ import pytest
 from flexcache.cache.journal import Change, Medium, Stored
 from flexcache.config import CacheConfig
 from flexcache.ids import BlockKey, RootId
+from flexcache.server import observers
 from flexcache.server import observers as change_feed
 from flexcache.server.observers import ChangeFeed
 
@@ -30,8 +31,9 @@ def test_changes_are_taken_once_and_in_order() -> None:
     assert feed.stats() == {"untaken_batches": 0, "lost_batches": 0}
 
 
-def test_beyond_the_bound_the_oldest_batches_are_dropped() -> None:
-    feed = feed_of(kv_events=True, kv_events_queue=3)
+def test_beyond_the_bound_the_oldest_batches_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observers, "NUM_QUEUED", 3)
+    feed = feed_of(kv_events=True)
     changes = [stored(number) for number in range(5)]
     for change in changes:
         feed.pass_on([change])

@@ -19,7 +19,6 @@ from flexcache.config.settings import (
     describe_settings,
     read_effective_settings,
 )
-from flexcache.config.sources import GONE
 from flexcache.config.values import split_address, with_engine
 from flexcache.errors import ConfigError
 
@@ -164,6 +163,24 @@ def test_an_unknown_name_is_answered_with_the_closest_ones() -> None:
         CacheConfig.from_env({"FLEXCACHE_CPU_CACHE_GBS": "1"})
     with pytest.raises(ConfigError, match="did you mean ssd_queue_depth"):
         CacheConfig.from_env({}, num_cpu_blocks=1, ssd_queue_dept=3)
+
+
+@pytest.mark.parametrize("name", sources.REMOVED)
+def test_a_setting_of_an_earlier_version_is_answered_with_what_holds_instead(name: str) -> None:
+    expected = re.escape(f"{name}: no longer a setting")
+    with pytest.raises(ConfigError, match=f"{expected}; {re.escape(sources.REMOVED[name])}"):
+        CacheConfig(num_cpu_blocks=1, **{name: 1})
+    variable = f"FLEXCACHE_{name.upper()}"
+    with pytest.raises(ConfigError, match=f"{expected}.*{variable}"):
+        CacheConfig.from_env({variable: "1"}, num_cpu_blocks=1)
+
+
+@pytest.mark.parametrize("name", sources.REMOVED_OF_ROUTER)
+def test_a_routers_setting_of_an_earlier_version_is_refused_likewise(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: no longer a setting"):
+        RouterConfig(**{name: 1})
+    with pytest.raises(ConfigError, match=f"{name}: no longer a setting"):
+        RouterConfig.load(None, {f"FLEXCACHE_ROUTER_{name.upper()}": "1"})
 
 
 @pytest.mark.parametrize("name", ["defaults", "environ", "self"])
@@ -400,9 +417,3 @@ def test_no_setting_has_the_name_of_such_a_variable(caplog: pytest.LogCaptureFix
     for prefix in (sources.ENV_PREFIX, sources.ROUTER_PREFIX):
         sources.read_environment({row.environment: "1" for row in rows}, prefix)
     assert not caplog.records
-
-
-@pytest.mark.parametrize("name", GONE)
-def test_a_setting_that_is_gone_says_what_holds_now(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{name}: is gone.*FLEXCACHE_.*: {GONE[name]}"):
-        CacheConfig.from_env({f"FLEXCACHE_{name.upper()}": "3"})

@@ -29,7 +29,7 @@ from flexcache.counters import (
     plain,
 )
 from flexcache.ids import BreakerState, OpKind
-from flexcache.metrics.collector import Exposition
+from flexcache.metrics import Exposition
 from flexcache.stats import (
     BreakerStats,
     CacheIdentity,

@@ -74,14 +74,14 @@ STILL_TOO_LARGE = {
 CEILINGS = {
     "lines of the package": 74_000,
     "files of the package": 275,
-    "lines of the router": 15_010,
-    "modules under 120 lines with one importer": 4,
-    "class names that several classes have": 18,
-    "functions with too many parameters": 14,
+    "lines of the router": 15_000,
+    "modules under 120 lines with one importer": 6,
+    "class names that several classes have": 6,
+    "functions with too many parameters": 17,
     "functions more complex than 12": 66,
-    "types of messages": 59,
-    "settings of the cache": 58,
-    "settings of the router": 37,
+    "types of messages": 54,
+    "settings of the cache": 51,
+    "settings of the router": 36,
     "metrics": 120,
 }
 """What the package has at most. A ceiling falls with the code. It rises only for a feature that

@@ -63,6 +63,7 @@ from flexcache.server.state import HubConfig, ServerState
 from flexcache.stats import CacheStats, TierStats
 from flexcache.storage.shards import Shards
 from flexcache.tasks.instructions import REMOTE, RunLookUp, RunOp, device
+from flexcache.tasks.model import DEFAULT_LIMITS
 from flexcache.transfer.copier import CopyPermit
 from flexcache.transfer.messages import Done, Execute
 
@@ -463,7 +464,7 @@ def test_a_rank_of_this_process_may_be_silent_until_its_line_is_closed(world: Wo
 
     engine, line = Engine(world), Line()
     engine.register()
-    world.hub.outbox.connect(engine.rank, line)
+    world.hub.outbox.lines[engine.rank] = line  # type: ignore[assignment]
     world.hub.greeter.expire(world.now + 2 * TIMEOUT_S)
     assert set(world.hub.state.peers) == {engine.rank}
     line.is_closed = True
@@ -614,7 +615,7 @@ def test_absurd_values_are_refused_at_once(world: World) -> None:
         [refused] = world.send(b"x", hello_engine("x", "x", b"xc", spec))
         assert isinstance(refused, Refused)
     assert isinstance(world.send(b"x", hello_engine("x" * 1000, "x", b"xc"))[0], Rejected)
-    many = np.arange(world.config.max_open_tasks + 1, dtype="<u8").tobytes()
+    many = np.arange(DEFAULT_LIMITS.max_open_tasks + 1, dtype="<u8").tobytes()
     for ids in (many, b"odd"):
         assert isinstance(world.send(engine.calls, Cancel(ids))[0], Rejected)
     wide = Match(1, engine.ids.next(), TaskKind.PUT, ROOT, 0, 1, 16, 1 << 20)

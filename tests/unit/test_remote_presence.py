@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 from builders import ROOT, keys_of, prompt
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flexcache.cache.tiers import RemoteTier
-from flexcache.config import CacheConfig
-from flexcache.errors import ConfigError
 from flexcache.tasks.instructions import Instruction
 from flexcache.tasks.lookups import RemoteLookUps
 from flexcache.transfer.breaker import CircuitBreaker
@@ -70,8 +67,3 @@ def test_a_prompt_longer_than_the_capacity_is_not_looked_up_again_at_once() -> N
         look_ups.looked_up(asked, 8, None, 0.0, instructions)
     assert look_ups.counters.asked == 1
     assert tier.match(prompt("aaaaaaaa")).num_blocks == 3
-
-
-def test_the_number_of_blocks_known_must_be_positive() -> None:
-    with pytest.raises(ConfigError, match="remote_index_blocks = 0"):
-        CacheConfig(num_cpu_blocks=8, remote_index_blocks=0)

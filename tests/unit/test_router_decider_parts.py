@@ -17,9 +17,9 @@ from flexcache.router.chooser import (
     Arrival,
     Choice,
     Decided,
-    Ended,
     NotRouted,
     Outcome,
+    RequestEnded,
     RouteRequest,
     Skipped,
     Usage,
@@ -247,7 +247,7 @@ def test_watchers_see_decisions_and_a_slow_one_what_it_missed() -> None:
             await world.decider.choose(arrival(str(number)))
             world.decider.ended(str(number), Outcome.BROKEN)
         seen = [await first, *[await anext(events) for _ in range(3)]]
-        assert [type(event) for event in seen] == [Decided, Ended, Decided, Skipped]
+        assert [type(event) for event in seen] == [Decided, RequestEnded, Decided, Skipped]
         assert isinstance(seen[3], Skipped) and seen[3].count == 3
         await events.aclose()
         assert len(world.decider.watchers) == 0

@@ -30,7 +30,7 @@ from flexcache.router.events import TIER_OF, EventApplier
 from flexcache.router.fleet import Tier
 from flexcache.router.holdings import find
 from flexcache.router.index import Holder, KeyChain, KVIndexer, Space
-from flexcache.router.names import BlockNames
+from flexcache.router.names import NamedBlocks
 
 SIZE = 4
 
@@ -440,7 +440,7 @@ def test_names_that_mean_other_blocks_elsewhere() -> None:
 
 def test_what_waits_is_bounded() -> None:
     index = KVIndexer()
-    names = BlockNames(index, max_waiting=10, max_loose=8)
+    names = NamedBlocks(index, max_waiting=10, max_loose=8)
     holder = Holder("e", Tier.GPU)
     applier = EventApplier(index)
     for first in range(20):
@@ -512,9 +512,8 @@ def test_whatever_can_be_decoded_can_be_applied(events: list[dict[str, Any]]) ->
 # -- publishers ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["map", "legacy_array"])
 @pytest.mark.parametrize("hashes", ["int", "int_first", "bytes"])
-def test_events_of_this_cache(layout: str, hashes: str) -> None:
+def test_events_of_this_cache(hashes: str) -> None:
     keys = [BlockKey(hashlib.sha256(bytes([at])).digest()) for at in range(6)]
     info = RequestInfo(lora_name="tuned", lora_id=1)
     extra = [["tuned", "pepper"], *[["tuned"]] * 5]
@@ -525,7 +524,7 @@ def test_events_of_this_cache(layout: str, hashes: str) -> None:
         Removed(Medium.CPU, ROOT, keys[5:]),
     ]
     applier = EventApplier(KVIndexer())
-    encoder = BatchEncoder(layout)
+    encoder = BatchEncoder()
 
     def publish(changes: list[Change]) -> None:
         events = [describe(change, hashes) for change in changes]

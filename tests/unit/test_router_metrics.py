@@ -18,12 +18,13 @@ from flexcache.router.stats import RouterStats
 from flexcache.stats import Stats
 
 UNSHOWN = {
-    "workers.*.url", "workers.*.sources", "workers.*.waiting_requests", "process.pid",
+    "workers.*.url", "workers.*.sources", "process.pid",
     "process.address", "process.uptime_s", "tokens.models.a-model chat",
     "tokens.reasons.a-model chat", "tokens.memo_bytes", "tokens.checks",
-    "peers.*.last_batch_age_s", "peers.*.batches", "peers.*.requests", "caches.*.failure",
+    "peers.*.last_batch_age_s", "peers.*.batches", "peers.*.gaps", "routing.expired_requests",
+    "peers.*.requests", "caches.*.failure",
     "caches.*.circuit", "caches.*.running", "caches.*.tokens", "queue.capacity", "trouble",
-    "sources.*.batches", "sources.*.snapshots", "sources.*.replayed_batches", "index.orphans",
+    "sources.*.batches", "sources.*.snapshots", "sources.*.replayed_batches",
     "routing.service_time.samples", "routing.service_time.base_s",
     "routing.service_time.token_s", "routing.service_time.attention_s",
     "routing.service_time.load_s.dram", "routing.service_time.load_s.disk",
@@ -39,7 +40,7 @@ def samples(stats: RouterStats) -> Samples:
     pytest.importorskip("prometheus_client")
     from prometheus_client.parser import text_string_to_metric_families
 
-    from flexcache.metrics.collector import Exposition
+    from flexcache.metrics import Exposition
 
     text = Exposition(RouterStats, lambda: stats).render()[0].decode()
     return {
@@ -182,7 +183,7 @@ def test_any_worker_name_is_escaped() -> None:
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 def test_promtool_accepts_the_metrics() -> None:
     pytest.importorskip("prometheus_client")
-    from flexcache.metrics.collector import Exposition
+    from flexcache.metrics import Exposition
 
     text = Exposition(RouterStats, make_stats).render()[0]
     checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flexcache.errors import ConfigError
-from flexcache.router.dispatcher import Dispatcher, Prompt
+from flexcache.router.dispatcher import Dispatcher, MatchedPrompt
 from flexcache.router.load import Load, Served, Work
 from flexcache.router.policy import POLICIES, make_policy
 from flexcache.router.service_time import MIN_SAMPLES, ServiceTime
@@ -25,11 +25,13 @@ def dispatcher(policy: str = "ours", num_workers: int = 4) -> Dispatcher:
     return Dispatcher(make_policy(policy), Load(num_workers), times)
 
 
-def prompt(tokens: int, *gpu: int, dram: tuple[int, ...] = (), keys: range = range(0)) -> Prompt:
+def prompt(
+    tokens: int, *gpu: int, dram: tuple[int, ...] = (), keys: range = range(0)
+) -> MatchedPrompt:
     matched = np.zeros((3, 4))
     matched[0, : len(gpu)] = gpu
     matched[1, : len(dram)] = dram
-    return Prompt(tokens, matched, keys=keys, block_tokens=BLOCK)
+    return MatchedPrompt(tokens, matched, keys=keys, block_tokens=BLOCK)
 
 
 def test_the_worker_with_the_prefix_is_chosen_while_it_is_free() -> None:
@@ -122,7 +124,7 @@ def test_under_load_a_prefix_stays_where_it_is() -> None:
 
 def test_among_equals_a_session_stays() -> None:
     router = dispatcher()
-    stay = Prompt(1000, np.zeros((3, 4)), last_worker=3)
+    stay = MatchedPrompt(1000, np.zeros((3, 4)), last_worker=3)
     assert {router.score(stay, 0.0).worker for _ in range(20)} == {3}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
 
 import pytest
 
@@ -11,6 +10,7 @@ from flexcache.router.chooser import Outcome
 from flexcache.router.fleet import WorkerSpec, WorkerState
 from flexcache.router.prober import Capacity, parse_capacities
 from flexcache.router.roster import Health, Probe, Roster
+from flexcache.router.router import KVRouter
 
 A, B = "http://a:1", "http://b:1"
 
@@ -20,24 +20,14 @@ def spec(url: str, rank: int | None = None) -> WorkerSpec:
     return WorkerSpec(name=name, url=url, data_parallel_rank=rank)
 
 
-class Book:
-    def __init__(self) -> None:
-        self.states: dict[str, WorkerState] = {}
-        self.models: dict[str, set[str]] = {}
-        self.adapters: dict[str, set[str]] = {}
+class Book(KVRouter):
+    @property
+    def states(self) -> dict[str, WorkerState]:
+        return {member.spec.name: member.state for member in self.fleet}
 
-    def set_workers(self, specs: Sequence[WorkerSpec]) -> None:
-        names = [each.name for each in specs]
-        self.states = {name: self.states.get(name, WorkerState.UP) for name in names}
-
-    def set_state(self, worker: str, state: WorkerState) -> None:
-        assert worker in self.states
-        self.states[worker] = state
-
-    def set_models(self, worker: str, models: Collection[str], adapters: Collection[str]) -> None:
-        assert worker in self.states
-        self.models[worker] = set(models)
-        self.adapters[worker] = set(adapters)
+    @property
+    def models(self) -> dict[str, set[str]]:
+        return {member.spec.name: set(member.models) for member in self.fleet}
 
     @property
     def up(self) -> set[str]:
@@ -133,8 +123,8 @@ def test_workers_of_a_known_engine_serve_its_models(book: Book) -> None:
     roster.set_models("http://gone:1", ["large"])
     roster.set_listed([spec(A, 0), spec(A, 1), spec(B)])
     both = {"small", "lora"}
-    assert book.models == {A: both, f"{A}#0": both, f"{A}#1": both, B: set()}
-    assert book.adapters[f"{A}#1"] == {"lora"} and not book.adapters[B]
+    assert book.models == {f"{A}#0": both, f"{A}#1": both, B: set()}
+    assert book.fleet[f"{A}#1"].adapters == {"lora"} and not book.fleet[B].adapters
 
 
 def test_clients_that_leave_say_nothing_of_an_engine(book: Book) -> None:

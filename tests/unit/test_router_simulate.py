@@ -19,7 +19,7 @@ from flexcache.router.dispatcher import Dispatcher
 from flexcache.router.load import Load
 from flexcache.router.policy import POLICIES, make_policy
 from flexcache.router.service_time import ServiceTime
-from flexcache.router.simulate.comparison import Outcome, Simulation, compare, spec_for
+from flexcache.router.simulate.comparison import Simulated, Simulation, compare, spec_for
 from flexcache.router.simulate.engine import EngineSpec
 from flexcache.router.simulate.workload import (
     Agents,
@@ -42,7 +42,7 @@ def request(
     return SimRequest(name, time_s, tokens, output, [(keys or name, i) for i in blocks])
 
 
-def run(workload: Recorded, spec: EngineSpec = SPEC, engines: int = 1) -> Outcome:
+def run(workload: Recorded, spec: EngineSpec = SPEC, engines: int = 1) -> Simulated:
     dispatcher = Dispatcher(make_policy("ours"), Load(engines), ServiceTime(engines))
     simulation = Simulation(dispatcher, [spec] * engines, workload)
     outcome = simulation.run()

@@ -13,12 +13,12 @@ from flexcache.router.load import GONE, Work
 from flexcache.router.messages import (
     TOPIC,
     Alive,
+    AllRunning,
     Began,
     End,
     FirstToken,
     Life,
     RunningRequest,
-    Snapshot,
     decode_life,
     encode_life,
 )
@@ -51,7 +51,7 @@ def request(name: str, worker: str = "w", has_first_token: bool = False) -> Runn
 
 def test_batches_survive_the_wire() -> None:
     events: list[Life] = [
-        Began(request("a")), FirstToken("a"), End("a"), Snapshot([request("b")]), Alive(),
+        Began(request("a")), FirstToken("a"), End("a"), AllRunning([request("b")]), Alive(),
     ]  # fmt: skip
     assert decode_life(encode_life(1.0, events)) == events
     assert encode_life(1.0, [Alive()]) != encode_life(2.0, [Alive()])
@@ -65,7 +65,7 @@ def test_requests_at_a_worker_count_once_it_is_known() -> None:
     peer.apply([FirstToken("c"), End("c")], 0.0)
     assert set(book.requests) == {"other a"}
     book.know("w", "new")
-    peer.apply([Snapshot(running[:2])], 1.0)
+    peer.apply([AllRunning(running[:2])], 1.0)
     assert book.requests == {"other a": ("w", False), "other b": ("new", True)}
 
 
@@ -75,7 +75,7 @@ def test_a_snapshot_repairs_what_was_lost() -> None:
     peer.apply([Began(request("a")), Began(request("b"))], 0.0)
     peer.lost()
     peer.apply([End("never heard of"), FirstToken("nor of this")], 1.0)
-    peer.apply([Snapshot([request("b", has_first_token=True), request("c", "x")])], 2.0)
+    peer.apply([AllRunning([request("b", has_first_token=True), request("c", "x")])], 2.0)
     assert book.requests == {"p b": ("w", True), "p c": ("x", False)}
     assert peer.stats(2.5).gaps == 1 and peer.stats(2.5).last_batch_age_s == 0.5
 
@@ -89,7 +89,7 @@ def test_a_silent_peer_is_dropped_once_and_may_come_back() -> None:
     assert peer.expire(LEASE_S) and book.requests == {}
     assert not peer.expire(2 * LEASE_S)
     assert not peer.stats(2 * LEASE_S).is_up
-    peer.apply([Snapshot([request("a")])], 3 * LEASE_S)
+    peer.apply([AllRunning([request("a")])], 3 * LEASE_S)
     assert set(book.requests) == {"p a"} and peer.stats(3 * LEASE_S).is_up
 
 
@@ -119,12 +119,12 @@ def test_with_losses_the_load_is_right_after_each_snapshot() -> None:
         elif kind == 2 and truth.pop(name, None) is not None:
             event = End(name)
         elif kind == 3 and step % 10 == 0:
-            event = Snapshot(list(truth.values()))
-        if not isinstance(event, Snapshot) and rng.random() < 0.1:
+            event = AllRunning(list(truth.values()))
+        if not isinstance(event, AllRunning) and rng.random() < 0.1:
             peer.lost()
             continue
         peer.apply([event], float(step))
-        if isinstance(event, Snapshot):
+        if isinstance(event, AllRunning):
             expected = {f"p {n}": (r.worker, r.has_first_token) for n, r in truth.items()}
             assert book.requests == expected
 
@@ -145,7 +145,7 @@ def test_a_peer_whose_replay_is_lost_is_known_from_its_next_snapshot() -> None:
                 publisher.publish([Began(running[1])])
                 await asyncio.sleep(0.05)
             assert not await follower.caught_up(timeout_s=1.0)
-            publisher.publish([Snapshot(running)])
+            publisher.publish([AllRunning(running)])
             assert await follower.caught_up(timeout_s=60.0)
             assert set(book.requests) == {f"{endpoint} a", f"{endpoint} b"}
         finally:

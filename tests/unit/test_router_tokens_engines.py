@@ -23,7 +23,7 @@ from flexcache.router.chooser import Arrival, RouteRequest  # noqa: E402
 from flexcache.router.tokens import Tokenizers, TokenLimits  # noqa: E402
 from flexcache.router.tokens.body import Kind  # noqa: E402
 from flexcache.router.tokens.local import TokenMemo  # noqa: E402
-from flexcache.router.tokens.models import AGREEMENTS_TO_RETURN, Way, Ways  # noqa: E402
+from flexcache.router.tokens.models import AGREEMENTS_TO_RETURN, TokenWay, Ways  # noqa: E402
 
 CHAT = "/v1/chat/completions"
 
@@ -451,9 +451,9 @@ class WaysAgainstAModel(RuleBasedStateMachine):
         for kind, history in self.history.items():
             bad = [i for i, equal in enumerate(history) if not equal]
             returned = not bad or len(history) - bad[-1] > AGREEMENTS_TO_RETURN
-            expected = Way.UNKNOWN if self.renders is False else Way.RENDER
+            expected = TokenWay.UNKNOWN if self.renders is False else TokenWay.RENDER
             if kind in self.local and returned:
-                expected = Way.LOCAL
+                expected = TokenWay.LOCAL
             assert self.ways.way(kind) is expected
         assert self.ways.checks == sum(map(len, self.history.values()))
 

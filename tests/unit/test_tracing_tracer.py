@@ -194,7 +194,8 @@ def test_keys_of_several_sizes_are_recorded_too(tmp_path: Path) -> None:
 
 
 def test_the_oldest_files_are_removed_and_the_others_read_in_order(tmp_path: Path) -> None:
-    tracer = make_tracer(tmp_path, trace_file_mb=0.002, trace_files=3)
+    config = CacheConfig(num_cpu_blocks=1, trace_dir=str(tmp_path), trace_file_mb=0.002)
+    tracer = Tracer(config, HEADER, max_files=3)
     for number in range(500):
         tracer.cleared("CPU", number)
     tracer.close()

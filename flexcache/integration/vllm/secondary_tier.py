@@ -38,7 +38,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from flexcache.cache.restore import Restoration
 from flexcache.cache.tier import Tier
-from flexcache.cache.tiered_cache import CacheSizes
+from flexcache.cache.tiered_cache import REMEMBERED_BLOCKS, CacheSizes
 from flexcache.config import CacheConfig
 from flexcache.config.values import reject
 from flexcache.errors import ConfigError
@@ -275,7 +275,7 @@ class TierHost:
         if config.remote_url is not None:
             check_packages(config.remote_url, config.remote_compression)
             presence = StorePresence(
-                root, config.remote_index_blocks, config.remote_lookup_timeout_s,
+                root, REMEMBERED_BLOCKS, config.remote_lookup_timeout_s,
                 config.remote_absent_ttl_s, self._instructions,
             )  # fmt: skip
         if ssd is None and presence is None:

@@ -168,7 +168,7 @@ class BodyRefused(Exception):
         self.status = status
 
 
-class Body:
+class HeldBody:
     """The part of a body that has arrived."""
 
     __slots__ = ("_chunks", "size")
@@ -200,7 +200,7 @@ class Bodies:
         self._timeout_s = timeout_s
         self._held_bytes = 0
 
-    async def read(self, request: web.Request, body: Body) -> bytes:
+    async def read(self, request: web.Request, body: HeldBody) -> bytes:
         """Read the body of a request.
 
         Args:
@@ -215,7 +215,7 @@ class Bodies:
             self._take(request.content.read_nowait(), body)
         return body.joined()
 
-    def release(self, body: Body) -> None:
+    def release(self, body: HeldBody) -> None:
         """Note that a body is no longer held."""
         self._held_bytes -= body.size
 
@@ -231,7 +231,7 @@ class Bodies:
         if self._held_bytes < 0 or (is_idle and self._held_bytes):
             raise InternalError(f"{self._held_bytes} bytes held, is_idle={is_idle}")
 
-    async def _collect(self, request: web.Request, body: Body) -> None:
+    async def _collect(self, request: web.Request, body: HeldBody) -> None:
         if (request.content_length or 0) > self._max_bytes:
             raise self._too_large()
         try:
@@ -243,11 +243,11 @@ class Bodies:
         except ConnectionError:
             raise BodyRefused(400, "the client left") from None
 
-    async def _read_all(self, request: web.Request, body: Body) -> None:
+    async def _read_all(self, request: web.Request, body: HeldBody) -> None:
         while chunk := await request.content.readany():
             self._take(chunk, body)
 
-    def _take(self, chunk: bytes, body: Body) -> None:
+    def _take(self, chunk: bytes, body: HeldBody) -> None:
         body.add(chunk)
         self._held_bytes += len(chunk)
         if body.size > self._max_bytes:

@@ -36,7 +36,7 @@ from flexcache.router.proxy.answers import (
     in_whole_seconds,
     is_request_id,
 )
-from flexcache.router.proxy.clients import ApiKeys, Bodies, Body, BodyRefused, Seats, holding
+from flexcache.router.proxy.clients import ApiKeys, Bodies, BodyRefused, HeldBody, Seats, holding
 from flexcache.router.proxy.engines import (
     SMALL_BYTES,
     ClientStalled,
@@ -254,7 +254,7 @@ class Proxy:
         Raises:
             BodyRefused: See `Bodies.read`.
         """
-        fields, held = request.headers, Body()
+        fields, held = request.headers, HeldBody()
         try:
             body = await self._bodies.read(request, held)
             arrival = Arrival(

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from flexcache.errors import ConfigError, MissingDependencyError, TraceError
-from flexcache.router.dispatcher import DRAM, GPU, Dispatcher, Prompt
+from flexcache.router.dispatcher import DRAM, GPU, Dispatcher, MatchedPrompt
 from flexcache.router.load import FloatArray, Load, Running
 from flexcache.router.policy import Pick, make_policy
 from flexcache.router.service_time import ServiceTime
@@ -26,7 +26,9 @@ from flexcache.router.simulate.workload import SimRequest, Workload
 class Chooses(Protocol):
     """What the simulation needs of `Dispatcher`."""
 
-    def choose(self, request_id: str, prompt: Prompt, now: float) -> tuple[Pick, Running]: ...
+    def choose(
+        self, request_id: str, prompt: MatchedPrompt, now: float
+    ) -> tuple[Pick, Running]: ...
 
     def first_token(self, request_id: str, now: float) -> None: ...
 
@@ -69,7 +71,7 @@ class ExactView:
 
 
 @dataclass(slots=True)
-class Outcome:
+class Simulated:
     """What became of the requests, in the order of their ends.
 
     Attributes:
@@ -106,13 +108,13 @@ class Simulation:
         self._workload = workload
         self._engines = [Engine(spec, workload.block_tokens) for spec in specs]
         self._view = make_view(self._engines)
-        self._outcome = Outcome(requests_of=[0] * len(specs))
+        self._outcome = Simulated(requests_of=[0] * len(specs))
         self._arrivals: list[tuple[float, int, SimRequest]] = []
         self._numbers = count()
         self._last_worker: dict[object, int] = {}
         self._first_token_s: dict[str, float] = {}
 
-    def run(self, progress: Callable[[int], None] | None = None) -> Outcome:
+    def run(self, progress: Callable[[int], None] | None = None) -> Simulated:
         """Run until all requests have ended.
 
         Args:
@@ -154,7 +156,7 @@ class Simulation:
         heapq.heappush(self._arrivals, (request.time_s, next(self._numbers), request))
 
     def _send(self, request: SimRequest, now: float) -> int:
-        prompt = Prompt(
+        prompt = MatchedPrompt(
             num_tokens=request.num_tokens,
             matched=self._view.match(request),
             last_worker=self._last_worker.get(request.session) if request.session else None,
@@ -245,7 +247,7 @@ def compare(
         TraceError: No request fits into an engine.
     """
     made = {name: make_policy(name) for name in policies}
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, Simulated] = {}
     for name, policy in made.items():
         dispatcher = Dispatcher(policy, Load(len(specs)), ServiceTime(len(specs)), seed=seed)
         simulation = Simulation(dispatcher, specs, workload)
@@ -263,7 +265,7 @@ def compare(
     )
 
 
-def figures_of(outcome: Outcome) -> Figures:
+def figures_of(outcome: Simulated) -> Figures:
     """Sum up a run.
 
     Raises:
@@ -281,7 +283,7 @@ def figures_of(outcome: Outcome) -> Figures:
     )
 
 
-def busiest_of(outcome: Outcome) -> float:
+def busiest_of(outcome: Simulated) -> float:
     """Return the requests of the busiest engine over the mean of all."""
     return max(outcome.requests_of) * len(outcome.requests_of) / sum(outcome.requests_of)
 

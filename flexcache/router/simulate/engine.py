@@ -142,7 +142,7 @@ class EngineSpec:
 
 
 @dataclass(slots=True)
-class _Running:
+class _InStep:
     request: SimRequest
     num_computed: int  # tokens of the prompt whose KV is there
     num_cached: int  # blocks of it under their keys
@@ -165,12 +165,12 @@ class Engine:
         self.hits: dict[str, int] = {}
         self._block_tokens = block_tokens
         self._waiting: deque[SimRequest] = deque()
-        self._prefilling: deque[_Running] = deque()
-        self._decoding: list[tuple[int, int, _Running]] = []  # heap by the step of the last token
+        self._prefilling: deque[_InStep] = deque()
+        self._decoding: list[tuple[int, int, _InStep]] = []  # heap by the step of the last token
         self._kv_tokens = 0  # contexts of the decoding requests
         self._steps = 0
         self._number = 0
-        self._chunks: list[tuple[_Running, int]] = []  # of the current step
+        self._chunks: list[tuple[_InStep, int]] = []  # of the current step
         self._began_s = 0.0
         self._planned_steps = 0
 
@@ -252,7 +252,7 @@ class Engine:
             load_s += dram_tokens * self.spec.dram_token_s * self.spec.slowdown
             num_computed = self.hits[request.request_id] = gpu_tokens + dram_tokens
             self._prefilling.append(
-                _Running(request, num_computed, on_gpu + in_dram, num_new - in_dram)
+                _InStep(request, num_computed, on_gpu + in_dram, num_new - in_dram)
             )
             budget -= request.num_tokens - num_computed
         return load_s
@@ -293,14 +293,14 @@ class Engine:
         self._steps += num_steps
         self._kv_tokens += num_steps * len(self._decoding)
 
-    def _computed(self, running: _Running, num_tokens: int) -> None:
+    def _computed(self, running: _InStep, num_tokens: int) -> None:
         running.num_computed += num_tokens
         num_full = min(running.num_computed // self._block_tokens, len(running.request.keys))
         self.cache.computed(running.request.keys[running.num_cached : num_full])
         running.num_private -= num_full - running.num_cached
         running.num_cached = num_full
 
-    def _start_decoding(self, running: _Running) -> None:
+    def _start_decoding(self, running: _InStep) -> None:
         """The first token is there; each further step yields one."""
         self._number += 1
         last = self._steps + running.request.output_tokens - 1

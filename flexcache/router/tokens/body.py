@@ -21,7 +21,7 @@ from flexcache.router.chooser import Arrival
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptTokens:
     """What was found of a prompt.
 
     Attributes:

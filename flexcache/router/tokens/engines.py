@@ -119,7 +119,7 @@ async def read_answer(answer: aiohttp.ClientResponse, max_bytes: int = MAX_ANSWE
     return b"".join(pieces)
 
 
-class Engines:
+class EngineApi:
     """HTTP client of the engines.
 
     Args:

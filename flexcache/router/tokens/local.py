@@ -18,7 +18,7 @@ from flexcache.router.tokens.body import (
     CHARS_PER_TOKEN,
     ChatBody,
     CompletionBody,
-    Prompt,
+    PromptTokens,
     UnknownPrompt,
     read_prompt,
 )
@@ -168,7 +168,7 @@ class LocalTokens:
 
     async def tokens(
         self, files: ModelFiles, body: ChatBody | CompletionBody, num_bytes: int
-    ) -> Prompt:
+    ) -> PromptTokens:
         """Make the tokens of a request.
 
         Args:
@@ -181,10 +181,10 @@ class LocalTokens:
             return await self._chat(files, body, num_bytes)
         prompt = read_prompt(body.prompt)
         if isinstance(prompt, np.ndarray):
-            return Prompt(prompt, len(prompt), 0)
+            return PromptTokens(prompt, len(prompt), 0)
         return await self._text(files, prompt, body.add_special_tokens)
 
-    async def _chat(self, files: ModelFiles, body: ChatBody, num_bytes: int) -> Prompt:
+    async def _chat(self, files: ModelFiles, body: ChatBody, num_bytes: int) -> PromptTokens:
         template = files.chat_with_tools if body.tools else files.chat
         if template is None:
             raise UnknownPrompt("no chat template")
@@ -198,7 +198,7 @@ class LocalTokens:
         if not known:
             raise UnknownPrompt("media")
         prompt = await self._text(files, known, body.add_special_tokens, ends=False)
-        return Prompt(prompt.ids, max(body.estimate(0), prompt.num_tokens), prompt.remembered)
+        return PromptTokens(prompt.ids, max(body.estimate(0), prompt.num_tokens), prompt.remembered)
 
     async def _call(self, is_quick: bool, work: Callable[[], _T]) -> _T:
         if is_quick:
@@ -207,7 +207,7 @@ class LocalTokens:
 
     async def _text(
         self, files: ModelFiles, text: str, special_tokens: bool, *, ends: bool = True
-    ) -> Prompt:
+    ) -> PromptTokens:
         """Make the tokens of a text.
 
         Args:
@@ -235,7 +235,7 @@ class LocalTokens:
         unknown = sum(map(len, segments[len(parts) :])) // CHARS_PER_TOKEN
         if not parts and unknown:
             raise UnknownPrompt("too slow")
-        return Prompt(wrapped, len(wrapped) + unknown, min(remembered, len(wrapped)))
+        return PromptTokens(wrapped, len(wrapped) + unknown, min(remembered, len(wrapped)))
 
     async def _encode(
         self, files: ModelFiles, missing: dict[bytes, str]

@@ -13,7 +13,7 @@ import numpy as np
 from flexcache.errors import InternalError
 from flexcache.logs import log_event
 from flexcache.router.tokens.body import ChatBody, CompletionBody, Kind
-from flexcache.router.tokens.engines import BadAnswer, Engines, ModelCard, NotRendered
+from flexcache.router.tokens.engines import BadAnswer, EngineApi, ModelCard, NotRendered
 from flexcache.router.tokens.text_tokenizer import (
     ModelFiles,
     NoTokenizer,
@@ -25,7 +25,7 @@ AGREEMENTS_TO_RETURN = 3
 """Comparisons in a row that must agree before a kind that differed is made here again."""
 
 
-class Way(str, Enum):
+class TokenWay(str, Enum):
     """How prompts become tokens."""
 
     LOCAL = "local"
@@ -56,11 +56,11 @@ class Ways:
         self.checks = 0
         self.mismatches = 0
 
-    def way(self, kind: Kind) -> Way:
+    def way(self, kind: Kind) -> TokenWay:
         """Tell how prompts of a kind become tokens now."""
         if kind in self._local and kind not in self._differing:
-            return Way.LOCAL
-        return Way.UNKNOWN if self._engine_renders is False else Way.RENDER
+            return TokenWay.LOCAL
+        return TokenWay.UNKNOWN if self._engine_renders is False else TokenWay.RENDER
 
     def compared(self, kind: Kind, equal: bool) -> None:
         """Note a comparison of the tokens made here with the engine's."""
@@ -81,7 +81,7 @@ class Ways:
 
     def reason(self, kind: Kind) -> str:
         """Say why prompts of a kind go that way."""
-        if self.way(kind) is Way.LOCAL:
+        if self.way(kind) is TokenWay.LOCAL:
             if self._agreed.get(kind):
                 return "checked"
             return "unchecked: no /tokenize" if self._engine_renders is False else "unchecked"
@@ -120,7 +120,7 @@ class ServedModel:
         self.ways = Ways(kinds, missing)
 
     async def render(
-        self, engines: Engines, path: str, raw: bytes, body: ChatBody | CompletionBody
+        self, engines: EngineApi, path: str, raw: bytes, body: ChatBody | CompletionBody
     ) -> np.ndarray:
         """Have an engine make a request's tokens, however long it takes; each in turn.
 
@@ -190,7 +190,7 @@ class ModelRegistry:
             cache; None: that which the engine reports as the model's.
     """
 
-    def __init__(self, engines: Engines, tokenizer: str | None) -> None:
+    def __init__(self, engines: EngineApi, tokenizer: str | None) -> None:
         self._engines = engines
         self._tokenizer = tokenizer
         self._urls: dict[str, Mapping[str, str]] = {}

@@ -20,16 +20,16 @@ from flexcache.router.tokens.body import (
     ChatBody,
     CompletionBody,
     Kind,
-    Prompt,
+    PromptTokens,
     UnknownPrompt,
     count_structure,
     named_model,
     read_body,
     read_prompt,
 )
-from flexcache.router.tokens.engines import Engines, NotRendered, open_session
+from flexcache.router.tokens.engines import EngineApi, NotRendered, open_session
 from flexcache.router.tokens.local import LocalTokens, TokenLimits
-from flexcache.router.tokens.models import ModelRegistry, ServedModel, Way
+from flexcache.router.tokens.models import ModelRegistry, ServedModel, TokenWay
 from flexcache.router.tokens.template import has_media
 from flexcache.router.waiting import Turns, is_set_within
 
@@ -39,13 +39,13 @@ _LARGEST_SAMPLE = 1 << 20
 """Bytes of a request that is compared at most: an engine takes a second for them."""
 
 
-class Comparison:
+class TokenComparison:
     """Checks the tokens made here against the engine's, on samples of the requests.
 
     The first request of each kind of prompt is one, then one in a while, beside the requests.
     """
 
-    def __init__(self, local: LocalTokens, engines: Engines, limits: TokenLimits) -> None:
+    def __init__(self, local: LocalTokens, engines: EngineApi, limits: TokenLimits) -> None:
         self._local = local
         self._engines = engines
         self._every_s = limits.check_every_s
@@ -125,10 +125,10 @@ class Tokenizers:
             seed = secrets.randbits(63)
         self._limits = limits or TokenLimits()
         self._session = open_session({})
-        self._engines = Engines(self._session, self._limits.render_timeout_s)
+        self._engines = EngineApi(self._session, self._limits.render_timeout_s)
         self._local = LocalTokens(self._limits, seed)
         self._registry = ModelRegistry(self._engines, tokenizer)
-        self._comparison = Comparison(self._local, self._engines, self._limits)
+        self._comparison = TokenComparison(self._local, self._engines, self._limits)
         self._num_asking = 0
         self._look = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
@@ -216,7 +216,7 @@ class Tokenizers:
 
     async def _prompt(
         self, model: ServedModel | None, path: str, raw: bytes, body: Body
-    ) -> tuple[Prompt, str]:
+    ) -> tuple[PromptTokens, str]:
         """Find a prompt's tokens.
 
         Returns:
@@ -231,21 +231,21 @@ class Tokenizers:
         if isinstance(body, CompletionBody):
             ids = read_prompt(body.prompt)
             if isinstance(ids, np.ndarray):
-                return Prompt(ids, len(ids), 0), "ids"
+                return PromptTokens(ids, len(ids), 0), "ids"
         if model is None:
             raise UnknownPrompt("no tokenizer")
         way = model.ways.way(body.kind)
         if model.engines:
             self._comparison.sample(model, path, raw, body, asyncio.get_running_loop().time())
-        if way is Way.LOCAL and model.files is not None:
+        if way is TokenWay.LOCAL and model.files is not None:
             return await self._local.tokens(model.files, body, len(raw)), way.value
-        if way is Way.RENDER and model.engines:
+        if way is TokenWay.RENDER and model.engines:
             return await self._asked(model, path, raw, body), way.value
         raise UnknownPrompt("no tokenizer")
 
     async def _asked(
         self, model: ServedModel, path: str, raw: bytes, body: ChatBody | CompletionBody
-    ) -> Prompt:
+    ) -> PromptTokens:
         """Have an engine make a prompt's tokens, within a deadline.
 
         Raises:
@@ -265,7 +265,7 @@ class Tokenizers:
             raise UnknownPrompt("engine too slow") from None
         finally:
             self._num_asking -= 1
-        return Prompt(ids, len(ids), 0)
+        return PromptTokens(ids, len(ids), 0)
 
     def stats(self) -> TokenizerStats:
         """Return what became of all requests so far."""
