@@ -12,10 +12,11 @@ import argparse
 import tempfile
 from pathlib import Path
 
+from disk_workers import driven_workers
 from rich.console import Console
 from rich.table import Table
 
-from flexcache.bench.ssd import BLOCK_BYTES, QUEUE_DEPTH, Fio, beside_raw, driven_workers, raw_disks
+from flexcache.bench.ssd import BLOCK_BYTES, QUEUE_DEPTH, Fio, beside_raw, raw_disks
 from flexcache.config.cache import SSD_SYNCS
 from flexcache.storage.block_io import open_block_io
 

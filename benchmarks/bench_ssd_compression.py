@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from disk_workers import DrivenWorker
 from rich.console import Console
 from rich.table import Table
 
-from flexcache.bench.ssd import DrivenWorker
 from flexcache.storage.block_io import Direction, open_block_io
 from flexcache.storage.compression import Codec
 from flexcache.storage.disk_pool import DiskPool

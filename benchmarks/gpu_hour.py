@@ -73,8 +73,8 @@ def steps_for(directory: Path) -> list[Step]:
         bench("SSD past DRAM", directory, 60),
         bench("blocks of", directory, 90),
         bench("both directions at once", directory, 30),
-        bench("small ops", directory, 30),
-        bench("beside the model's work", directory, 60),
+        bench("small ops", directory, 30, _OPS),
+        bench("beside the model's work", directory, 60, _OPS),
         bench("pinning", directory, 30),
     ]
 

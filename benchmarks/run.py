@@ -26,8 +26,11 @@ from flexcache.cli.bench import (
 from flexcache.terminal import user_errors
 
 SECTIONS = {
-    name: f"bench_{name}"
-    for name in ("control", "plan", "index", "server", "overlap", "past_dram", "gpu_ops")
+    **{
+        name: f"bench_{name}"
+        for name in ("control", "plan", "index", "server", "overlap", "past_dram", "gpu_ops")
+    },
+    "disk": "disk_workers",
 }
 """Sections and their modules."""
 

@@ -136,7 +136,7 @@ def benchmarks(directory: Path, traces: Path | None, venvs: Path | None) -> list
         Benchmark("index memory", "run.py", ("index", "--only", "memory of the index"), 120),
         Benchmark("request cost", "bench_request_cost.py", (), 120),
         Benchmark("DRAM", "bench", ("dram", "--only", "64 requests", *tmp), 180),
-        Benchmark("SSD", "bench", ("ssd", *tmp), 180, runs=SSD_RUNS),
+        Benchmark("SSD", "run.py", ("disk", *tmp), 180, runs=SSD_RUNS),
         Benchmark("restart", "bench_restart.py", ("--slots", "1000000", *tmp), 300),
         Benchmark("remote", "bench_remote.py", ("--store", "mooncake", "--store", "file"), 300),
         Benchmark("overhead", "bench_overhead.py", ("--model", "tiny", *tmp), 900),

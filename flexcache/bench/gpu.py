@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-import statistics
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -176,7 +173,6 @@ def open_pool(
 BLOCK_BYTES = (64 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 20)
 OP_BYTES = 256 << 20
 REACH = 0.9
-SLOWDOWN_REACH = 0.97
 
 
 def cases(thorough: bool, directory: Path, seed: int) -> list[Case]:
@@ -195,8 +191,6 @@ def cases(thorough: bool, directory: Path, seed: int) -> list[Case]:
         ),
         Case("SSD past DRAM", partial(past_dram, directory, op_bytes, 3, seed)),
         Case("both directions at once", partial(both_directions, op_bytes, rounds, seed)),
-        Case("small ops", partial(small_ops, 4 * rounds, seed)),
-        Case("beside the model's work", partial(beside_compute, rounds, seed)),
         Case("pinning", partial(pinning, 4 if thorough else 1)),
     ]
 
@@ -225,41 +219,6 @@ def scattered_blocks(block_bytes: int, op_bytes: int, rounds: int, seed: int) ->
                 f"{kind.name}, handing over, per copy", "us", handed_over,
                 parameter="KiB per block", at=block_bytes >> 10,
             )  # fmt: skip
-
-
-@contextmanager
-def beside_threads(works: Sequence[Callable[[], object]]) -> Iterator[None]:
-    """Call each of these over and over on a thread of its own, once it was called.
-
-    Raises:
-        Exception: What one of them raised.
-    """
-    ending = threading.Event()
-    under_way = threading.Barrier(len(works) + 1)
-    failures: list[Exception] = []
-
-    def drive(work: Callable[[], object]) -> None:
-        try:
-            work()
-            under_way.wait()
-            while not ending.is_set():
-                work()
-        except Exception as error:
-            failures.append(error)
-            under_way.abort()
-
-    threads = [threading.Thread(target=drive, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    try:
-        under_way.wait()
-        yield
-    finally:
-        ending.set()
-        for thread in threads:
-            thread.join()
-        if failures:
-            raise failures[0]
 
 
 SSD_BLOCK_BYTES = 2 << 20
@@ -377,96 +336,6 @@ def both_directions(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
                 sample_beside(partial(scattered, way), contiguous, rounds=rounds, scale=1),
                 "two contiguous pinned copies together", reach=REACH if way is None else None,
             )  # fmt: skip
-
-
-def small_ops(rounds: int, seed: int) -> Iterable[Result]:
-    """Measure the time from submitting a few blocks to observing their completion."""
-    with open_pool(2 << 20, 64 << 20, seed) as pool:
-        for kind in KINDS:
-            for count in (1, 8):
-                runs = pool.runs(kind, 0, count)
-                contiguous = pool.contiguous(kind, count)
-                copy = partial(pool.copy, runs, kind)
-                times, bound = sample_beside(copy, contiguous, rounds=rounds)
-                yield Result(
-                    f"{kind.name} of few blocks of 2 MiB, to its landing", "us", times, bound,
-                    "one contiguous pinned copy", parameter="blocks", at=count,
-                )  # fmt: skip
-
-
-def beside_compute(rounds: int, seed: int) -> Iterable[Result]:
-    """Measure how much speed a loop of the model's kernels keeps while copies run both ways."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    matrix = torch.randn(8192, 8192, dtype=torch.bfloat16, device=device)
-    heads = torch.randn(4, 32, 4096, 128, dtype=torch.bfloat16, device=device)
-    product = torch.empty_like(matrix)
-
-    def multiply() -> None:
-        torch.matmul(matrix, matrix, out=product)
-
-    def attend() -> None:
-        torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
-
-    for block_bytes in (2 << 20, 256 << 10):
-        with open_pool(block_bytes, OP_BYTES, seed) as pool:
-            for way in pool.copier.ways:
-                for name, work in (("matmul", multiply), ("attention", attend)):
-                    alone, beside = _paces(work, pool, way, rounds)
-                    yield Result(
-                        f"{name} beside the {way.value}, both directions", "1/s", beside,
-                        statistics.median(alone), "the same alone", SLOWDOWN_REACH,
-                        parameter="KiB per block", at=block_bytes >> 10,
-                    )  # fmt: skip
-
-
-def _paces(
-    work: Callable[[], None], pool: Pool, way: CopyWay, rounds: int
-) -> tuple[list[float], list[float]]:
-    """Return calls of ``work`` per second alone and beside copies, measured in turns."""
-    alone, beside = [], []
-    _pace(work)  # warms up
-    for _ in range(rounds):
-        alone.append(_pace(work))
-        with _copying(pool, way):
-            beside.append(_pace(work))
-    return alone, beside
-
-
-def _pace(work: Callable[[], None], calls: int = 20) -> float:
-    """Return calls per second by the device's clock, which host threads cannot disturb."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(2_000_000)  # queue all calls before the first may run
-    begin.record()
-    for _ in range(calls):
-        work()
-    end.record()
-    end.synchronize()
-    milliseconds: float = begin.elapsed_time(end)
-    return calls / milliseconds * 1e3
-
-
-@contextmanager
-def _copying(pool: Pool, way: CopyWay) -> Iterator[None]:
-    """Keep copies running both ways, each direction driven by its own thread."""
-    half = pool.num_blocks // 2
-
-    def copies(kind: OpKind) -> Callable[[], None]:
-        # Separate blocks, or each direction would change what the other reads.
-        runs = pool.runs(kind, 0, half) if kind is OpKind.H2D else pool.runs(kind, half)
-        under_way: deque[Any] = deque()
-
-        def copy() -> None:  # one is always waiting while another runs
-            under_way.append(pool.copier.start(runs, kind, None, way=way))
-            if len(under_way) > 1:
-                under_way.popleft().synchronize()
-
-        return copy
-
-    try:
-        with beside_threads([copies(kind) for kind in KINDS]):
-            yield
-    finally:
-        torch.cuda.synchronize(pool.device)  # the last copies
 
 
 def pinning(rounds: int) -> Iterable[Result]:

@@ -12,30 +12,7 @@ from typing import Any
 
 from flexcache.cache.tiered_cache import CacheSizes
 from flexcache.config.sources import read_environment
-from flexcache.doctor.directories import (
-    check_file_systems,
-    check_missing_directories,
-    check_space,
-)
-from flexcache.doctor.endpoints import (
-    check_event_endpoints,
-    check_http,
-    check_remote_store,
-    check_server_endpoint,
-    check_ssd_compression,
-)
-from flexcache.doctor.gpu import check_gpu, has_gpu
-from flexcache.doctor.machine import (
-    check_container_limit,
-    check_huge_pages,
-    check_io_uring,
-    check_kernel,
-    check_locked_memory,
-    check_memory,
-    check_numa,
-    check_open_files,
-    check_shared_memory,
-)
+from flexcache.doctor import directories, endpoints, gpu, machine
 from flexcache.doctor.subject import CONNECTOR, SECONDARY_TIER, Finding, Subject, error, ok, warning
 from flexcache.errors import FlexCacheError
 from flexcache.storage.pool_directory import (
@@ -80,7 +57,7 @@ _WANTED = {
 
 def check_python(subject: Subject) -> Iterator[Finding]:
     yield ok(f"Python {platform.python_version()}, torch {importlib.metadata.version('torch')}")
-    if find_spec("numba") is None and not has_gpu(subject):
+    if find_spec("numba") is None and not gpu.has_gpu(subject):
         yield warning(
             "no numba: copies between KV tensors and DRAM hold the interpreter lock",
             "pip install '.[cpu]'",
@@ -292,20 +269,18 @@ def check_hash_seed(subject: Subject) -> Iterator[Finding]:
         yield ok("block hashes may differ from process to process; nothing is shared here")
 
 
-Check = Callable[[Subject], Iterable[Finding]]
-
-CHECKS: dict[str, Check] = {
+CHECKS: dict[str, Callable[[Subject], Iterable[Finding]]] = {
     "settings": check_settings,
-    "kernel": check_kernel,
-    "io_uring": check_io_uring,
-    "open_files": check_open_files,
-    "memory": check_memory,
-    "container_limit": check_container_limit,
-    "shared_memory": check_shared_memory,
-    "locked_memory": check_locked_memory,
-    "huge_pages": check_huge_pages,
-    "numa": check_numa,
-    "gpu": check_gpu,
+    "kernel": machine.check_kernel,
+    "io_uring": machine.check_io_uring,
+    "open_files": machine.check_open_files,
+    "memory": machine.check_memory,
+    "container_limit": machine.check_container_limit,
+    "shared_memory": machine.check_shared_memory,
+    "locked_memory": machine.check_locked_memory,
+    "huge_pages": machine.check_huge_pages,
+    "numa": machine.check_numa,
+    "gpu": gpu.check_gpu,
     "python": check_python,
     "vllm": check_vllm,
     "sglang": check_sglang,
@@ -313,14 +288,14 @@ CHECKS: dict[str, Check] = {
     "transfer_config": check_transfer_config,
     "block_size": check_block_size,
     "hash_seed": check_hash_seed,
-    "server": check_server_endpoint,
-    "http": check_http,
-    "kv_events": check_event_endpoints,
-    "remote_store": check_remote_store,
-    "ssd_compression": check_ssd_compression,
-    "file_system": check_file_systems,
-    "space": check_space,
-    "directory": check_missing_directories,
+    "server": endpoints.check_server_endpoint,
+    "http": endpoints.check_http,
+    "kv_events": endpoints.check_event_endpoints,
+    "remote_store": endpoints.check_remote_store,
+    "ssd_compression": endpoints.check_ssd_compression,
+    "file_system": directories.check_file_systems,
+    "space": directories.check_space,
+    "directory": directories.check_missing_directories,
 }
 
 
@@ -331,10 +306,5 @@ def examine(subject: Subject) -> Iterator[tuple[str, Finding]]:
             for finding in check(subject):
                 yield name, finding
         except Exception as failure:
-            yield (
-                name,
-                warning(
-                    f"{name} could not be checked: {type(failure).__name__}: {failure}",
-                    "this is a bug: please report it",
-                ),
-            )
+            text = f"{name} could not be checked: {type(failure).__name__}: {failure}"
+            yield name, warning(text, "this is a bug: please report it")
