@@ -42,19 +42,15 @@ class Memory:
     device: torch.Tensor
     copier: CudaCopier
 
-    def runs(
-        self, kind: OpKind, count: int, sizes: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def runs(self, kind: OpKind, count: int, sizes: np.ndarray) -> Runs:
         """Make this many copies of these sizes between slots, in random order."""
         random = np.random.default_rng(count)
         on_host = self.host.data_ptr() + random.permutation(NUM_SLOTS)[:count] * SLOT
         on_device = self.device.data_ptr() + random.permutation(NUM_SLOTS)[:count] * SLOT
         to, start = (on_device, on_host) if kind is OpKind.H2D else (on_host, on_device)
-        return to, start, sizes
+        return Runs(to, start, sizes)
 
-    def expected(
-        self, kind: OpKind, runs: tuple[np.ndarray, ...]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def expected(self, kind: OpKind, runs: Runs) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what host and device must hold after the copies."""
         host, device = self.host.clone(), self.device.cpu()
         target, source = (device, host) if kind is OpKind.H2D else (host, device)
@@ -138,7 +134,7 @@ def test_the_bytes_arrive_and_no_others_change(
 
 def test_odd_bytes_are_never_given_to_the_kernel(memory: Memory) -> None:
     runs = memory.runs(OpKind.H2D, 500, np.full(500, 1001, np.int64))
-    assert memory.copier.choose(*runs, OpKind.H2D) is not CopyWay.KERNEL
+    assert memory.copier.choose(runs, OpKind.H2D) is not CopyWay.KERNEL
 
 
 def test_a_store_runs_after_the_work_that_writes_its_source(
@@ -269,7 +265,7 @@ def test_a_pool_of_several_pinned_pieces_is_copied_by_each_way(
         everything = np.arange(NUM_SLOTS) * SLOT  # neighbours, which are joined within a piece
         sides = (memory.device.data_ptr(), memory.host.data_ptr())
         to, start = sides if kind is OpKind.H2D else sides[::-1]
-        runs = (to + everything, start + everything, np.full(NUM_SLOTS, SLOT, np.int64))
+        runs = Runs(to + everything, start + everything, np.full(NUM_SLOTS, SLOT, np.int64))
         host, device = memory.expected(kind, runs)
         memory.copier.start(runs, kind, memory.copier.fence(), way=way).synchronize()
         assert torch.equal(memory.device.cpu(), device)

@@ -72,12 +72,12 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 71_900,
-    "files of the package": 256,
+    "lines of the package": 70_950,
+    "files of the package": 254,
     "lines of the router": 15_000,
     "modules under 120 lines with one importer": 2,
-    "class names that several classes have": 6,
-    "functions with too many parameters": 17,
+    "class names that several classes have": 5,
+    "functions with too many parameters": 11,
     "functions more complex than 12": 66,
     "types of messages": 54,
     "settings of the cache": 51,
@@ -87,7 +87,7 @@ CEILINGS = {
 """What the package has at most. A ceiling falls with the code. It rises only for a feature that
 needs it, with a line in CHANGELOG.md that names the feature."""
 
-MIN_COMMENTS_PER_100_LINES = 3.3
+MIN_COMMENTS_PER_100_LINES = 3.8
 """In cache, tasks, transfer and server: why a line is as it is, beside the line."""
 
 STILL_UPWARD: dict[str, str] = {}

@@ -26,7 +26,7 @@ from flexcache.client import rank
 from flexcache.ids import OpKind
 from flexcache.integration.vllm.worker import FlexCacheMetadata, FlexCacheWorker, Load
 from flexcache.storage.host_pool import HostSegment
-from flexcache.transfer.copier import Addresses
+from flexcache.transfer.copier import Runs
 
 pytestmark = pytest.mark.newest
 BLOCK, NUM_BLOCKS, LAYERS = 16, 24, 3
@@ -66,10 +66,9 @@ class Copier:
         return None
 
     def start(
-        self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind,
-        after: None, urgent: bool = False, alone: bool = False,
-    ) -> None:  # fmt: skip
-        for target, source, size in zip(destinations, sources, sizes, strict=True):
+        self, runs: Runs, kind: OpKind, after: None, urgent: bool = False, alone: bool = False
+    ) -> None:
+        for target, source, size in zip(*runs, strict=True):
             ctypes.memmove(int(target), int(source), int(size))
 
     def close(self) -> None:
