@@ -60,7 +60,7 @@ MUTANTS = [
            "if not found.file_systems:", "if False:",
            on_io.test_a_path_through_host_memory_says_so),
     Mutant("a short read counts", DeviceFiles, "move",
-           "if moved == transfer.length:", "if True:",
+           "if moved != length:", "if False:",
            on_io.test_a_file_that_ends_early_is_an_error_of_the_read),
 ]  # fmt: skip
 
