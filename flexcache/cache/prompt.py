@@ -99,7 +99,7 @@ class Prompt(NamedTuple):
     """A get, put or prefetch of blocks ``[start, stop)`` of a prompt of ``num_tokens``.
 
     It is made once and handed on as it is. What continues a chain resolves to another one, of the
-    whole chain (`Matcher.resolve`).
+    whole chain (`Matcher.plan`).
 
     ``retain_s``: stored blocks of a put count as used this much later when room is needed.
     ``tail_at``: a put also stores the tail behind this many blocks, unless it is 0.

@@ -1,4 +1,4 @@
-"""What workers probably hold, judged from the router's own decisions.
+"""Guesses of what workers hold, from the router's own decisions.
 
 `Placements` stands in for a worker that publishes no events: it remembers the prompts that were
 sent there, as many as the worker's cache can hold, least recently used first out. `Expectations`

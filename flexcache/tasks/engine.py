@@ -414,8 +414,8 @@ class KVTaskEngine:
         with self._change:
             cache, kind = self.cache, prompt.kind
             cache.tiers.advance(now)
-            prompt = self._matcher.resolve(owner, prompt)
-            plan, keys = self._matcher.plan(owner, prompt), prompt.keys
+            prompt, plan = self._matcher.plan(owner, prompt)
+            keys = prompt.keys
             if kind is TaskKind.PREFETCH and not plan.is_empty:
                 cache.early.begin(task_id, plan, keys, now)
             session_id, adapter = prompt.session_id, prompt.adapter

@@ -114,14 +114,35 @@ class Matcher:
         patience_s = load_patience_s(prompt.stop, owner.prefill_blocks_per_s, _LONGEST_WAIT_S)
         return early.awaited(keys, now, patience_s)
 
-    def resolve(self, owner: Session, prompt: Prompt) -> Prompt:
-        """Place a prompt under its root; return it, or the whole chain that it continues. Without
-        its parent a continuation stays one, and `plan` finds nothing for it."""
-        keys, kind, tiers = prompt.keys, prompt.kind, self._cache.tiers
+    def plan(self, owner: Session, prompt: Prompt) -> tuple[Prompt, Plan]:
+        """Plan a task for a prompt. Return the prompt, too, or the whole chain that it continues.
+
+        Without its parent a continuation stays one, and nothing is found for it.
+        """
         has_weights = self._sessions.has_weights(owner.engine, prompt.weights)
-        self._place(keys, owner if has_weights else None)
-        if keys.parent_key is None:
-            return prompt
+        self._place(prompt.keys, owner if has_weights else None)
+        if prompt.keys.parent_key is not None:
+            prompt = self._resolve(owner, prompt)
+        kind, keys = prompt.kind, prompt.keys
+        if has_weights:
+            if kind is not TaskKind.PREFETCH:  # an operator's, say, which computes with no weights
+                owner.uses(keys.root)
+                self._cache.tiers.unretire(keys.root)
+            reason = self._why_not(owner, prompt)
+        else:
+            reason = "weights_changed"
+        if reason is None:
+            plan = self._plan(owner, prompt)
+        else:
+            plan = self._cache.plan_nothing(kind, keys, prompt.start, prompt.stop, reason)
+        plan.num_before = prompt.num_before
+        if kind is TaskKind.GET and prompt.start < prompt.stop and self._cache.reuse is not None:
+            self._cache.reuse.looked_up(keys, plan, prompt.stop)
+        return prompt, plan
+
+    def _resolve(self, owner: Session, prompt: Prompt) -> Prompt:
+        """Return the whole chain that a placed continuation continues; itself if none is found."""
+        keys, kind, tiers = prompt.keys, prompt.kind, self._cache.tiers
         where: Iterable[Tier] = tiers
         if kind is TaskKind.PUT:  # it builds on one tier
             direct = self._direct_stores(owner)
@@ -137,25 +158,6 @@ class Matcher:
             keys=chain, start=start, stop=prompt.stop + num_before, tail_at=tail_at,
             num_before=num_before,
         )  # fmt: skip
-
-    def plan(self, owner: Session, prompt: Prompt) -> Plan:
-        """Plan a task for a prompt that was resolved."""
-        kind, keys = prompt.kind, prompt.keys
-        if self._sessions.has_weights(owner.engine, prompt.weights):
-            if kind is not TaskKind.PREFETCH:  # an operator's, say, which computes with no weights
-                owner.uses(keys.root)
-                self._cache.tiers.unretire(keys.root)
-            reason = self._why_not(owner, prompt)
-        else:
-            reason = "weights_changed"
-        if reason is None:
-            plan = self._plan(owner, prompt)
-        else:
-            plan = self._cache.plan_nothing(kind, keys, prompt.start, prompt.stop, reason)
-        plan.num_before = prompt.num_before
-        if kind is TaskKind.GET and prompt.start < prompt.stop and self._cache.reuse is not None:
-            self._cache.reuse.looked_up(keys, plan, prompt.stop)
-        return plan
 
     def plan_return(self, keys: BlockKeys, now: float) -> Plan:
         """Plan to load a prompt of a session that returns soon, which keys name as tiers do."""
