@@ -11,6 +11,7 @@ from pathlib import Path
 
 from flexcache.config.settings import Setting, describe_router_settings, describe_settings
 from flexcache.counters import families
+from flexcache.integration.adapter import COUNTERS, VLLM_COUNTERS
 from flexcache.router.stats import RouterStats
 from flexcache.stats import Stats
 
@@ -79,6 +80,16 @@ This page is generated from the code by `scripts/make_docs.py`.
 """
 
 
+ENGINES_OWN = """
+## At the engines' own `/metrics`
+
+Counters of one engine, with the labels of its own metrics.
+
+| metric | meaning |
+| --- | --- |
+"""
+
+
 def render_settings() -> str:
     return HEAD + _table(describe_settings()) + ROUTER + _table(describe_router_settings())
 
@@ -99,7 +110,16 @@ def render_metrics() -> str:
         rows.setdefault(each.section, []).append(row)
     columns = "| metric | type | labels | meaning |\n| --- | --- | --- | --- |\n"
     tables = (f"\n## {title}\n\n{columns}" + "".join(lines) for title, lines in rows.items())
-    return METRICS_HEAD + "".join(tables)
+    return METRICS_HEAD + "".join(tables) + _engines_own()
+
+
+def _engines_own() -> str:
+    rows = [f"| `vllm:flexcache_{name}_total` | {text} |\n" for name, text in VLLM_COUNTERS.items()]
+    rows = [
+        f"| `vllm:flexcache_{name}_total`, `sglang:flexcache_{name}_total` | {text} |\n"
+        for name, text in COUNTERS.items()
+    ] + rows
+    return ENGINES_OWN + "".join(rows)
 
 
 PAGES = {"configuration.md": render_settings, "metrics.md": render_metrics}

@@ -1,7 +1,7 @@
 """URLs of remote stores, and the registry of the kinds of stores that they name.
 
 A store is one module, which describes itself by one call of `register`. Those of FlexCache are
-named in `_BUILT_IN` and imported once a URL has their scheme; any other is named by its module's
+named in `STORES` and imported once a URL has their scheme; any other is named by its module's
 dotted path as the scheme (``acme.kv_store://HOST``). Parsing needs no optional package, no network.
 """
 
@@ -24,14 +24,18 @@ OptionCheck = Callable[[str], str | None]
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _NO_CREDENTIALS = "must not hold credentials: they come from the environment"
-_STORES = "flexcache.storage.remote"
+_PACKAGE = "flexcache.storage.remote"
 # By name rather than by import: the stores are in a higher layer, and a process needs one of them.
-_BUILT_IN = {
-    "mooncake": f"{_STORES}.mooncake",
-    **dict.fromkeys(("s3", "gs", "az"), f"{_STORES}.object_store"),
-    "file": f"{_STORES}.directory",
-    "memory": f"{_STORES}.memory",
+STORES = {
+    "mooncake://HOST:PORT": f"{_PACKAGE}.mooncake",
+    "s3://BUCKET/PREFIX": f"{_PACKAGE}.object_store",
+    "gs://BUCKET/PREFIX": f"{_PACKAGE}.object_store",
+    "az://CONTAINER/PREFIX": f"{_PACKAGE}.object_store",
+    "file:///DIRECTORY": f"{_PACKAGE}.directory",
 }
+"""How URLs of FlexCache's own stores look, and the module of each."""
+_BUILT_IN = {form.partition(":")[0]: module for form, module in STORES.items()}
+_BUILT_IN["memory"] = f"{_PACKAGE}.memory"  # for tests
 
 
 @dataclass(frozen=True, slots=True)
