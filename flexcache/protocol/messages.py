@@ -1,4 +1,4 @@
-"""The protocol between a server and its clients; `docs/internals/protocol.md` draws it.
+"""Messages between a server and its clients; `docs/internals/protocol.md` draws the protocol.
 
 Every frame is one tagged msgspec struct in MessagePack. A prompt's keys or token ids are in the
 session's scratch memory or, without one, in a raw second frame after `Match`. Lists of blocks or

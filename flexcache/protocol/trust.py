@@ -1,4 +1,4 @@
-"""Checks that an endpoint is served by this user.
+"""Ownership checks of endpoints and connections: each must belong to this user.
 
 Every client checks before it connects, and a server before it takes over an address. The other way
 round, the mode of a socket file keeps other users out, and over TCP without keys a server asks the

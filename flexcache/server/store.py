@@ -1,4 +1,4 @@
-"""The memory and the files of one model's cache."""
+"""Memory and files of one model's cache."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Matching: what a get, put or prefetch is given of the cache, what is asked before, and loads that
-begin before, or instead of waiting for, a get.
+"""Matching of prompts against the cache: questions asked before, plans, and loads begun early.
 """
 
 from __future__ import annotations

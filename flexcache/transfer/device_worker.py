@@ -1,4 +1,4 @@
-"""The device worker: executes the ops that touch the GPU for one rank, inside the engine's process.
+"""Device worker: executes the ops that touch the GPU for one rank, inside the engine's process.
 
 The process that owns the memory does the copy, so no other process needs a handle to it. Ops run in
 order, loads before stores; but after three loads a store has its turn. A gated op waits until the

@@ -1,4 +1,4 @@
-"""The disk worker: executes DISK2H, H2DISK and COMMIT in its own process.
+"""Disk worker: executes DISK2H, H2DISK and COMMIT in its own process.
 
 The server runs it as ``python -m flexcache.transfer.disk_worker``, passes descriptors to it,
 supervises it and restarts it if it dies. It keeps no state that matters: each op brings the places
