@@ -233,7 +233,7 @@ class HelloEngine(msgspec.Struct, tag=True, frozen=True):
 
 
 class WelcomeEngine(msgspec.Struct, tag=True, frozen=True):
-    """The session is open; the client assigns its task ids itself (`task_ids`)."""
+    """The session is open; the client assigns its task ids itself (`TaskIds`)."""
 
     session: int
     server_pid: int

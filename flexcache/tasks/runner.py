@@ -4,8 +4,8 @@
                ^                                                  |
                +--------------------------------------------------+
 
-A state machine without I/O. Ops that end let others begin; every public method returns only when
-nothing follows any more.
+A state machine without I/O. `run` submits a graph, `settle` takes in ops that have ended, `follow`
+starts what may start then. Every public method returns only when nothing follows any more.
 """
 
 from __future__ import annotations

@@ -253,6 +253,8 @@ class DeviceWorker:
         return not is_left and not any(self._queues.values())
 
     def execute(self, message: Execute) -> None:
+        """Take an op: behind its gate, past DRAM, or into the queue of its lane. `advance` starts
+        it."""
         if message.gated and not self.gates.is_open(message.task_id):
             self._parked.setdefault(message.task_id, []).append(message)
         elif message.kind.is_direct and self._direct is not None:
