@@ -1,6 +1,6 @@
 """Write the parts of the documentation that are generated from the code.
 
-python scripts/make_docs.py            write docs/operate/configuration.md and docs/operate/metrics.md
+python scripts/make_docs.py            write configuration.md and metrics.md of docs/operate
 python scripts/make_docs.py --check    fail if they differ from the code
 """
 

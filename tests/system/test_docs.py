@@ -37,7 +37,9 @@ def blocks_of(page: str, language: str) -> list[str]:
 
 
 def test_the_example_of_a_continued_chain_is_true() -> None:
-    (code,) = [code for code in blocks_of("internals/architecture.md", "python") if "parent_key" in code]
+    (code,) = [
+        code for code in blocks_of("internals/architecture.md", "python") if "parent_key" in code
+    ]
     with running_cluster() as cluster:
         names: dict[str, Any] = {
             "manager": cluster.manager, "tokens": range(128), "slots": range(128),
