@@ -136,6 +136,7 @@ class InFlight:
         """Return the ops that have ended, in the order of each lane."""
         done = []
         for lane, pieces in self._pieces.items():
+            # Reported in the order in which they were queued: one that lands before others waits.
             while pieces and self._has_landed(pieces[0]):
                 op = pieces[0].op
                 op.num_in_flight -= 1
