@@ -145,7 +145,7 @@ def shared_word(typing: Any, address: Any) -> Any:
     return types.uint64(types.int64), generate
 
 
-# Compiled anew by each process: numba takes code on disk for current by the date of one source
+# Compiled again by each process: numba takes code on disk for current by the date of one source
 # file, and after a change to another one a rank would copy for tasks that are revoked.
 @njit  # type: ignore[untyped-decorator]
 def _copy_run(destination: int, source: int, size: int) -> None:
