@@ -114,11 +114,11 @@ def render_metrics() -> str:
 
 
 def _engines_own() -> str:
-    rows = [f"| `vllm:flexcache_{name}_total` | {text} |\n" for name, text in VLLM_COUNTERS.items()]
-    rows = [
-        f"| `vllm:flexcache_{name}_total`, `sglang:flexcache_{name}_total` | {text} |\n"
-        for name, text in COUNTERS.items()
-    ] + rows
+    engines = {
+        name: ("vllm", "sglang") if name in COUNTERS else ("vllm",) for name in VLLM_COUNTERS
+    }
+    names = {n: ", ".join(f"`{e}:flexcache_{n}_total`" for e in of) for n, of in engines.items()}
+    rows = [f"| {names[name]} | {text} |\n" for name, text in VLLM_COUNTERS.items()]
     return ENGINES_OWN + "".join(rows)
 
 

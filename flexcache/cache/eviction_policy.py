@@ -363,8 +363,7 @@ def make_policy(name: str, tokens_per_block: int) -> EvictionPolicy:
     Raises:
         ConfigError: It names no policy.
     """
-    path, _ = EVICTION_POLICIES.get(name, (name, ""))
-    module, _, attribute = path.partition(":")
+    module, _, attribute = EVICTION_POLICIES.get(name, (name,))[0].partition(":")
     try:
         policy = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:

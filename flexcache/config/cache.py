@@ -37,14 +37,10 @@ from flexcache.config.values import (
 from flexcache.ids import PromptDetail
 
 EVICTION_POLICIES: Mapping[str, tuple[str, str]] = {
-    "lru": (
-        "flexcache.cache.eviction_policy:LruPolicy", "evicts the least recently used blocks"
-    ),
-    "density": (
-        "flexcache.cache.density:DensityPolicy",
-        "evicts the blocks that promise the fewest hits per time kept, by the return times of "
-        "similar prompts; LRU where that is no better",
-    ),
+    "lru": ("flexcache.cache.eviction_policy:LruPolicy", "evicts the least recently used blocks"),
+    "density": ("flexcache.cache.density:DensityPolicy",
+                "evicts the blocks that promise the fewest hits per time kept, by the return times "
+                "of similar prompts; LRU where that is no better"),
 }  # fmt: skip
 """The class of each eviction policy that has a name, as ``MODULE:CLASS``, and what it does."""
 WritePolicy = Literal["write_through", "write_back", "selective"]

@@ -24,18 +24,18 @@ OptionCheck = Callable[[str], str | None]
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _NO_CREDENTIALS = "must not hold credentials: they come from the environment"
-_PACKAGE = "flexcache.storage.remote"
-# By name rather than by import: the stores are in a higher layer, and a process needs one of them.
+# How URLs look. Modules by name: stores are in a higher layer, and a process needs one of them.
 STORES = {
-    "mooncake://HOST:PORT": f"{_PACKAGE}.mooncake",
-    "s3://BUCKET/PREFIX": f"{_PACKAGE}.object_store",
-    "gs://BUCKET/PREFIX": f"{_PACKAGE}.object_store",
-    "az://CONTAINER/PREFIX": f"{_PACKAGE}.object_store",
-    "file:///DIRECTORY": f"{_PACKAGE}.directory",
+    "mooncake://HOST:PORT": "mooncake",
+    "s3://BUCKET/PREFIX": "object_store",
+    "gs://BUCKET/PREFIX": "object_store",
+    "az://CONTAINER/PREFIX": "object_store",
+    "file:///DIRECTORY": "directory",
+    "memory://": "memory",
 }
-"""How URLs of FlexCache's own stores look, and the module of each."""
-_BUILT_IN = {form.partition(":")[0]: module for form, module in STORES.items()}
-_BUILT_IN["memory"] = f"{_PACKAGE}.memory"  # for tests
+_BUILT_IN = {
+    form.partition(":")[0]: f"flexcache.storage.remote.{at}" for form, at in STORES.items()
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from vllm.v1.kv_cache_interface import (
 from flexcache.config import ModelConfig
 from flexcache.config.model import KVGroup
 from flexcache.errors import ConfigError
-from flexcache.integration.adapter import COUNTERS, VLLM_COUNTERS
+from flexcache.integration.adapter import VLLM_COUNTERS
 from flexcache.integration.vllm import calls, groups
 from flexcache.integration.vllm.calls import CacheCalls, Hints, read_hints
 from flexcache.integration.vllm.engine import describe_layout, read_model_config
@@ -378,7 +378,7 @@ def test_what_is_ignored_is_logged_once_as_a_warning(caplog: pytest.LogCaptureFi
 # -- statistics ------------------------------------------------------------------------------------
 
 
-@given(st.dictionaries(st.sampled_from(sorted(COUNTERS | VLLM_COUNTERS)), st.integers(1, 1 << 50)))
+@given(st.dictionaries(st.sampled_from(sorted(VLLM_COUNTERS)), st.integers(1, 1 << 50)))
 @example({"load_seconds": 1, "failed_loads": 1})  # all loads of the interval failed
 def test_any_counters_of_an_interval_can_be_reduced(gains: dict[str, int]) -> None:
     reduced = FlexCacheStats(dict(gains)).reduce()

@@ -24,13 +24,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import RegistrationError
 from flexcache.ids import TierName
-from flexcache.integration.adapter import (
-    COUNTERS,
-    VLLM_COUNTERS,
-    LayerwiseRule,
-    PrefillRate,
-    increases,
-)
+from flexcache.integration.adapter import VLLM_COUNTERS, LayerwiseRule, PrefillRate, increases
 from flexcache.integration.checkpoint import when_identified
 from flexcache.integration.vllm.calls import CacheCalls, to_vllm_events
 from flexcache.integration.vllm.engine import (
@@ -103,7 +97,7 @@ class FlexCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 self._counter_cls(f"vllm:flexcache_{name}", text, labelnames=labelnames),
                 per_engine_labelvalues,
             )
-            for name, text in (COUNTERS | VLLM_COUNTERS).items()
+            for name, text in VLLM_COUNTERS.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -120,11 +114,7 @@ _LOADS_INTERVAL_S = 0.1  # between readings of how fast loads are, where that ta
 
 
 class FlexCacheScheduler:
-    """Owns the `KVManager` of one engine. Called by vLLM's scheduler on its one thread.
-
-    Attributes:
-        counts: What hooks of the connector count, by the names of `VLLM_COUNTERS`.
-    """
+    """Owns the `KVManager` of one engine. Called by vLLM's scheduler on its one thread."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         block_size = read_position(vllm_config, kv_cache_config)
@@ -152,7 +142,7 @@ class FlexCacheScheduler:
         self.puts = Puts(self._cache, self._tables, PutPoints(block_size, interval))
         self._publishes = config.kv_events and place.endpoint is None
         self._prefill = PrefillRate() if config.skip_slow_loads else None
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()  # by hooks of the connector, as `VLLM_COUNTERS`
         self._reported: Mapping[str, float] = {}
         self._has_news = False
         self._stats_due_s = 0.0
