@@ -33,9 +33,7 @@ STORES = {
     "file:///DIRECTORY": "directory",
     "memory://": "memory",
 }
-_BUILT_IN = {
-    form.partition(":")[0]: f"flexcache.storage.remote.{at}" for form, at in STORES.items()
-}
+_BUILT_IN = {form.split(":")[0]: f"flexcache.storage.remote.{at}" for form, at in STORES.items()}
 
 
 @dataclass(frozen=True, slots=True)
