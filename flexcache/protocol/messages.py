@@ -61,7 +61,7 @@ def pid_namespace() -> int:
 
 
 PROTOCOL_VERSION = 6
-"""Server and clients must have the same version; docs/internals/formats.md describes what others receive."""
+"""Server and clients must have the same version; docs/internals/formats.md has what others get."""
 _MAX_RANKS = 1024
 _MAX_MODEL_ID_LENGTH = 4096
 MAX_FRAME_BYTES = 16 << 20
