@@ -214,12 +214,6 @@ class Hub:
         elif peer is not None:
             peer.has_missed = True
 
-    def peer_died(self, identity: bytes, now: float) -> None:
-        """A peer's process has ended."""
-        peer = self.state.peers.get(identity)
-        if peer is not None:
-            self.greeter.lose(peer, "its process died", now)
-
     # -- workers ---------------------------------------------------------------------------------
 
     def worker_up(self, worker: str) -> None:
@@ -268,9 +262,8 @@ class Hub:
         if has_news or self._seen_readiness != self.greeter.num_changes:
             self._seen_readiness = self.greeter.num_changes
             self.state.changed.notify_all()
-        feed, journal = self.state.feed, tasks.cache.tiers.journal
-        if feed is not None and journal:  # also of matches that had waited for a look-up
-            feed.pass_on(journal.take())
+        if journal := tasks.cache.tiers.journal:  # also of matches that had waited for a look-up
+            self.state.observers.pass_on(journal.take())
 
     def _deliver(self, instruction: Instruction, now: float) -> None:
         match instruction:

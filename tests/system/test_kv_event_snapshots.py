@@ -376,7 +376,7 @@ def test_a_snapshot_of_a_cache_is_what_its_tiers_hold(
         with running_cluster(
             [tmp_path], num_cpu_blocks=24, num_ssd_blocks=40, skip_slow_loads=False, **settings
         ) as cluster:
-            publisher = cluster.server._observers.feed._publisher
+            publisher = cluster.server._observers._publisher
             tiers = list(cluster.server.cache.tasks.cache.tiers)
             prompts = [rng.integers(0, 50_000, 160) for _ in range(12)]
             for tokens in prompts:

@@ -683,7 +683,7 @@ def test_following_the_events_of_a_cache_yields_what_it_holds(tmp_path: Path) ->
     with running_cluster(
         [tmp_path], num_cpu_blocks=24, num_ssd_blocks=40, skip_slow_loads=False, **settings
     ) as cluster:
-        publisher = cluster.server._observers.feed._publisher
+        publisher = cluster.server._observers._publisher
         tiers = list(cluster.server.cache.tasks.cache.tiers)
 
         def held(tier: Any) -> set[int]:
@@ -735,7 +735,7 @@ def test_blocks_stored_before_a_restart_are_published_without_tokens(tmp_path: P
     with running_cluster([tmp_path], **settings) as cluster:
         cluster.put(tokens, range(5))
     with running_cluster([tmp_path], **settings) as cluster:
-        publisher = cluster.server._observers.feed._publisher
+        publisher = cluster.server._observers._publisher
         settle(publisher)
         with following(publisher) as subscriber:
             (news,) = take(subscriber, 1)

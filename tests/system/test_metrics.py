@@ -379,9 +379,7 @@ def ask_for_replay(endpoint: str) -> None:
 
 
 def hold_the_publisher_up(cluster: Cluster, server: Server) -> None:
-    feed = cluster.server._observers.feed
-    assert feed is not None
-    publisher = feed._publisher
+    publisher = cluster.server._observers._publisher
     assert publisher is not None
     encode, gate = publisher._encode, threading.Event()
 
