@@ -80,7 +80,7 @@ class WorkerPool:
                 DISK, "flexcache.transfer.disk_worker",
                 partial(store.disk_worker_config, endpoint), store.inherited_fds,
             )  # fmt: skip
-        if store.has_remote:
+        if store.config.remote_url is not None:
             self._workers[REMOTE] = WorkerSupervisor(
                 REMOTE, "flexcache.transfer.remote_worker",
                 partial(store.remote_worker_config, endpoint), store.segment_fds,
