@@ -331,6 +331,7 @@ class CacheSlot:
         """A rank greets: its size may be what the cache waits for."""
         if self.cache is not None:
             return
+        # To the end of the order, by which the oldest are forgotten.
         self._told.pop((hello.engine, hello.rank), None)
         self._told[hello.engine, hello.rank] = hello.block_bytes, now
         while len(self._told) > _MAX_TOLD:  # the oldest of too many are forgotten
@@ -393,6 +394,7 @@ class CacheSlot:
         try:
             clearing = self.cache.adopt_layout(whole, now)
         except FlexCacheError as error:
+            # The rank is refused: what it said must not stand against the next one.
             layouts.forget(shard)
             return str(error)
         if clearing is not None:  # what a restart may bring back is under its own layout

@@ -68,6 +68,7 @@ logger = logging.getLogger(__name__)
 
 _WORKERS = frozenset((DISK, REMOTE))
 _DECODER = msgspec.msgpack.Decoder(ToServer)
+# For versions whose other fields are unknown here: no version may change these.
 _GREETING_DECODER = msgspec.msgpack.Decoder(Greeting)
 
 
@@ -129,6 +130,7 @@ class Hub:
         if peer is not None:
             peer.heard_s = now
         match message:
+            # Also without a session: `flexcache status` asks before any engine has greeted.
             case GetStats():
                 session = caller.session if caller is not None else None
                 plain = to_plain(self.stats(now, session))
@@ -137,6 +139,7 @@ class Hub:
                 if caller is not None:
                     self._calls.answer(caller, message, data, now)
                 else:
+                    # It was silent for too long, and has not heard yet that its session is over.
                     self.counters.rejected_messages["without_session"] += 1
                     failed = Failed(message.request_id, "session", "no such session")
                     self.outbox.send(identity, failed)
@@ -156,6 +159,7 @@ class Hub:
                 self.route(now)
                 self.greeter.weights_changed(peer, message, now)
                 self.outbox.send(identity, self.state.weights.of(peer.engine))
+            # By this the rank registers again, and is told anew which tasks are over.
             case Ping() if isinstance(peer, Rank) and peer.has_missed:
                 self._reject(identity, "unread", "messages were dropped, as they were not read")
             case Ping() if peer is not None:
@@ -180,6 +184,7 @@ class Hub:
             return  # an impatient repetition
         if (problem := malformed_greeting(hello)) is not None:
             self._reject(identity, "malformed", problem)
+        # Replies go by identity: one of two clients would get those of both.
         elif isinstance(hello, HelloEngine) and self._is_known(hello.calls):
             self._reject(identity, "misplaced", "the identity for calls is in use already")
         else:
@@ -242,10 +247,12 @@ class Hub:
                 self.state.changed.notify_all()
             return
         tasks, ending, has_news = cache.tasks, self.state.ending, False
+        # A step may count on a load that was promised to it, though its scheduler is gone.
         for session, engine in ending.items():
             found = self.state.engines.get(engine)
             if found is None or not found.fence.is_counted_on:
                 tasks.end_session(session, now, is_counted_on=False)
+        # A look-up that has ended makes a task, which has instructions of its own.
         while instructions := tasks.take_instructions():
             for instruction in instructions:
                 has_news |= isinstance(instruction, LookUpEnded)
@@ -256,7 +263,8 @@ class Hub:
                 self.state.tell(engine, SessionOver(session))
         if (begun := tasks.begin_study()) is not None:
             policy, study = begun
-            # One that could not be run has learned nothing.
+            # It takes milliseconds, for which callers would wait. One that could not be run has
+            # learned nothing.
             job = BackgroundJob(study.run, lambda _: tasks.adopt_study(policy, study))
             self.outbox.begin(job)
         if has_news or self._seen_readiness != self.greeter.num_changes:
@@ -308,8 +316,11 @@ class Hub:
 
     def _send_to_rank(self, executor: str, message: RunOp | Drop) -> None:
         rank = self.state.ranks.get(executor)
+        # Of a rank that has left all ops have ended.
         if rank is not None:
             if rank.weights and isinstance(message, RunOp):
+                # Those for which it was planned: all that is planned is routed before a new number
+                # counts. A later update is for the rank to notice.
                 message = replace(message, weights=rank.weights)
             self.outbox.give(rank.identity, message)
 

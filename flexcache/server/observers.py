@@ -83,6 +83,7 @@ class Observers:
         """Start an optional observer. If it fails (port taken, say), run without it."""
         try:
             return start()
+        # Of any class, as it may come from optional packages: the cache runs without them.
         except Exception as error:
             log_event(
                 logger, logging.ERROR, "observer_not_started", observer=name, error=error,
@@ -97,10 +98,12 @@ class Observers:
             self._names.apply(changes)
         if self._publisher is not None:
             self._publisher.publish(changes)
+        # No caller takes them: they would only be dropped later.
         if not self._config.kv_events:
             return
         self._waiting.append(changes)
         self._num_tokens += _num_tokens(changes)
+        # The last batch is kept, however large: a caller might never get any else.
         while len(self._waiting) > 1 and (
             len(self._waiting) > NUM_QUEUED or self._num_tokens > _MAX_WAITING_TOKENS
         ):

@@ -49,6 +49,7 @@ class LocalSession:
     ) -> Offer | None:  # fmt: skip
         """None if the caller may not wait, and the remote store has yet to answer, or what a get
         needs is being loaded early."""
+        # Before the ranks have told what there is to cache, every get is a miss.
         if not self.server.is_open:
             with self.server.lock:
                 task_id = self.ids.next()
@@ -161,12 +162,14 @@ class Operator:
         cache = self._require_cache()
         if sum(each is not None for each in (token_ids, block_keys, block_hash)) != 1:
             raise ValueError("give one of token_ids, block_keys and block_hash")
+        # Engines with different weights have stored the same tokens under different names.
         if block_hash is None:
             prompts = [
                 _prompt(cache, token_ids, block_keys, namespace, version)
                 for version in self._versions()
             ]
         else:
+            # What an event has named is of one version already.
             keys = self._find_published(cache, block_hash)
             if keys is None:
                 return 0
@@ -235,6 +238,7 @@ class Operator:
             return None if block is None else find_prefix(*block, tasks.cache.tiers)
 
     def _open_session(self) -> LocalSession:
+        # Requests come on several threads.
         with self._opening:
             if self._session is None:
                 self._session = LocalSession(self._server)

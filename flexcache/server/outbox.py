@@ -145,11 +145,13 @@ class BackgroundThread:
     def begin(self, job: BackgroundJob) -> None:
         """Queue a job; or end it at once with an error, if too many are waiting."""
         if self._thread is None:
+            # A daemon: a call that hangs in the kernel must not keep the process from ending.
             self._thread = threading.Thread(
                 target=self._run, name="flexcache-background", daemon=True
             )
             self._thread.start()
         try:
+            # Never waits: the caller is the event loop, and the disk may hang.
             self._waiting.put_nowait(job)
         except queue.Full:
             error = OSError(f"the disk is behind: {MAX_WAITING} jobs of this kind wait for it")
@@ -251,6 +253,7 @@ class LocalLine:
                 return
             op = message if isinstance(message, RunOp) else None
             try:
+                # Ops begin in their order: none before those that lie here.
                 if op is not None and not self._messages:
                     self._rank.start(op)
             finally:  # also when it was interrupted
@@ -310,6 +313,7 @@ def withdraw_lines(endpoint: str, server: KVServer) -> None:
 
 def open_line(endpoint: str, server_pid: int, identity: bytes, rank: LinedRank) -> LocalLine | None:
     """Open a rank's line to the server that has greeted it; None if that is another process."""
+    # A fork has its parent's table, but not its server.
     server = _served.get(endpoint) if server_pid == os.getpid() else None
     if server is None:
         return None

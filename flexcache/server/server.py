@@ -136,6 +136,7 @@ class KVServer:
         """As `start`, but on the calling thread, until `stop` or idleness ends it. ``began`` is
         called with the address once that is bound."""
         loop, _ = self._open()
+        # This process has no other use for the interpreter.
         self._reactor.spins = True
         try:
             began(self.endpoint)
@@ -200,6 +201,7 @@ class KVServer:
         except BaseException:
             self._release()
             raise
+        # A child has neither its threads nor the right to its files.
         tell_of_forks(self)
         self._started_s = now = time.monotonic()
         idle_exit = None
@@ -225,6 +227,7 @@ class KVServer:
             self._pool.start_due(time.monotonic())
 
         try:
+            # Workers start while the blocks are indexed: both may take seconds.
             cache.open(begin_workers)
         except BaseException:
             self._pool.discard()  # they hold the directories' locks, and the next try makes others
@@ -357,11 +360,13 @@ class KVServer:
             self._reactor.wake()
 
     def _release(self) -> None:
+        # First: ranks and HTTP call what is closed after them.
         withdraw_lines(self.endpoint, self)
         self._observers.close_http()
         jobs_are_done = self._background.close()
         with self.lock:
             self.hub.close()
+        # Before its context ends, which waits for sockets that are open.
         self._pool.close()
         if self._endpoint is not None:
             self._endpoint.close()

@@ -200,6 +200,7 @@ class ServerState:
         if not engine.peers:
             del self.engines[peer.engine]
             engine.fence.close()
+            # The engine in this process goes on without ranks, under the names that it has.
             if peer.engine != self.owner:
                 self.weights.forget(peer.engine)
 
@@ -224,6 +225,7 @@ class ServerState:
             session = make_session(self.epoch, next(self.session_numbers))
             if session not in self.sessions:  # numbers recur
                 break
+        # Without a cache yet, `_open` adds it.
         if self.slot.cache is not None:
             self.slot.tasks.add_session(session, engine)
         return session

@@ -61,6 +61,7 @@ class CacheStore:
         """
         config = self.config
         try:
+            # Existing memory is that of the first shards.
             for shard_bytes in self._shards.sizes[len(self.segments) :]:
                 segment = HostSegment.create(
                     shard_bytes, self._sizes.num_host_blocks, config.hugepages
@@ -90,12 +91,14 @@ class CacheStore:
         is_packed = records["filled"] > 0
         if not is_packed.any():
             return records
+        # Ranks cannot unpack: each load of such a block would fail.
         if not self._sizes.keeps_on_host or self.config.ssd_past_dram == "always":
             log_event(
                 logger, logging.WARNING, "ssd_packed_blocks_not_used", blocks=int(is_packed.sum()),
                 reason="ranks read the SSD past DRAM, and only plain blocks",
             )  # fmt: skip
             return records[~is_packed]
+        # Fails at the start, rather than at each load of such a block.
         for codec in np.unique(records["codec"][is_packed]).tolist():
             open_compressor(Codec.numbered(codec))
         self.has_packed_slots = True
