@@ -1215,7 +1215,7 @@ def num_calls_to_end(num_engines: int) -> int:
     sys.setprofile(count)
     try:
         for engine in engines:
-            world.hub.peer_died(engine.events, world.now)
+            world.reactor.watched[engine.events](world.now)
         world.hub.route(world.now)
     finally:
         sys.setprofile(None)
