@@ -239,7 +239,8 @@ class KVServer:
     # -- calls from this process -----------------------------------------------------------------
 
     def session(self) -> contextlib.AbstractContextManager[KVTaskEngine]:
-        """Use of the task engine, with `lock` held; what it decides is carried out afterwards."""
+        """Use of the task engine, with `lock` held. At its end `LocalLines.pass_on` has the hub
+        carry out what the engine has decided."""
         return _EngineUse(self)
 
     def pass_on(self) -> None:
@@ -248,6 +249,8 @@ class KVServer:
         Called under the lock, by other threads than the loop's.
         """
         self.hub.route(time.monotonic())
+        # Else it sleeps on: to wake it costs more than a match. It takes the interpreter from the
+        # caller, finds nothing to send, and holds the lock when the next match comes.
         if self._reactor.stopping or not self.hub.outbox.is_empty:
             self._reactor.wake()
         elif (cache := self.hub.cache) is not None:
