@@ -239,7 +239,7 @@ class KVServer:
     # -- calls from this process -----------------------------------------------------------------
 
     def session(self) -> contextlib.AbstractContextManager[KVTaskEngine]:
-        """Use of the task engine, with `lock` held. At its end `LocalLines.pass_on` has the hub
+        """Use of the task engine, with `lock` held. At its end `pass_on` has the hub
         carry out what the engine has decided."""
         return _EngineUse(self)
 
