@@ -332,23 +332,25 @@ class BatchPublisher(Generic[Item]):
             return
         first = int.from_bytes(request[1], "big")
         cursor = cursor_of(first)
-        found = None if cursor is None else self._page(cursor)
-        if found is not None:
+        if cursor is not None and (found := self._page(cursor)) is not None:
             batch, following = found
             page = msgspec.msgpack.encode(Page(self._id, self._number_due, following, batch))
             self._num_pages += 1
             self._answer(peer, (self._topic, request[1], page))
-            return
-        if _is_of_req(frames[-1]):
-            kept = next(((n, payload) for n, payload in self._kept if n >= first), None)
-            last = (b"", END_OF_REPLAY, b"")
-            answer = last if kept is None else (self._topic, _pack(kept[0]), kept[1])
-            if self._answer(peer, answer) and kept is not None:
-                self._num_sent_again += 1
-            return
-        while len(self._replays) >= _MOST_REPLAYS and peer not in self._replays:
-            del self._replays[next(iter(self._replays))]
-        self._replays[peer] = _Replay(first, time.monotonic())
+        elif _is_of_req(frames[-1]):
+            self._answer_one(peer, first)
+        else:
+            while len(self._replays) >= _MOST_REPLAYS and peer not in self._replays:
+                del self._replays[next(iter(self._replays))]
+            self._replays[peer] = _Replay(first, time.monotonic())
+
+    def _answer_one(self, peer: bytes, first: int) -> None:
+        """Send the first kept batch from a number on, or the end mark."""
+        kept = next(((n, payload) for n, payload in self._kept if n >= first), None)
+        last = (b"", END_OF_REPLAY, b"")
+        answer = last if kept is None else (self._topic, _pack(kept[0]), kept[1])
+        if self._answer(peer, answer) and kept is not None:
+            self._num_sent_again += 1
 
     def _page(self, cursor: int) -> tuple[bytes, int | None] | None:
         """Return a batch's payload that stores some of what is held, and where the next page

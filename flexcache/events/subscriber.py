@@ -412,9 +412,7 @@ class BatchSubscriber(Generic[T]):
         known = self._last_payload
         first = self._next if known is None else self._next - 1
         again, is_whole = self._request_replay(first)
-        has_other = bool(again) and again[0][0] == first and again[0][2] != known
-        has_none = is_whole and not again
-        if known is not None and (has_other or has_none):
+        if known is not None and not self._goes_on(again, is_whole):
             self._note_restart()
             if may_begin_snapshot and self._begin_snapshot():
                 return
@@ -427,6 +425,13 @@ class BatchSubscriber(Generic[T]):
             self.counters.replayed += 1
             self._replayed[number] = hash(payload)
             self._deliver(number, payload, topic)
+
+    def _goes_on(self, again: Sequence[tuple[int, bytes, bytes]], is_whole: bool) -> bool:
+        """Return whether a replay from the last delivered batch on is of the same publisher."""
+        if not again:
+            return not is_whole
+        number, _, payload = again[0]
+        return number != self._next - 1 or payload == self._last_payload
 
     def _request_replay(self, first: int) -> tuple[list[tuple[int, bytes, bytes]], bool]:
         """Return number, topic and payload of the kept batches from ``first`` on, and whether the

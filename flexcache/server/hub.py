@@ -49,6 +49,7 @@ from flexcache.server.outbox import BackgroundJob, problem_of
 from flexcache.server.reactor import Buffer, UnreadableError, log_failed, read_message
 from flexcache.server.state import LocalCaller, Rank, Scheduler, ServerState
 from flexcache.stats import CacheIdentity, EngineStats, ServerCounters, ServerStats, Stats, to_plain
+from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.instructions import (
     DISK,
     REMOTE,
@@ -246,20 +247,17 @@ class Hub:
             if self._slot.failure is not None:
                 self.state.changed.notify_all()
             return
-        tasks, ending, has_news = cache.tasks, self.state.ending, False
-        # A step may count on a load that was promised to it, though its scheduler is gone.
-        for session, engine in ending.items():
-            found = self.state.engines.get(engine)
-            if found is None or not found.fence.is_counted_on:
-                tasks.end_session(session, now, is_counted_on=False)
+        tasks, has_news = cache.tasks, False
+        if self.state.ending:
+            self._end_promises(tasks, now)
         # A look-up that has ended makes a task, which has instructions of its own.
         while instructions := tasks.take_instructions():
             for instruction in instructions:
                 has_news |= isinstance(instruction, LookUpEnded)
                 self._deliver(instruction, now)
-        for session, engine in list(ending.items()):  # its other notices were sent before
+        for session, engine in list(self.state.ending.items()):  # its other notices were sent
             if not tasks.sessions.uses_gpu_of(engine):
-                del ending[session]
+                del self.state.ending[session]
                 self.state.tell(engine, SessionOver(session))
         if (begun := tasks.begin_study()) is not None:
             policy, study = begun
@@ -272,6 +270,14 @@ class Hub:
             self.state.changed.notify_all()
         if journal := tasks.cache.tiers.journal:  # also of matches that had waited for a look-up
             self.state.observers.pass_on(journal.take())
+
+    def _end_promises(self, tasks: KVTaskEngine, now: float) -> None:
+        """Cancel the loads that were promised to engines whose schedulers are gone, once no step
+        counts on them."""
+        for session, engine in self.state.ending.items():
+            found = self.state.engines.get(engine)
+            if found is None or not found.fence.is_counted_on:
+                tasks.end_session(session, now, is_counted_on=False)
 
     def _deliver(self, instruction: Instruction, now: float) -> None:
         match instruction:
