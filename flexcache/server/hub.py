@@ -160,7 +160,7 @@ class Hub:
                 self.route(now)
                 self.greeter.weights_changed(peer, message, now)
                 self.outbox.send(identity, self.state.weights.of(peer.engine))
-            # By this the rank registers again, and is told anew which tasks are over.
+            # By this the rank registers again, and gets the notices that it may have missed.
             case Ping() if isinstance(peer, Rank) and peer.has_missed:
                 self._reject(identity, "unread", "messages were dropped, as they were not read")
             case Ping() if peer is not None:
