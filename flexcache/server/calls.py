@@ -236,8 +236,7 @@ class SessionCalls:
         tasks = self._slot.tasks
         if request.prefill_blocks_per_s > 0:
             tasks.report_prefill(caller.session, request.prefill_blocks_per_s)
-        offer = tasks.match(TaskId(request.task_id), prompt, now)
-        return Matched(request.request_id, offer._replace(sources=dict(offer.sources)))
+        return Matched(request.request_id, tasks.match(TaskId(request.task_id), prompt, now))
 
     # -- tasks -----------------------------------------------------------------------------------
 

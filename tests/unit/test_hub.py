@@ -288,7 +288,8 @@ def test_a_match_waits_for_the_remote_store_if_its_client_does(asking: World) ->
     assert engine.ask("abcd", may_wait=True) == []
     look_up_answered(asking, 3)
     [matched] = asking.inbox[engine.calls]
-    assert (matched.request_id, *matched.offer[4:6]) == (9, 3, {TierName.REMOTE: 3})
+    assert matched.request_id == 9
+    assert (matched.offer.num_blocks, matched.offer.sources) == (3, {TierName.REMOTE: 3})
 
 
 def test_a_client_that_may_not_wait_gets_a_pending_answer(asking: World) -> None:
@@ -333,7 +334,9 @@ def test_one_engine_gets_what_another_put(world: World) -> None:
     [answer] = one.answers(task_id)
     assert (answer.status, answer.num_ok, answer.is_final) == (KVStatus.SUCCESS, 3, True)
     task_id, reply = two.match(TaskKind.GET, "abcd")
-    assert reply.offer[3:] == (0, 3, {TierName.CPU: 3}, 3, 0)
+    offer = reply.offer
+    assert (offer.start, offer.num_blocks, offer.num_gpu_blocks) == (0, 3, 3)
+    assert offer.sources == {TierName.CPU: 3}
     two.launch(task_id, 3)
     assert not two.answers(task_id)
     two.work()
