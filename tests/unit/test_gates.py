@@ -72,7 +72,7 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 70_830,
+    "lines of the package": 70_800,
     "files of the package": 254,
     "lines of the router": 15_000,
     "modules under 120 lines with one importer": 2,
@@ -87,7 +87,7 @@ CEILINGS = {
 """What the package has at most. A ceiling falls with the code. It rises only for a feature that
 needs it, with a line in CHANGELOG.md that names the feature."""
 
-MIN_COMMENTS_PER_100_LINES = 4.5
+MIN_COMMENTS_PER_100_LINES = 4.6
 """In cache, tasks, transfer and server: why a line is as it is, beside the line."""
 
 STILL_UPWARD: dict[str, str] = {}
