@@ -121,6 +121,7 @@ class KVServer:
         self._ends = threading.RLock()  # held by a caller of `shutdown`
         self._started_s = 0.0
         self._stopped = False
+        self._use = _EngineUse(self)
 
     # -- for the process that owns it ------------------------------------------------------------
 
@@ -246,7 +247,7 @@ class KVServer:
 
     def session(self) -> contextlib.AbstractContextManager[KVTaskEngine]:
         """Use of the task engine, with `lock` held; what it decides is carried out afterwards."""
-        return _EngineUse(self)
+        return self._use
 
     def wait_for_change(self, timeout: float | None) -> None:
         """Inside `session`: release the lock until a look-up has ended, or for ``timeout`` s."""
@@ -393,7 +394,8 @@ class KVServer:
 
 
 class _EngineUse:
-    """What `KVServer.session` returns. A class, since a generator takes three times as long.
+    """What `KVServer.session` returns, the same for all. A class, since a generator takes three
+    times as long.
 
         with server.lock, server.session() as tasks: ...
 

@@ -78,16 +78,20 @@ class Accounts:
     def matched(self, task: Task, prompt: Prompt, now: float) -> None:
         """Blocks of a prompt were asked for or offered; ``task.plan`` is what came of it."""
         plan = task.plan
+        is_get = plan.kind is TaskKind.GET
         for totals in (self.totals, task.owner.totals):
-            for reason, count in plan.dropped.items():
-                totals.dropped_blocks[reason] += count
-            for reason, count in plan.skipped.items():
-                totals.skipped_blocks[reason] += count
-            if plan.kind is TaskKind.GET:
+            # Most plans have neither: a loop over an empty table takes as long as to count.
+            if plan.dropped:
+                for reason, count in plan.dropped.items():
+                    totals.dropped_blocks[reason] += count
+            if plan.skipped:
+                for reason, count in plan.skipped.items():
+                    totals.skipped_blocks[reason] += count
+            if is_get:
                 for tier, count in plan.sources.items():
                     totals.hit_blocks[tier] += count
                 totals.missed_blocks += prompt.stop - plan.stop
-        if plan.kind is TaskKind.GET:
+        if is_get:
             self._add_recent(now, prompt.stop - prompt.start, plan.num_blocks)
         if self.recorder is not None:
             self.recorder.matched(task, prompt)

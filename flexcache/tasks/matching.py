@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
+import msgspec
+
 from flexcache.cache.block_keys import BlockKeys, LayoutRoots, PromptKeys
 from flexcache.cache.early_loads import EarlyLoad
 from flexcache.cache.plan import EarlyTerms, Plan
@@ -154,8 +156,8 @@ class Matcher:
         # DRAM keeps no block without those before it, so a prefetch brings them along.
         start = 0 if kind is TaskKind.PREFETCH else prompt.start + num_before
         tail_at = prompt.tail_at + num_before if prompt.tail_at else 0
-        return prompt._replace(
-            keys=chain, start=start, stop=prompt.stop + num_before, tail_at=tail_at,
+        return msgspec.structs.replace(
+            prompt, keys=chain, start=start, stop=prompt.stop + num_before, tail_at=tail_at,
             num_before=num_before,
         )  # fmt: skip
 
@@ -171,7 +173,7 @@ class Matcher:
         return terms if self._cache.direct_stores is None else terms._replace(num_blocks=0)
 
     def _plan(self, owner: Session, prompt: Prompt) -> Plan:
-        kind, keys, start, stop = prompt[:4]
+        kind, keys, start, stop = prompt.kind, prompt.keys, prompt.start, prompt.stop
         rate = owner.prefill_blocks_per_s
         if kind is TaskKind.GET:
             if self._cache.early.is_overdue(keys, self._cache.tiers.now):
