@@ -133,6 +133,7 @@ class RemoteTier(Tier):
 
         The store belongs to other nodes too, so nothing is deleted; it evicts the old names.
         """
+        # To list and delete all objects may take minutes. Versions named later are shared as ever.
         self._salt = np.random.default_rng().bytes(16)
         self._absent.clear()
         self._plain.clear()
@@ -325,6 +326,7 @@ class Tiers:
             for tier in self._tiers:
                 tier.forget_held()
         self.lost = kept
+        # Only a reset that left nothing is one change; readers of any other see block by block.
         is_empty = not any(tier.index.num_blocks for tier in self._tiers)
         if self.journal is not None and name is None and is_empty:
             self.journal.cleared_since(mark)

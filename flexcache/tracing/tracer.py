@@ -1,4 +1,4 @@
-"""Rotating files: a sequence of files of which the oldest are deleted."""
+"""Tracer: records of calls, ops and ends, written on its own thread to files that rotate."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class PackedPrompt(NamedTuple):
 
 
 def shorten(keys: Iterable[bytes]) -> bytes:
-    """Concatenate the last bytes of each key."""
+    """Concatenate the last bytes of each key, which tell blocks apart as well as whole keys."""
     return b"".join([key[-KEY_BYTES:].rjust(KEY_BYTES, b"\0") for key in keys])
 
 
