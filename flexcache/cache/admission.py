@@ -193,6 +193,7 @@ class ReuseWatch:
             self._has_cost = True
             self._go_on()
         else:
+            # Counted from the first miss: what was evicted while prompts were found says nothing.
             if not self._num_missed:
                 self._evicted_before = self._tier.counters.evicted_blocks
             self._num_missed += stop

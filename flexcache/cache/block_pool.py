@@ -25,6 +25,8 @@ class BlockIdPool:
         self.capacity = capacity
         self._stack: BlockIds = np.arange(capacity - 1, -1, -1, dtype=np.int64)
         self.num_free = capacity
+        # Beside the stack, so that a block that is freed twice is found at once. Two prompts would
+        # have it, and one would read the other's KV.
         self._is_free = np.ones(capacity, dtype=np.bool_)
 
     def take(self, count: int) -> BlockIds:
@@ -115,6 +117,7 @@ class Quotas:
 
     def tenant(self, root: RootId) -> int:
         """Return the number of a root's tenant. O(1)."""
+        # Nobody's quota pays for what is withheld, or not known yet.
         if root == NO_ROOT:
             return len(self._names)
         return self._tenants.get(tenant_of(root), OTHERS)
@@ -159,6 +162,8 @@ class Quotas:
             spared: Those that have nothing left to evict.
         """
         worst, most = tenant, 0
+        # The missing blocks count as its own already: else a tenant at its quota would take one of
+        # another that is over by less.
         for other, part in enumerate(self._parts):
             excess = part.used - part.quota + (missing if other == tenant else 0)
             if excess > most and other not in spared:

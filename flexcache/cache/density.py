@@ -210,6 +210,8 @@ class DensityQueue(EvictionQueue):
                     continue
                 tails = self._tails[end % self._num_kinds]
                 while entry := tails.oldest if end < self._num_kinds else tails.youngest:
+                    # What may not go must not stand at an end: the worst that may would stay
+                    # hidden.
                     if self.leaves.is_evictable(entry[1]):
                         break
                     tails.remove(entry)
@@ -346,6 +348,7 @@ class Shadow:
         index.touch(match, seen.time, outlook=seen.outlook)
         missing = min(len(seen.keys), self._capacity) - match.num_blocks
         if missing > 0:
+            # Its own beginning must not make room for its end.
             index.pin(match)
             room = self._capacity - index.num_blocks
             if room < missing:
@@ -353,6 +356,7 @@ class Shadow:
                 room += len(index.evict(missing - room, below=bar))
             index.unpin(match)
             new = seen.keys[match.num_blocks : match.num_blocks + min(room, missing)]
+            # Keys of an engine may not chain: then seeing the last implies nothing.
             count = index.num_insertable(seen.root, new)
             if count:
                 no_ids = np.zeros(count, dtype=np.int64)
@@ -393,6 +397,8 @@ class Guard:
 
     def see(self, seen: Seen) -> None:
         """Show both shadows a prompt. O(its stretches), at C speed mostly."""
+        # Whole lines of prompts: with a sample of prompts no turn of a conversation would be seen
+        # to return.
         if seen.line % self._share:
             return
         if seen.is_over:
@@ -537,6 +543,7 @@ class DensityPolicy(EvictionPolicy):
         visit, stretches = stored
         outlook = self._outlook(visit)
         in_stretches = Outlook(outlook.front, outlook.rear, visit.num_seen)
+        # A request may store in parts; it was looked up once.
         num_compared = 0 if visit.is_shown else visit.length
         self._seen.append(
             Seen(keys.root, stretches, in_stretches, visit.time, visit.line, num_compared)
@@ -556,6 +563,7 @@ class DensityPolicy(EvictionPolicy):
     def begin_study(self) -> DensityStudy | None:
         if not self.wants_study:
             return None
+        # One at a time: it changes the guards on another thread until it is adopted.
         self._is_studying = True
         is_fit_due = self.history.num_visits >= self._next_fit
         if is_fit_due:

@@ -219,6 +219,7 @@ class Run:
         if self.keys:
             listed = self._listed_keys()
             self.front = self.segments
+            # `truncate` may have left ids of blocks that are gone.
             self.ids = self.ids[: ID_BYTES * len(listed)] + blocks.tobytes()
             listed.extend(keys)
         else:
@@ -347,6 +348,7 @@ class PrefixIndex:
     def num_insertable(self, root: RootId, keys: Sequence[BlockKey]) -> int:
         """Return how many of the first keys are neither here nor among those before them."""
         directory, distinct = self._directories.get(root, {}), set(keys)
+        # At C speed, since nearly always all of them are new.
         if len(distinct) == len(keys) and directory.keys().isdisjoint(distinct):
             return len(keys)
         seen = set[BlockKey]()
@@ -577,6 +579,8 @@ class PrefixIndex:
         `queue_restored` must follow.
         """
         before = EMPTY_MATCH if parent is None else self.locate(root, parent)
+        # Recency never grows along a path. If it did, blocks would be evicted before those behind
+        # them, which nothing could find any more.
         if before.run is not None and segments[0][1] > (due := self.due(before)):
             recent = sum(time >= due for _, time, _ in segments)
             segments = [(segments[recent - 1][0], due, 0), *segments[recent:]]
@@ -670,6 +674,7 @@ class PrefixIndex:
             return NO_BLOCKS
         tenant = self._tenant_of(root)
         tails = [(self._runs[code & NUMBER_MASK], code >> NUMBER_BITS)]
+        # The list grows in the loop: a recursion would be as deep as the tree of runs.
         for run, offset in tails:  # grows by the runs behind each, however deep
             children = (run.children or {}).values()
             tails += [(child, 0) for child in children if child.parent_length > offset]
@@ -717,6 +722,7 @@ class PrefixIndex:
     def _add_run(self, root: RootId, parent: Run | None, parent_length: int) -> Run:
         queue = self.queues[self._tenant_of(root)] if parent is None else parent.queue
         run = Run(self._next_run_id, root, parent, parent_length, queue)
+        # Never used twice: an entry of the eviction queue names its run by number only.
         self._next_run_id += 1
         self._runs[run.run_id] = run
         if parent is not None:
@@ -803,6 +809,7 @@ class PrefixIndex:
         if run.length > run.held_length and run.queued is None:
             raise InternalError(f"{name} could be evicted and is not queued")
         attached = [child.parent_length for child in (run.children or {}).values()]
+        # Pins hold too, so there may be more holds than children, never fewer.
         for length in set(attached):
             if run.holds is None or run.holds.get(length, 0) < attached.count(length):
                 raise InternalError(f"{name} does not hold its children")

@@ -187,6 +187,7 @@ class PromptMaker:
 
     def rename(self, generation: int, version: str) -> None:
         """Name prompts by other weights from now on. Earlier generations are ignored."""
+        # Names come on two ways, with the session and as news, and so maybe late or twice.
         if generation > self._names.generation:
             self._names = _Names(generation, version, {})
 
@@ -215,6 +216,8 @@ class PromptMaker:
             check_request_info(request_info)
         if weights is not None or adapter:
             _check_weights(weights, adapter)
+        # Read once: another thread may rename the weights, and generation and roots belong
+        # together.
         names = self._names
         try:
             num_tokens = len(token_ids)
@@ -228,6 +231,7 @@ class PromptMaker:
             tokens = _own_copy(token_ids) if detail is PromptDetail.TOKENS else ()
             content = PromptContent(tokens, request_info or NO_INFO)
         keys = self._keys(token_ids, (namespace, adapter), names, block_keys, parent_key, content)
+        # An engine may have hashed fewer blocks than the tokens make.
         stop = min(stop, keys.num_blocks)
         generation = names.generation if weights is None else weights
         return Prompt(
@@ -278,6 +282,7 @@ class PromptMaker:
             parts = (parts,) if isinstance(parts, str) else parts
             if not all(isinstance(part, str) for part in parts):
                 raise ValueError(f"namespace must be a string or strings, not {namespace!r}")
+            # Namespaces come from requests (a cache salt), so the table needs a bound.
             if len(names.roots) >= _MAX_ROOTS:
                 names.roots.clear()
             try:

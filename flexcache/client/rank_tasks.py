@@ -20,71 +20,6 @@ _NUM_REMEMBERED = 16_384  # ended tasks that the engine's worker has not asked f
 Value = TypeVar("Value")
 
 
-class GatedTasks:
-    """Not thread-safe. Task ids tell the server and the session that they are of (`ids.TaskIds`).
-
-    Attributes:
-        epoch: The server's, from its task ids; 0 while the rank is not registered. Without a server
-            every task is over: no copy can be running.
-    """
-
-    def __init__(self) -> None:
-        self.epoch = 0
-        self._ended: OrderedDict[int, int] = OrderedDict()
-        self._sessions_over: OrderedDict[int, None] = OrderedDict()
-        self._shut: OrderedDict[int, None] = OrderedDict()
-
-    # -- events ----------------------------------------------------------------------------------
-
-    def end(self, task_id: int, num_ok: int) -> None:
-        """A task is over on every rank; its first ``num_ok`` blocks have arrived."""
-        _remember(self._ended, task_id, num_ok)
-
-    def lose(self) -> None:
-        """Nothing of what has ended, and was not taken, is of use any more."""
-        for task_id in self._ended:
-            self._ended[task_id] = 0
-
-    def end_session(self, session: int) -> None:
-        """What has not been reported of a session's tasks never began, and will not."""
-        _remember(self._sessions_over, session, None)
-
-    def shut(self, task_ids: Iterable[int]) -> None:
-        """Keep gates shut for good that were to be opened while there was no server."""
-        for task_id in task_ids:
-            _remember(self._shut, task_id, None)
-
-    # -- questions -------------------------------------------------------------------------------
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the end of some task was not taken yet."""
-        return bool(self._ended)
-
-    def is_shut(self, task_id: int) -> bool:
-        """Whether the task's gate will never be opened."""
-        return task_id in self._shut
-
-    def not_ended(self, task_ids: Iterable[int]) -> list[int]:
-        """The tasks whose end was not reported."""
-        return [task_id for task_id in task_ids if task_id not in self._ended]
-
-    def is_over(self, task_id: int) -> bool:
-        """Whether no copy of the task is running or will."""
-        return (
-            task_id in self._ended
-            or task_id in self._shut
-            or session_of(task_id) in self._sessions_over
-            or epoch_of(task_id) != self.epoch
-        )
-
-    def take_over(self, task_ids: Iterable[int]) -> dict[int, int]:
-        """Those of the tasks that are over, with how many blocks arrived. Each is returned once."""
-        return {
-            task_id: self._ended.pop(task_id, 0) for task_id in task_ids if self.is_over(task_id)
-        }
-
-
 def _remember(known: OrderedDict[int, Value], key: int, value: Value) -> None:
     """Keep it, and forget the oldest if there are too many."""
     known[key] = value
@@ -199,7 +134,14 @@ class RankTasks:
         """Advances the worker while there is no server."""
         self._wake = wake
         self._changed = threading.Condition()
-        self._gates = GatedTasks()
+        self._epoch = 0
+        """The server's, from its task ids; 0 while the rank is not registered."""
+        self._ended: OrderedDict[int, int] = OrderedDict()
+        """How many blocks have arrived of tasks that are over on every rank, and were not taken."""
+        self._sessions_over: OrderedDict[int, None] = OrderedDict()
+        """What has not been reported of their tasks never began, and will not."""
+        self._shut: OrderedDict[int, None] = OrderedDict()
+        """Tasks whose gates were to be opened while there was no server: they never will be."""
         self._held = HeldLoads()
         self._worker: DeviceWorker | None = None
         self._open: dict[int, None] = {}
@@ -216,7 +158,7 @@ class RankTasks:
     def weights_changed(self) -> None:
         """Nothing that was planned so far is of use any more, also what has arrived already."""
         with self._changed:
-            self._gates.lose()
+            self._ended = OrderedDict.fromkeys(self._ended, 0)
             self._stale |= self._open
             for task_id in self._held.task_ids if self._is_cut_off else ():
                 self._end(task_id, 0)
@@ -230,9 +172,10 @@ class RankTasks:
         whether a gate has opened, which the rank has to look at."""
         with self._changed:
             worker = self._worker
-            to_open = self._gates.not_ended(task_ids)
+            to_open = [task_id for task_id in task_ids if task_id not in self._ended]
             if worker is None:  # no server: the gates stay shut, even if one appears later
-                self._gates.shut(to_open)
+                for task_id in to_open:
+                    _remember(self._shut, task_id, None)
         if worker is None or not to_open:
             return False
         worker.gates.open(to_open)
@@ -243,20 +186,20 @@ class RankTasks:
         with self._changed:
             worker = self._worker
             will_come = not self._is_cut_off or task_id in self._held.task_ids
-            if worker is not None and will_come and not self._gates.is_over(task_id):
+            if worker is not None and will_come and not self._is_over(task_id):
                 load = worker.gates.load_by_layer(task_id, num_blocks)
                 self._wake()
                 return load
             if worker is None:
-                self._gates.shut([task_id])
-            self._gates.take_over([task_id])
+                _remember(self._shut, task_id, None)
+            self._ended.pop(task_id, None)
         return _lost(num_blocks)
 
     def load_promised(self, message: Execute, num_blocks: int) -> LayerLoad:
         """Begin a promised load, which the caller waits for by layer."""
         with self._changed:
             worker, task_id = self._worker, message.task_id
-            if worker is None or epoch_of(task_id) != self._gates.epoch:
+            if worker is None or epoch_of(task_id) != self._epoch:
                 return _lost(num_blocks)  # the client was closed, or its thread has failed
             load = worker.gates.load_by_layer(task_id, num_blocks, is_promised=True)
             self.promised.append(message)
@@ -270,7 +213,7 @@ class RankTasks:
                 lambda: (
                     self._held.holds(task_id, num_blocks)
                     or self._is_cut_off
-                    or self._gates.is_over(task_id)
+                    or self._is_over(task_id)
                 ),
                 timeout,
             )
@@ -286,16 +229,15 @@ class RankTasks:
         """Wait for any gated task to end, or for one of these; return whether one has."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: (
-                    any(map(self._gates.is_over, task_ids)) if task_ids else self._gates.has_ended
-                ),
+                lambda: any(map(self._is_over, task_ids)) if task_ids else bool(self._ended),
                 timeout,
             )
 
     def take_ended(self, task_ids: Iterable[int]) -> dict[int, int]:
-        """Return the tasks that have ended, with how many blocks arrived."""
+        """Return the tasks that are over, with how many blocks arrived. Each is returned once."""
         with self._changed:
-            ended = self._gates.take_over(task_ids)
+            over = [task_id for task_id in task_ids if self._is_over(task_id)]
+            ended = {task_id: self._ended.pop(task_id, 0) for task_id in over}
             worker = self._worker
         if ended and worker is not None:
             worker.gates.forget(ended)
@@ -312,7 +254,7 @@ class RankTasks:
         """A registration begins with this worker and the epoch of the server's task ids; None and
         0: it is over, and with it every task."""
         with self._changed:
-            self._worker, self._gates.epoch = worker, epoch
+            self._worker, self._epoch = worker, epoch
             self._held, self._is_cut_off = HeldLoads(), False
             self._open, self._stale = {}, {}
             self.promised.clear()
@@ -325,7 +267,7 @@ class RankTasks:
 
     def is_shut(self, message: Execute) -> bool:
         """Return whether the gate of an op will never be opened."""
-        return message.gated and self._gates.is_shut(message.task_id)
+        return message.gated and message.task_id in self._shut
 
     def can_wait(self, run: RunOp) -> bool:
         """Return whether an op of a server in this process can be taken when its gate opens.
@@ -333,7 +275,7 @@ class RankTasks:
         worker = self._worker
         if not run.gated or worker is None or self.keeps_loads:
             return False
-        return not worker.gates.is_open(run.task_id) and not self._gates.is_shut(run.task_id)
+        return not worker.gates.is_open(run.task_id) and run.task_id not in self._shut
 
     def given(self, message: Execute) -> None:
         """The worker was given an op."""
@@ -362,7 +304,7 @@ class RankTasks:
     def session_over(self, session: int) -> None:
         """The tasks of a session that have not ended never began, and will not."""
         with self._changed:
-            self._gates.end_session(session)
+            _remember(self._sessions_over, session, None)
             of_session = [task for task in self._held.task_ids if session_of(task) == session]
             self._held.forget(of_session)
             for task_id in [task for task in self._open if session_of(task) == session]:
@@ -424,9 +366,18 @@ class RankTasks:
             self._held = HeldLoads()
             return True
 
+    def _is_over(self, task_id: int) -> bool:
+        """Return whether no copy of a task is running or will: without its server none is."""
+        return (
+            task_id in self._ended
+            or task_id in self._shut
+            or session_of(task_id) in self._sessions_over
+            or epoch_of(task_id) != self._epoch
+        )
+
     def _end(self, task_id: int, num_ok: int) -> None:
         if self._worker is None or not self._worker.gates.end_layer_load(task_id):
-            self._gates.end(task_id, num_ok)
+            _remember(self._ended, task_id, num_ok)
             self._changed.notify_all()
 
     def check(self) -> None:

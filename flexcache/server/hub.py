@@ -126,6 +126,7 @@ class Hub:
     def _dispatch(self, identity: bytes, message: ToServer, data: Buffer, now: float) -> None:
         peer = self.state.peers.get(identity)
         caller = self.state.callers.get(identity)
+        # Whatever it sends shows that it lives: pings are for when there is nothing to say.
         if peer is not None:
             peer.heard_s = now
         match message:
@@ -216,6 +217,7 @@ class Hub:
 
     def peer_died(self, identity: bytes, now: float) -> None:
         """A peer's process has ended."""
+        # It may have said Goodbye, or been given up, before its process ended.
         peer = self.state.peers.get(identity)
         if peer is not None:
             self.greeter.lose(peer, "its process died", now)
@@ -252,6 +254,7 @@ class Hub:
             found = self.state.engines.get(engine)
             if found is None or not found.fence.is_counted_on:
                 tasks.end_session(session, now, is_counted_on=False)
+        # Until there are none: a match that a look-up lets go on decides more.
         while instructions := tasks.take_instructions():
             for instruction in instructions:
                 has_news |= isinstance(instruction, LookUpEnded)
@@ -316,6 +319,7 @@ class Hub:
     def _send_to_rank(self, executor: str, message: RunOp | Drop) -> None:
         rank = self.state.ranks.get(executor)
         if rank is not None:
+            # Told as late as possible: the rank refuses ops of other weights than it has.
             if rank.weights and isinstance(message, RunOp):
                 message = replace(message, weights=rank.weights)
             self.outbox.give(rank.identity, message)

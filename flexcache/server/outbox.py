@@ -93,6 +93,7 @@ class Outbox:
 
     def take(self) -> Output:
         """Empty the outbox."""
+        # Swapped, so that the loop sends without the lock while others fill the new one.
         output, self._output = self._output, Output([], [], [])
         return output
 
@@ -355,6 +356,7 @@ def withdraw_lines(endpoint: str, lines: LocalLines) -> None:
 
 def open_line(endpoint: str, server_pid: int, identity: bytes, rank: LinedRank) -> LocalLine | None:
     """Open a rank's line to the server that has greeted it; None if that is another process."""
+    # A fork has the table of its parent, whose server it cannot reach by a call.
     lines = _served.get(endpoint) if server_pid == os.getpid() else None
     if lines is None:
         return None

@@ -132,6 +132,8 @@ class Accounts:
         self.task_seconds[plan.kind].observe(seconds)
         if plan.way is LoadWay.DIRECT and task.state.is_overdue:
             self._ways.failed()
+        # Ways are compared by loads from SSD alone: a store's time, or a failure, says nothing of
+        # them.
         if plan.way is not None and TierName.REMOTE not in plan.sources and task.has_arrived:
             self._ways.ended(plan.way, plan.sources[TierName.SSD], seconds)
 
@@ -165,7 +167,9 @@ class Accounts:
         """All its executors have reported."""
         assert run.started_s is not None
         kind, num_ok, seconds = run.op.kind, run.num_ok, now - run.started_s
+        # A rank has measured it without the wait for its gate, which is the engine's time.
         seconds = min(seconds, run.copy_s) if run.copy_s else seconds
+        # A COMMIT records what another op has moved, and was counted with.
         num_bytes = 0 if kind is OpKind.COMMIT else num_ok * self._block_bytes
         num_wanted = len(run.op)
         for totals in (self.totals, run.task.owner.totals):

@@ -60,7 +60,7 @@ from flexcache.tasks.instructions import (
     TaskAnswered,
 )
 from flexcache.tasks.lookups import RemoteLookUps
-from flexcache.tasks.matching import EarlyTasks, Matcher
+from flexcache.tasks.matching import Matcher
 from flexcache.tasks.model import (
     DEFAULT_LIMITS,
     ENDS,
@@ -225,10 +225,9 @@ class KVTaskEngine:
             cache, self.sessions, self.executors, self._accounts, self._instructions
         )
         self._matcher = Matcher(
-            cache, self.sessions, self.executors, self._lookups, self._instructions,
-            limits.max_open_tasks,
+            cache, self.sessions, self.executors, self._runner, self._lookups,
+            self._instructions, limits.max_open_tasks,
         )  # fmt: skip
-        self._early = EarlyTasks(cache, self.sessions, self._matcher, self._runner)
         self._deadlines = TaskDeadlines(limits.match_ttl_s, limits.remote_timeout_s)
         self.queries = TaskQueries(
             cache, self.sessions, self.executors, self._accounts, self._deadlines,
@@ -254,7 +253,9 @@ class KVTaskEngine:
         vars(self).update(parts)  # in one step, which also ends the doubt
 
     def _take_over(self, former: KVTaskEngine, runs: list[OpRun], plan: Plan, now: float) -> None:
+        # Answers that were decided are still sent, so their tasks must not be answered again.
         told = [left for left in former._instructions if isinstance(left, TaskAnswered)]
+        # What no executor has been given yet must not begin: its blocks are free now.
         self._instructions += [
             left for left in former._instructions if not isinstance(left, RunOp | RunLookUp)
         ]
@@ -390,9 +391,9 @@ class KVTaskEngine:
             return self._matcher.look_up(owner, prompt, now)
 
     def awaits_load(self, session: SessionId, prompt: Prompt, now: float) -> bool:
-        """Whether a get that can wait should ask again a little later (`EarlyTasks`)."""
+        """Whether a get that can wait should ask again a little later."""
         with self._change:
-            return self._early.awaits(session, prompt, now)
+            return self._matcher.awaits_load(session, prompt, now)
 
     def match(self, task_id: TaskId, prompt: Prompt, now: float) -> Offer:
         """Make a task for a prompt. An empty one has ended already.
@@ -410,6 +411,7 @@ class KVTaskEngine:
     def _match(self, task_id: TaskId, prompt: Prompt, now: float) -> Plan:
         if self.is_in_doubt:  # the last change has failed, and so has what was to follow from that
             self.forget(None)
+        # Before the change: what a client sends must never make the engine forget.
         owner = self.sessions.of(task_id)
         owner.take_id(task_id)
         with self._change:
@@ -478,12 +480,15 @@ class KVTaskEngine:
             self.sessions.of(task_id).require_known(task_id)
             return None
         ops, ranks = task.plan.graph.ops, task.owner.executors[OpKind.H2D]
+        # The rank copies it without asking anyone: what could have to wait, or be refused, is not
+        # promised.
         is_from_host = [op.kind for op in ops] == [OpKind.H2D] and task.plan.tail is None
         may_start = not task.is_launched and not task.state.is_cancelled
         if not (is_from_host and may_start and not task.adapter and self.executors.are_up(ranks)):
             return None
         with self._change:
             task.gated = task.is_promised = True
+            # Only the ranks know the GPU blocks, and an op has some from its start on.
             task.plan.bind_gpu_blocks(np.zeros(task.plan.num_gpu_blocks, np.int64))
             self._deadlines.launched(task, now)
             self._runner.run(task, now)
@@ -500,6 +505,7 @@ class KVTaskEngine:
         """
         if self.is_in_doubt:  # the last change has failed, and so has what was to follow from that
             self.forget(None)
+        # Twice over the ids: an unknown one must not leave the others half cancelled.
         to_cancel = list(task_ids)
         for task_id in to_cancel:
             self.sessions.of(task_id).require_known(task_id)
@@ -514,6 +520,7 @@ class KVTaskEngine:
         unlaunched = []
         for task_id in task_ids:
             task = self.sessions.tasks.get(task_id)
+            # A prefetch that has ended left blocks pinned for its request.
             if task is None:
                 self.cache.early.cancel(task_id, now)
             if task is None or (task.state.is_cancelled and not task.is_promised):
@@ -551,6 +558,7 @@ class KVTaskEngine:
         with self._change:
             num_dropped = self.cache.clear(tier)
             if tier is None:
+                # A write that was planned before is not recorded: a restart would find it again.
                 self.cache.stores.era += 1
             if self.recorder is not None:
                 self.recorder.cleared(tier, num_dropped)
@@ -649,7 +657,7 @@ class KVTaskEngine:
             self.sessions.tasks[unlaunched].errors.append(reason)
             self._cancel([unlaunched], now)
         self._runner.expire(now)
-        self._early.tick(now)
+        self._matcher.tick_early(now)
 
     def begin_study(self) -> tuple[EvictionPolicy, Study] | None:
         """Return what the eviction policy is to learn aside, if it is time for that."""
@@ -668,9 +676,10 @@ class KVTaskEngine:
     def next_deadline(self) -> float | None:
         """When `tick` has something to do at the earliest."""
         if self.is_in_doubt:
+            # At once: the next call forgets and ends the tasks.
             return self.cache.tiers.now
         times = [self._deadlines.next(), self.executors.next_deadline()]
-        times += [self.cache.next_deadline(), self._early.next_deadline()]
+        times += [self.cache.next_deadline(), self._matcher.next_early()]
         if self._lookups is not None:
             times.append(self._lookups.next_deadline(self.executors.is_up(REMOTE)))
         return min((time for time in times if time is not None), default=None)

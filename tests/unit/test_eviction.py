@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from builders import ROOT
+from builders import ROOT, put_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from s3_fifo import POLICIES, S3_FIFO
@@ -423,7 +423,7 @@ def test_a_cache_is_built_with_a_policy_from_elsewhere() -> None:
     config = CacheConfig(num_cpu_blocks=4, eviction_policy=S3_FIFO)
     cache = build_cache(config, CacheSizes(4, 0, 4, 4))
     for number in range(9):
-        plan = cache.stores.plan_put(prompt_of([number]), 0, 1)
+        plan = cache.stores.plan_put(put_of(prompt_of([number])))
         cache.publish_staging(plan, 1)
         cache.finish(plan)
     cache.check()
