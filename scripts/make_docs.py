@@ -11,6 +11,7 @@ from pathlib import Path
 
 from flexcache.config.settings import Setting, describe_router_settings, describe_settings
 from flexcache.counters import families
+from flexcache.integration.adapter import COUNTERS, VLLM_COUNTERS
 from flexcache.router.stats import RouterStats
 from flexcache.stats import Stats
 
@@ -83,6 +84,16 @@ This page is generated from the code by `scripts/make_docs.py`.
 """
 
 
+ENGINES_OWN = """
+## At the engines' own `/metrics`
+
+Counters of one engine, with the labels of its own metrics.
+
+| metric | meaning |
+| --- | --- |
+"""
+
+
 def render_settings() -> str:
     return HEAD + _table(describe_settings()) + ROUTER + _table(describe_router_settings())
 
@@ -103,7 +114,16 @@ def render_metrics() -> str:
         rows.setdefault(each.section, []).append(row)
     columns = "| metric | type | labels | meaning |\n| --- | --- | --- | --- |\n"
     tables = (f"\n## {title}\n\n{columns}" + "".join(lines) for title, lines in rows.items())
-    return METRICS_HEAD + "".join(tables)
+    return METRICS_HEAD + "".join(tables) + _engines_own()
+
+
+def _engines_own() -> str:
+    engines = {
+        name: ("vllm", "sglang") if name in COUNTERS else ("vllm",) for name in VLLM_COUNTERS
+    }
+    names = {n: ", ".join(f"`{e}:flexcache_{n}_total`" for e in of) for n, of in engines.items()}
+    rows = [f"| {names[name]} | {text} |\n" for name, text in VLLM_COUNTERS.items()]
+    return ENGINES_OWN + "".join(rows)
 
 
 PAGES = {"configuration.md": render_settings, "metrics.md": render_metrics}
