@@ -38,13 +38,7 @@ from flexcache.cache.restore import Records, RestoreReport, Seconds
 from flexcache.cache.tier import Lease
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.errors import InternalError
-from flexcache.ids import (
-    OpKind,
-    SessionId,
-    TaskId,
-    TaskKind,
-    TierName,
-)
+from flexcache.ids import OpKind, SessionId, TaskId, TaskKind, TierName
 from flexcache.stats import CacheIdentity, CacheStats, RemoteStats, TotalsStats
 from flexcache.tasks.accounts import Accounts
 from flexcache.tasks.executors import Executors, SlotChecksums

@@ -29,14 +29,7 @@ from flexcache.errors import InternalError
 from flexcache.ids import OpId, OpKind, TaskId, TaskKind, TierName
 from flexcache.stats import QueueStats
 from flexcache.tasks.accounts import Accounts
-from flexcache.tasks.instructions import (
-    DISK,
-    REMOTE,
-    DropOp,
-    Instruction,
-    ReplaceExecutor,
-    RunOp,
-)
+from flexcache.tasks.instructions import DISK, REMOTE, DropOp, Instruction, ReplaceExecutor, RunOp
 from flexcache.tasks.model import LOAD_TIER, LOWER_TIER, WORKER_OF, WORKERS, OpRun, Task, TaskLimits
 from flexcache.transfer.breaker import CircuitBreaker
 from flexcache.transfer.messages import Done, unpack_checksums

@@ -20,12 +20,7 @@ from flexcache.cache.tiered_cache import TieredCache
 from flexcache.ids import KVStatus, OpId, OpKind, TaskKind
 from flexcache.tasks.accounts import Accounts
 from flexcache.tasks.executors import Executors
-from flexcache.tasks.instructions import (
-    Instruction,
-    RevokeTask,
-    TaskAnswered,
-    TaskResult,
-)
+from flexcache.tasks.instructions import Instruction, RevokeTask, TaskAnswered, TaskResult
 from flexcache.tasks.model import (
     LOAD_TIER,
     RECORDING_TIER,
