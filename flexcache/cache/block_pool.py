@@ -25,8 +25,7 @@ class BlockIdPool:
         self.capacity = capacity
         self._stack: BlockIds = np.arange(capacity - 1, -1, -1, dtype=np.int64)
         self.num_free = capacity
-        # Beside the stack, so that a block that is freed twice is found at once. Two prompts would
-        # have it, and one would read the other's KV.
+        # Beside the stack: a block that is freed twice would be given to two prompts.
         self._is_free = np.ones(capacity, dtype=np.bool_)
 
     def take(self, count: int) -> BlockIds:
@@ -162,8 +161,7 @@ class Quotas:
             spared: Those that have nothing left to evict.
         """
         worst, most = tenant, 0
-        # The missing blocks count as its own already: else a tenant at its quota would take one of
-        # another that is over by less.
+        # The missing count as its own already: who is at its quota takes from itself.
         for other, part in enumerate(self._parts):
             excess = part.used - part.quota + (missing if other == tenant else 0)
             if excess > most and other not in spared:

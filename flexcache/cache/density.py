@@ -210,8 +210,7 @@ class DensityQueue(EvictionQueue):
                     continue
                 tails = self._tails[end % self._num_kinds]
                 while entry := tails.oldest if end < self._num_kinds else tails.youngest:
-                    # What may not go must not stand at an end: the worst that may would stay
-                    # hidden.
+                    # What may not go must not hide the worst that may.
                     if self.leaves.is_evictable(entry[1]):
                         break
                     tails.remove(entry)
@@ -397,8 +396,7 @@ class Guard:
 
     def see(self, seen: Seen) -> None:
         """Show both shadows a prompt. O(its stretches), at C speed mostly."""
-        # Whole lines of prompts: with a sample of prompts no turn of a conversation would be seen
-        # to return.
+        # Whole lines: in a sample of prompts no turn would be seen to return.
         if seen.line % self._share:
             return
         if seen.is_over:

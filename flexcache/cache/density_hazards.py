@@ -115,8 +115,7 @@ def fit_hazards(spells: Spells, num_levels: Sequence[int]) -> Hazards:
             due = np.stack(
                 [np.bincount(levels, column, count) for column in (expected * multipliers).T], 1
             )
-            # With the prior, levels that were seen rarely stay near one: chance must not rank
-            # blocks.
+            # With the prior, a level that was seen rarely stays near one.
             factors[feature] = (seen[feature] + _PRIOR) / (due + _PRIOR)
             multipliers *= factors[feature][levels]
     return Hazards(base, [np.log(factor) for factor in factors])

@@ -579,8 +579,7 @@ class PrefixIndex:
         `queue_restored` must follow.
         """
         before = EMPTY_MATCH if parent is None else self.locate(root, parent)
-        # Recency never grows along a path. If it did, blocks would be evicted before those behind
-        # them, which nothing could find any more.
+        # Recency never grows along a path: else what stands behind would stay, and not be found.
         if before.run is not None and segments[0][1] > (due := self.due(before)):
             recent = sum(time >= due for _, time, _ in segments)
             segments = [(segments[recent - 1][0], due, 0), *segments[recent:]]

@@ -216,8 +216,7 @@ class PromptMaker:
             check_request_info(request_info)
         if weights is not None or adapter:
             _check_weights(weights, adapter)
-        # Read once: another thread may rename the weights, and generation and roots belong
-        # together.
+        # Read once, since another thread may rename the weights: generation and roots go together.
         names = self._names
         try:
             num_tokens = len(token_ids)

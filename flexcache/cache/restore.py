@@ -68,8 +68,7 @@ def whole_tails(records: Records, written_s: npt.NDArray[np.float64] | None = No
         while following is not None and positions[following] == TAIL_FIRST + len(found):
             found.append(following)
             following = after.get((root, keys[following]))
-        # The number of units is part of their names: units of a longer tail, of which some are
-        # lost, do not pass for a shorter one.
+        # Names have the number of units: part of a longer tail does not pass for a shorter one.
         if found and [keys[n] for n in found] == tail_keys(BlockKey(key), len(found)):
             tail = Tail(RootId(root), BlockKey(key), slots[found].astype(np.int64))
             tail.used = float(written_s[found].max())

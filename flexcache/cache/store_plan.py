@@ -20,7 +20,7 @@ from flexcache.cache.tier import Lease, Tier
 from flexcache.cache.tiers import RemoteTier, Tiers
 from flexcache.cache.write_back import StoreBacklog, WriteBack
 from flexcache.ids import BlockKey, OpId, OpKind, RootId, TaskKind, TierName
-from flexcache.transfer.scheduler import BlockIds, TransferOp
+from flexcache.transfer.scheduler import TransferOp
 
 
 def begin_put(tiers: Tiers, tier: Tier, prompt: Prompt) -> tuple[Plan, PrefixMatch]:
@@ -113,15 +113,6 @@ class DirectStores:
             ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """An op that copies the blocks of a chunk from the GPU to ``landing``."""
-
-    op: OpId
-    chunk: range
-    landing: BlockIds
-
-
 @dataclass(slots=True)
 class _Offer:
     """What a plan has for the tiers below the host.
@@ -138,7 +129,7 @@ class _Offer:
     prompt: Prompt
     cached: PrefixMatch
     max_backlog: int | None
-    copies: list[_Copy] = field(default_factory=list)
+    copies: list[TransferOp] = field(default_factory=list)
     tail_copies: dict[OpId, range] = field(default_factory=dict)
 
 
@@ -315,7 +306,7 @@ class StorePlanner:
         stats = self._admissions[name].stats() if name in self._admissions else {}
         return stats | {"dirty_blocks": self.num_dirty(name)} if name in self._write_back else stats
 
-    def _add_copies(self, plan: Plan) -> list[_Copy]:
+    def _add_copies(self, plan: Plan) -> list[TransferOp]:
         """Copy the staged blocks off the GPU, in chunks."""
         assert plan.staging is not None
         staged = plan.staging.blocks.copy()
@@ -323,8 +314,8 @@ class StorePlanner:
         for chunk in chunks(plan.start, plan.stop, self._chunk_blocks):
             landing = staged[chunk.start - plan.start : chunk.stop - plan.start]
             op = TransferOp(next(self._op_ids), OpKind.D2H, chunk.start, None, landing)
-            plan.graph.ops.append(op)
-            copies.append(_Copy(op.op_id, chunk, landing))
+            copies.append(op)
+        plan.graph.ops += copies
         return copies
 
     def _add_stores(self, offer: _Offer, tiers: Iterable[Tier] | None = None) -> None:
@@ -403,14 +394,14 @@ class StorePlanner:
                 )  # fmt: skip
                 plan.graph.ops.append(write)
         for copy in offer.copies:
-            low, high = max(copy.chunk.start, begin), min(copy.chunk.stop, end)
+            assert copy.dst is not None
+            low, high = max(copy.first, begin), min(copy.first + len(copy), end)
             if low < high:
-                source = copy.landing[low - copy.chunk.start : high - copy.chunk.start]
+                source = copy.dst[low - copy.first : high - copy.first]
                 target = lease.blocks[low - begin : high - begin]
                 names = block_names(tier, keys, low, high, era=self.era)
-                write = TransferOp(
-                    next(self._op_ids), STORE_OP[tier.name], low, source, target, (copy.op,), names
-                )
+                op_id, after = next(self._op_ids), (copy.op_id,)
+                write = TransferOp(op_id, STORE_OP[tier.name], low, source, target, after, names)
                 plan.graph.ops.append(write)
 
     # -- tails ----------------------------------------------------------------------------------

@@ -696,8 +696,7 @@ class Tier:
         self.pool.take_exactly(blocks)
         self._charge(NO_ROOT, blocks)
         self._expected = blocks
-        # They are indexed later, among blocks that have been used since: with the time of now they
-        # would count as more recent than those.
+        # Indexed later, they must count as older than what has been used since.
         self._expected_s = self._tick()
 
     def _give_up(self, count: int) -> BlockIds:

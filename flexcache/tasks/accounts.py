@@ -132,8 +132,7 @@ class Accounts:
         self.task_seconds[plan.kind].observe(seconds)
         if plan.way is LoadWay.DIRECT and task.state.is_overdue:
             self._ways.failed()
-        # Ways are compared by loads from SSD alone: a store's time, or a failure, says nothing of
-        # them.
+        # Ways are compared by whole loads from SSD alone, without a store's time.
         if plan.way is not None and TierName.REMOTE not in plan.sources and task.has_arrived:
             self._ways.ended(plan.way, plan.sources[TierName.SSD], seconds)
 

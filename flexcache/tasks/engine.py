@@ -48,7 +48,6 @@ from flexcache.tasks.instructions import (
     Instruction,
     Offer,
     PromisedLoad,
-    Recorder,
     RunLookUp,
     RunOp,
     TaskAnswered,
@@ -90,7 +89,7 @@ class TaskQueries:
 
     def stats(self, identity: CacheIdentity, now: float) -> CacheStats:
         """Statistics of the tiers and tasks of the cache with this identity."""
-        cache, accounts, lookups = self._cache, self._accounts, self._lookups
+        cache, accounts, lookups = self._cache, self.accounts, self._lookups
         remote = None
         if lookups is not None:
             is_available = TierName.REMOTE not in cache.tiers.unavailable
@@ -194,6 +193,7 @@ class KVTaskEngine:
         executors: To be asked only which are up, and what they run.
         sessions: To be asked only for what is open.
         queries: Answers questions about several parts.
+        accounts: Counts; a `Recorder` that is set there follows sessions, tasks and ops.
     """
 
     def __init__(self, cache: TieredCache, limits: TaskLimits = DEFAULT_LIMITS) -> None:
@@ -202,13 +202,13 @@ class KVTaskEngine:
         self._change = _Change(self)
         self.cache = cache
         self.sessions = TaskSessions(limits.load_ranks, limits.store_ranks)
-        self._accounts = Accounts(limits.block_bytes, cache.tiers.lost, cache.loads)
+        self.accounts = Accounts(limits.block_bytes, cache.tiers.lost, cache.loads)
         self._breaker = CircuitBreaker()
         self._instructions: list[Instruction] = []
         ssd = cache.tiers.by_name.get(TierName.SSD)
         self._checksums = SlotChecksums(0 if ssd is None else ssd.capacity)
         self.executors = Executors(
-            cache.tiers, self._breaker, self._checksums, self._accounts, self._instructions, limits
+            cache.tiers, self._breaker, self._checksums, self.accounts, self._instructions, limits
         )
         self._lookups: RemoteLookUps | None = None
         if cache.tiers.remote is not None:
@@ -216,7 +216,7 @@ class KVTaskEngine:
                 cache.tiers.remote, self._breaker, limits.lookup_timeout_s
             )
         self._runner = TaskRunner(
-            cache, self.sessions, self.executors, self._accounts, self._instructions
+            cache, self.sessions, self.executors, self.accounts, self._instructions
         )
         self._matcher = Matcher(
             cache, self.sessions, self.executors, self._runner, self._lookups,
@@ -224,7 +224,7 @@ class KVTaskEngine:
         )  # fmt: skip
         self._deadlines = TaskDeadlines(limits.match_ttl_s, limits.remote_timeout_s)
         self.queries = TaskQueries(
-            cache, self.sessions, self.executors, self._accounts, self._deadlines,
+            cache, self.sessions, self.executors, self.accounts, self._deadlines,
             self._lookups, self._breaker,
         )  # fmt: skip
 
@@ -254,8 +254,8 @@ class KVTaskEngine:
             left for left in former._instructions if not isinstance(left, RunOp | RunLookUp)
         ]
         self.sessions.succeed(former.sessions)
-        self._accounts.succeed(former._accounts, runs, now)
-        self.cache.tiers.lost = self._accounts.lost
+        self.accounts.succeed(former.accounts, runs, now)
+        self.cache.tiers.lost = self.accounts.lost
         self.executors.succeed(former.executors, runs, now)
         if self._lookups is not None and former._lookups is not None:
             self._lookups.succeed(former._lookups, self._instructions)
@@ -297,7 +297,7 @@ class KVTaskEngine:
             engine: Its name; its ranks' executors are ``device(engine, rank)``.
         """
         self._take_in(lambda: self.sessions.add(session, engine))
-        self._accounts.session_began(session, engine)
+        self.accounts.session_began(session, engine)
 
     def end_session(self, session: SessionId, now: float, is_counted_on: bool = True) -> None:
         """The engine is gone: its tasks are cancelled, except for what goes on below the GPU and,
@@ -312,7 +312,7 @@ class KVTaskEngine:
                 return
             if not owner.is_gone:
                 owner.is_gone = True
-                self._accounts.session_ended(session)
+                self.accounts.session_ended(session)
                 self._cancel_unanswered([owner], now)
             if not is_counted_on:
                 self._cancel([t for t, task in owner.tasks.items() if task.is_promised], now)
@@ -424,7 +424,7 @@ class KVTaskEngine:
                 cache.sessions.used(session_id, keys, plan)
             if kind is TaskKind.GET:
                 task.early = cache.early.find(keys)
-            self._accounts.matched(task, prompt, now)
+            self.accounts.matched(task, prompt, now)
             if not plan.is_empty:
                 self.sessions.open(task)
                 self._deadlines.matched(task_id, now)
@@ -474,8 +474,7 @@ class KVTaskEngine:
             self.sessions.of(task_id).require_known(task_id)
             return None
         ops, ranks = task.plan.graph.ops, task.owner.executors[OpKind.H2D]
-        # The rank copies it without asking anyone: what could have to wait, or be refused, is not
-        # promised.
+        # The rank copies it without asking: what may have to wait, or be refused, is not promised.
         is_from_host = [op.kind for op in ops] == [OpKind.H2D] and task.plan.tail is None
         may_start = not task.is_launched and not task.state.is_cancelled
         if not (is_from_host and may_start and not task.adapter and self.executors.are_up(ranks)):
@@ -521,7 +520,7 @@ class KVTaskEngine:
                 continue
             if not task.state.is_cancelled:
                 task.cancel()
-                self._accounts.cancelled(task)
+                self.accounts.cancelled(task)
             if task.is_promised:
                 self._runner.settle(self.executors.take_back(task, now), now)
             elif task.is_launched:
@@ -554,8 +553,8 @@ class KVTaskEngine:
             if tier is None:
                 # A write that was planned before is not recorded: a restart would find it again.
                 self.cache.stores.era += 1
-            if self.recorder is not None:
-                self.recorder.cleared(tier, num_dropped)
+            if self.accounts.recorder is not None:
+                self.accounts.recorder.cleared(tier, num_dropped)
             return num_dropped
 
     def withhold_free(self, tier: TierName) -> Lease:
@@ -688,15 +687,6 @@ class KVTaskEngine:
             self._instructions.clear()
 
     # -- insight ---------------------------------------------------------------------------------
-
-    @property
-    def recorder(self) -> Recorder | None:
-        """Follows what happens to sessions, tasks and ops, if there is one."""
-        return self._accounts.recorder
-
-    @recorder.setter
-    def recorder(self, recorder: Recorder | None) -> None:
-        self._accounts.recorder = recorder
 
     def check_counts(self) -> None:
         """Raise `InternalError` if the counts say that blocks were lost, and forget. O(1)."""

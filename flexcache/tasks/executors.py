@@ -265,8 +265,7 @@ class Executors:
         num_ok, error = done.num_ok, done.error
         if done.checksums:
             covered = self._checksums.record(run.op, unpack_checksums(done.checksums))
-            # A block without a checksum could not be verified when it is read: it counts as
-            # unwritten.
+            # What has no checksum could not be verified when it is read: it counts as unwritten.
             num_ok = num_ok if covered is None else min(num_ok, covered)
         # Another process says so: it must not publish more than it was given.
         num_ok = max(0, min(num_ok, len(run.op)))

@@ -159,8 +159,7 @@ class Matcher:
         """Have the planner for this kind of task plan it, within what its session may take."""
         cache, rate = self._cache, owner.prefill_blocks_per_s
         if prompt.kind is TaskKind.GET:
-            # It has waited as long as computing takes: to read the rest again would take as long
-            # once more.
+            # It has waited as long as computing takes, and does not wait once more.
             if cache.early.is_overdue(prompt.keys, cache.tiers.now):
                 on_host = cache.tiers.host.index.match(prompt.keys).num_blocks
                 stop = max(prompt.start, min(prompt.stop, on_host))

@@ -232,8 +232,7 @@ class TaskRunner:
         """If an op was the last into its tier, publish there the prefix that has arrived."""
         plan = task.plan
         if kind in RECORDING_TIER:
-            # By the last op, once: a lease is published once, and only its first blocks without a
-            # gap.
+            # By the last op, since a lease is published once.
             if not task.open_ops[kind]:
                 tier = RECORDING_TIER[kind]
                 count = task.contiguous([kind], plan.store_starts.get(tier, plan.stop))
