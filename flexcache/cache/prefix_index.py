@@ -817,3 +817,42 @@ class PrefixIndex:
                 raise InternalError(f"{name} hangs off a run that is gone")
             if run.segments[0][1] > run.parent.segments[0][1]:
                 raise InternalError(f"{name} is more recent than its parent")
+
+
+class Shadow:
+    """Keys, without bytes, that a tier of ``capacity`` blocks would hold in a queue's order."""
+
+    def __init__(self, capacity: int, make_queue: MakeQueue = LruQueue) -> None:
+        self._capacity = capacity
+        self._num_seen = 0
+        self.index = PrefixIndex(make_queue)
+
+    def see(
+        self, keys: BlockKeys, stop: int, now: float | None = None, outlook: Outlook | None = None
+    ) -> int:
+        """Return how many of a prompt's blocks are there, and store what of the first ``stop`` is
+        not. O(log n) probes, and O(1) per block stored or evicted.
+
+        Args:
+            now: As in `PrefixIndex.touch`; None to count the calls.
+        """
+        self._num_seen += 1
+        index, now = self.index, self._num_seen if now is None else now
+        match = index.match(keys)
+        index.touch(match, now, outlook=outlook)
+        missing = min(stop, self._capacity) - match.num_blocks
+        if missing > 0:
+            # Its own beginning must not make room for its end.
+            index.pin(match)
+            room = self._capacity - index.num_blocks
+            if room < missing:
+                bar = math.inf if outlook is None else index.queues[0].bar(outlook)
+                room += len(index.evict(missing - room, below=bar))
+            index.unpin(match)
+            new = keys.slice(match.num_blocks, match.num_blocks + min(room, missing))
+            # Keys of an engine may not chain: then seeing the last implies nothing.
+            count = index.num_insertable(keys.root, new)
+            if count:
+                no_ids = np.zeros(count, dtype=np.int64)
+                index.insert(match, keys.root, new[:count], no_ids, now, outlook=outlook)
+        return match.num_blocks

@@ -89,7 +89,7 @@ class TaskQueries:
 
     def stats(self, identity: CacheIdentity, now: float) -> CacheStats:
         """Statistics of the tiers and tasks of the cache with this identity."""
-        cache, accounts, lookups = self._cache, self.accounts, self._lookups
+        cache, accounts, lookups = self._cache, self._accounts, self._lookups
         remote = None
         if lookups is not None:
             is_available = TierName.REMOTE not in cache.tiers.unavailable
