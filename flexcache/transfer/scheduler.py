@@ -187,6 +187,7 @@ class TransferScheduler:
                 dependent = self._nodes.get(dependent_id)
                 if dependent is None:
                     continue
+                # A prefix: what stands behind a block that failed could not be found.
                 delivered = op.first + num_ok - dependent.op.first
                 dependent.num_wanted = max(0, min(dependent.num_wanted, delivered))
                 dependent.num_blockers -= 1
@@ -219,6 +220,7 @@ class TransferScheduler:
 # come, first served. Everything is O(1) per op.
 
 Item = TypeVar("Item")
+# Stores must not starve: what waits to be written is pinned in DRAM.
 _EAGER_LOADS = 3
 
 
