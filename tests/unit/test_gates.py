@@ -72,7 +72,7 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 70_830,
+    "lines of the package": 70_810,
     "files of the package": 254,
     "lines of the router": 15_000,
     "modules under 120 lines with one importer": 2,
