@@ -16,7 +16,7 @@ from flexcache import KVStatus
 from flexcache.client.lent_tensors import Attachment
 from flexcache.client.link import ServerLink
 from flexcache.client.rank import ClientState, KVTPClient
-from flexcache.client.rank_tasks import RankTasks
+from flexcache.client.rank_ops import RankTasks
 from flexcache.ids import OpId, OpKind, TaskId
 from flexcache.server.loop import EventLoop
 from flexcache.server.outbox import LocalLine

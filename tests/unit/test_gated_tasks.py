@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexcache.client.rank_tasks import RankTasks
+from flexcache.client.rank_ops import RankTasks
 from flexcache.ids import TaskIds, make_session
 
 EPOCH = 7

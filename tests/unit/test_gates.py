@@ -72,8 +72,8 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 70_810,
-    "files of the package": 254,
+    "lines of the package": 70_800,
+    "files of the package": 253,
     "lines of the router": 15_000,
     "modules under 120 lines with one importer": 2,
     "class names that several classes have": 3,
