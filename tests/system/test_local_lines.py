@@ -326,7 +326,7 @@ def test_an_op_behind_a_gate_that_was_shut_is_refused_at_once(
         manager, [client] = cluster.manager, cluster.clients
         task_id, _ = manager.put_match(TOKENS)
         with client._tasks._changed:
-            client._tasks._gates.shut([task_id])
+            client._tasks._shut[task_id] = None
         manager.launch([task_id], [cluster.slots(BLOCKS)], gated=True)
         response = manager.wait([task_id], PATIENCE_S)[task_id]
         assert response.status is KVStatus.FAILED
