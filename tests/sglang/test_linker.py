@@ -71,7 +71,7 @@ def check_aborts(ssd: str) -> None:
     engine.generate(prompt(40, seed=5))  # later steps take the ends that came late
     client = linker_of(engine).cache.client
     engine.step_until(
-        lambda: not client._tasks._gates.has_ended and not client._worker.gates._opened
+        lambda: not client._tasks._ended and not client._worker.gates._opened
     )
 
 
