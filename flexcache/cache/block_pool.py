@@ -116,7 +116,7 @@ class Quotas:
 
     def tenant(self, root: RootId) -> int:
         """Return the number of a root's tenant. O(1)."""
-        # Nobody's quota pays for what is withheld, or not known yet.
+        # No quota pays for what is withheld, or not known yet.
         if root == NO_ROOT:
             return len(self._names)
         return self._tenants.get(tenant_of(root), OTHERS)

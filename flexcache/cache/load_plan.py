@@ -275,7 +275,7 @@ class LoadPlanner:
             if plan.stop == found.position and tails.add(plan, keys, found):
                 return
             stop = min(plan.stop, found.position - 1)
-            # The next tail is asked for as if this one had not been: half of a plan helps nobody.
+            # The next tail is asked for as if this one had not been: half of it is of no use.
             plan.take_back(self._host)
 
     def _add_blocks(self, plan: Plan, keys: BlockKeys, start: int, stop: int) -> None:

@@ -575,7 +575,7 @@ class TaskSessions:
         """Return the roots that an engine has used so far, and none of the others uses."""
         own = self.of_engine(engine)
         unused = dict.fromkeys(root for session in own for root in session.roots)
-        # They have been renamed: what they use from now on is noted anew.
+        # They have been renamed: from now on they use others.
         for session in own:
             session.roots = {}
         others = set().union(*(session.roots for session in self.of_engines()))
