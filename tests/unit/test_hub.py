@@ -64,6 +64,7 @@ from flexcache.server.outbox import make_execute
 from flexcache.server.reactor import EndReport, Reactor
 from flexcache.server.state import ServerState
 from flexcache.stats import CacheStats, TierStats
+from flexcache.storage.pool_directory import DirectoryInUseError
 from flexcache.storage.shards import Shards
 from flexcache.tasks.instructions import REMOTE, RunLookUp, RunOp, TaskResult, device
 from flexcache.tasks.model import DEFAULT_LIMITS
@@ -619,6 +620,18 @@ def test_absurd_values_are_refused_at_once(world: World) -> None:
         assert isinstance(world.send(engine.calls, request, data)[0], Failed)
 
 
+@pytest.mark.parametrize(
+    "report",
+    [{"checksums": b"odd"}, {"device_bytes": -1}, {"seconds": -1.0}, {"seconds": math.inf}],
+    ids=str,
+)
+def test_reports_that_make_no_sense_are_rejected(world: World, report: dict[str, Any]) -> None:
+    engine = Engine(world)
+    engine.register()
+    [rejected] = world.send(engine.rank, Done(1, 0, **report))
+    assert isinstance(rejected, Rejected)
+
+
 def test_a_launch_that_comes_after_its_cancel_is_answered(world: World) -> None:
     engine = Engine(world)
     engine.register()
@@ -630,7 +643,8 @@ def test_a_launch_that_comes_after_its_cancel_is_answered(world: World) -> None:
 
 
 def test_a_cache_that_cannot_be_opened_now_may_be_opened_later(world: World) -> None:
-    real, failures = world.open, iter([RegistrationError("in use"), OSError("no fds")])
+    errors = [RegistrationError("in use"), OSError("no fds"), DirectoryInUseError("by another")]
+    real, failures = world.open, iter(errors)
 
     def fail_at_first(model: ModelConfig, tokens: int, shards: Shards) -> ServedCache:
         for failure in failures:
@@ -638,7 +652,7 @@ def test_a_cache_that_cannot_be_opened_now_may_be_opened_later(world: World) -> 
         return real(model, tokens, shards)
 
     world.open = fail_at_first
-    for _ in range(2):
+    for _ in errors:
         [refused] = world.send(b"x", hello_engine())
         assert isinstance(refused, Refused)
         assert not refused.final
