@@ -204,6 +204,7 @@ class SessionCalls:
         if len(request.root) != ROOT_BYTES or key_bytes > MAX_KEY_BYTES:
             raise ValueError(f"a root has {ROOT_BYTES} bytes, a key at most {MAX_KEY_BYTES}")
         # A NaN passes every later comparison.
+        # As a time of use, infinity or NaN would put the order of eviction out of order.
         for name in ("retain_s", "prefill_blocks_per_s"):
             if not math.isfinite(getattr(request, name)):
                 raise ValueError(f"{name} = {getattr(request, name)}")
@@ -271,6 +272,7 @@ class SessionCalls:
         """Cancel tasks; False if the message is malformed."""
         assert self._slot.cache is not None
         # A client has no more tasks, and each id takes time for which all others wait.
+        # A session has no more open tasks, and others wait while these are ended.
         max_bytes = 8 * DEFAULT_LIMITS.max_open_tasks
         if len(message.task_ids) % 8 or len(message.task_ids) > max_bytes:
             return False
@@ -288,6 +290,7 @@ class SessionCalls:
     ) -> None:
         """Pass a task's result on to its scheduler, if that is still there and needs it."""
         if task_id in self._unasked:
+            # Its client ended it when it cancelled, and waits for nothing.
             self._unasked.discard(task_id)
         elif scheduler is not None:
             self._outbox.send(scheduler.identity, TaskAnswer(task_id, result))

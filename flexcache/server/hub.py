@@ -128,6 +128,7 @@ class Hub:
     def _dispatch(self, identity: bytes, message: ToServer, data: Buffer, now: float) -> None:
         peer = self.state.peers.get(identity)
         caller = self.state.callers.get(identity)
+        # Whatever it sends shows that it lives.
         if peer is not None:
             peer.heard_s = now
         match message:
@@ -251,6 +252,7 @@ class Hub:
         if self.state.ending:
             self._end_promises(tasks, now)
         # A look-up that has ended makes a task, which has instructions of its own.
+        # Until there are none: a match that a look-up lets go on decides more.
         while instructions := tasks.take_instructions():
             for instruction in instructions:
                 has_news |= isinstance(instruction, LookUpEnded)
@@ -324,6 +326,7 @@ class Hub:
         rank = self.state.ranks.get(executor)
         # Of a rank that has left all ops have ended.
         if rank is not None:
+            # Told as late as possible: the rank refuses ops of other weights than it has.
             if rank.weights and isinstance(message, RunOp):
                 # Those for which it was planned: all that is planned is routed before a new number
                 # counts. A later update is for the rank to notice.

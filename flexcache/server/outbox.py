@@ -92,6 +92,7 @@ class Outbox:
 
     def take(self) -> Output:
         """Empty the outbox."""
+        # Swapped: the loop sends it without the lock while others fill the new one.
         output, self._output = self._output, Output([], [], [])
         return output
 

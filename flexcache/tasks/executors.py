@@ -206,6 +206,7 @@ class Executors:
             if self._takes_part(tier):
                 self._unavailable.discard(tier)
                 continue
+            # Only a change ends ops: this is asked after every op of the store.
             if tier in self._unavailable:
                 continue
             self._unavailable.add(tier)
