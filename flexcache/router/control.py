@@ -63,7 +63,7 @@ from flexcache.router.listing import (
     parse_cache_url,
     parse_source,
 )
-from flexcache.router.proxy.clients import Bodies, BodyRefused, HeldBody, holding
+from flexcache.router.proxy.clients import Bodies, BodyRefused, HeldBody, Room, holding
 from flexcache.router.proxy.proxy import LINGER_S, bind, listen
 from flexcache.router.router import WorkerScore
 from flexcache.router.service import DeciderService
@@ -407,7 +407,7 @@ class ControlApi:
         """Listen."""
         config = self._config
         app = web.Application(middlewares=[make_gate(config.control_host, config.control_token)])
-        app[BODIES] = Bodies(_MAX_BODY_BYTES, _MAX_HELD_BYTES, config.idle_timeout_s)
+        app[BODIES] = Bodies(Room(_MAX_BODY_BYTES, _MAX_HELD_BYTES), config.idle_timeout_s)
         app.add_routes(self._routes() + SelectionApi(self._service.decider).routes())
         self._runner = web.AppRunner(
             app, access_log=None, auto_decompress=False, handler_cancellation=True,

@@ -35,6 +35,7 @@ from flexcache.router.chooser import (
     RouterEvent,
     Skipped,
     Usage,
+    WorkerAddress,
 )
 from flexcache.router.fleet import WorkerSpec, WorkerState, listed_name
 from flexcache.router.load import Running
@@ -44,7 +45,6 @@ from flexcache.router.messages import (
     FirstToken,
     Life,
     RunningRequest,
-    WorkerAddress,
     told,
 )
 from flexcache.router.roster import Roster
@@ -431,7 +431,7 @@ class Decider:
         return self.routing.fleet.models
 
     def cards(self) -> dict[str, bytes]:
-        """See `EngineBook`."""
+        """See `Chooser`."""
         return self.roster.cards()
 
     def stored(self, url: str, ids: Iterable[str]) -> None:
@@ -439,7 +439,7 @@ class Decider:
         self.stored_ids.note(url, ids)
 
     def models_changed(self) -> None:
-        """See `EngineBook`."""
+        """See `Chooser`."""
         self.on_models_changed()
 
     def addresses(self) -> list[WorkerAddress]:

@@ -21,7 +21,15 @@ from flexcache.errors import UntrustedError
 from flexcache.logs import log_event
 from flexcache.protocol.endpoints import listen_privately
 from flexcache.protocol.trust import find_listener
-from flexcache.router.chooser import UNKNOWN, Arrival, Choice, NotRouted, Outcome, Usage
+from flexcache.router.chooser import (
+    UNKNOWN,
+    Arrival,
+    Choice,
+    NotRouted,
+    Outcome,
+    Usage,
+    WorkerAddress,
+)
 from flexcache.router.decider import Decider
 from flexcache.router.fleet import listed_name
 from flexcache.router.load import Work
@@ -44,7 +52,6 @@ from flexcache.router.messages import (
     StoredTold,
     ToDecider,
     ToProxy,
-    WorkerAddress,
     Workers,
     decode_to_decider,
     decode_to_proxy,
@@ -322,11 +329,11 @@ class RemoteChooser:
     # -- engines -----------------------------------------------------------------------------------
 
     def addresses(self) -> list[WorkerAddress]:
-        """See `EngineBook`."""
+        """See `Chooser`."""
         return self._workers
 
     def cards(self) -> dict[str, bytes]:
-        """See `EngineBook`."""
+        """See `Chooser`."""
         return self._cards
 
     def stored(self, url: str, ids: Iterable[str]) -> None:
@@ -336,7 +343,7 @@ class RemoteChooser:
         self._send(StoredTold(url, names))
 
     def models_changed(self) -> None:
-        """See `EngineBook`."""
+        """See `Chooser`."""
         self._send(ModelsChanged())
 
     # -- without the decider -----------------------------------------------------------------------

@@ -246,7 +246,7 @@ async def _relay(config: RouterConfig, link: str) -> None:
         return counters_of(proxy, is_serving=is_serving, num_unsupervised=chooser.num_unsupervised)
 
     chooser = RemoteChooser(link, count)
-    app = make_app(chooser, proxy_config(config), lambda: chooser.has_workers, chooser)
+    app = make_app(chooser, proxy_config(config), lambda: chooser.has_workers)
     proxy = app[PROXY]
     linked = asyncio.create_task(chooser.open())
     stopping = asyncio.create_task(stopped.wait())
@@ -325,8 +325,7 @@ async def _run_alone(config: RouterConfig) -> None:
         with bind_port(config.control_host, config.control_port, "control_port") as control_port:
             config = with_ports(config, listener, control_port)
         service = await _open_decider(stack, config)
-        decider = service.decider
-        app = make_app(decider, proxy_config(config), lambda: service.is_ready, decider)
+        app = make_app(service.decider, proxy_config(config), lambda: service.is_ready)
         service.count_own_proxy = lambda: counters_of(app[PROXY])
         serving = await serve(app, sock=listener)
         _log_serving(config)

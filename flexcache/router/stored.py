@@ -177,15 +177,6 @@ class IdReader:
         elif len(self._head) > self._most:
             self._head = None
 
-    def before(self, feed: Callable[[bytes], None]) -> Callable[[bytes], None]:
-        """Return what feeds this first, and then another reader."""
-
-        def both(chunk: bytes) -> None:
-            self.feed(chunk)
-            feed(chunk)
-
-        return both
-
     def end(self) -> None:
         """Note that there is no more."""
         if self._head and not self._is_stream:

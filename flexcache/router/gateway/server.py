@@ -15,7 +15,8 @@ from typing import Any
 from flexcache.errors import ConfigError, MissingDependencyError
 from flexcache.logs import log_event
 from flexcache.router.chooser import Choice, Chooser, NotRouted
-from flexcache.router.gateway.exchange import BadStream, Destinations, Exchange, Room, Stage
+from flexcache.router.gateway.exchange import BadStream, Destinations, Exchange, Stage
+from flexcache.router.proxy.clients import Room
 from flexcache.router.waiting import Turns
 
 try:
