@@ -37,7 +37,7 @@ from flexcache.router.chooser import (
     Usage,
     WorkerAddress,
 )
-from flexcache.router.fleet import WorkerSpec, WorkerState, listed_name
+from flexcache.router.fleet import WorkerSpec, listed_name
 from flexcache.router.load import Running
 from flexcache.router.messages import (
     Began,
@@ -362,15 +362,16 @@ class Decider:
         """Choose and reserve; None while every worker is busy."""
         if request.request_id in self.running:
             raise ValueError(f"request {request.request_id!r} is running")
-        if not self.roster.num_up:
+        fleet = self.routing.fleet
+        if fleet.eligible(None) is None:
             self.line.counts.refused["no_worker"] += 1
             raise NotRouted(503, "no worker is up", _RETRY_S)
         named = None if terms.only is None else self.roster.at(terms.only)
-        if named is not None and not any(self.roster.is_up(name) for name in named):
+        if named is not None and fleet.eligible(None, only=named) is None:
             self.line.counts.refused["no_worker"] += 1
             raise NotRouted(503, "none of the workers that may be chosen is up", _RETRY_S)
         decision = self.routing.choose(request, self.clock(), tried=terms.tried, only=named)
-        if decision is None and self.routing.fleet.eligible(request.model, only=named) is None:
+        if decision is None and fleet.eligible(request.model, only=named) is None:
             self.line.counts.refused["no_worker"] += 1
             raise NotRouted(503, f"no worker that serves {request.model!r} is up", _RETRY_S)
         return decision
@@ -446,10 +447,9 @@ class Decider:
         """Return the workers that take requests."""
         return [
             WorkerAddress(
-                spec.name, spec.url, self._headers_for(spec), self.roster.models(spec.name)
+                spec.name, spec.url, self._headers_for(spec), self.roster.engine(spec.name).models
             )
-            for spec in self.roster.specs
-            if self.roster.state(spec.name) is WorkerState.UP
+            for spec in self.roster.up
         ]
 
     def end_all(self, owner: str) -> int:

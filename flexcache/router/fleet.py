@@ -58,6 +58,22 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     cache_url: str | None = None
 
 
+class ModelCard(msgspec.Struct, frozen=True):
+    """A model or an adapter that an engine serves.
+
+    Attributes:
+        id: Served name.
+        root: Directory or name of its files; of an adapter, the adapter's.
+        parent: The model that an adapter belongs to; None: it is no adapter.
+        raw: All that the engine says of it, as JSON.
+    """
+
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    raw: bytes = b""
+
+
 class WorkerState(str, Enum):
     """Whether requests are sent to a worker."""
 

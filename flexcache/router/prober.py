@@ -8,22 +8,19 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import aiohttp
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from flexcache.logs import log_event
+from flexcache.router.fleet import ModelCard
 from flexcache.router.roster import Probe
-from flexcache.router.tokens.engines import (
-    MAX_ANSWER_BYTES,
-    BadAnswer,
-    EngineApi,
-    ModelCard,
-    read_answer,
-)
+from flexcache.router.tokens.engines import MAX_ANSWER_BYTES, BadAnswer, read_answer
 from flexcache.router.waiting import Turns, is_set_within
 
 logger = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 2.0
+_LIST_TIMEOUT_S = 5.0
 _SHORTEST_S = 0.1
 """Time between probes of one engine at least."""
 _MAX_METRICS_BYTES = 8 << 20
@@ -65,7 +62,6 @@ class Prober:
         on_details: Callable[[str, list[ModelCard] | None, list[Capacity]], None],
     ) -> None:
         self._session = session
-        self._engines = EngineApi(session, timeout_s)
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._details_interval_s = details_interval_s
@@ -143,7 +139,7 @@ class Prober:
         """
         cards: list[ModelCard] | None = None
         try:
-            cards = await self._engines.models(url, {})
+            cards = await read_models(self._session, url)
             self._note(url, "/v1/models")
         except BadAnswer as error:
             self._note(url, "/v1/models", str(error))
@@ -172,11 +168,58 @@ class Prober:
         self._bad[url, path] = why
 
     async def _get(self, url: str, path: str, max_bytes: int) -> bytes:
-        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
-        async with self._session.get(url + path, timeout=timeout, allow_redirects=False) as answer:
-            if answer.status != 200:
-                raise aiohttp.ClientPayloadError(f"status {answer.status}")
-            return await read_answer(answer, max_bytes)
+        return await _get(self._session, url + path, max_bytes, self._timeout_s)
+
+
+async def _get(session: aiohttp.ClientSession, url: str, max_bytes: int, timeout_s: float) -> bytes:
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    async with session.get(url, timeout=timeout, allow_redirects=False) as answer:
+        if answer.status != 200:
+            raise aiohttp.ClientPayloadError(f"status {answer.status}")
+        return await read_answer(answer, max_bytes)
+
+
+class _Card(msgspec.Struct):
+    id: str
+    root: str | None = None
+    parent: str | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[msgspec.Raw]
+
+
+_models = msgspec.json.Decoder(_Models)
+_card = msgspec.json.Decoder(_Card)
+
+
+async def read_models(session: aiohttp.ClientSession, url: str) -> list[ModelCard] | None:
+    """Ask an engine which models it serves; None: it did not answer.
+
+    Raises:
+        BadAnswer: Its answer is no list of models.
+    """
+    try:
+        content = await _get(session, f"{url}/v1/models", MAX_ANSWER_BYTES, _LIST_TIMEOUT_S)
+    except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
+        return None
+    return parse_models(content)
+
+
+def parse_models(content: bytes) -> list[ModelCard]:
+    """
+    Raises:
+        BadAnswer: It is no list of models.
+    """
+    try:
+        raws = _models.decode(content).data
+        read = [_card.decode(raw) for raw in raws]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadAnswer(f"/v1/models is no list of models: {error}") from None
+    return [
+        ModelCard(card.id, card.root, card.parent, bytes(raw))
+        for card, raw in zip(read, raws, strict=True)
+    ]
 
 
 def parse_capacities(text: str) -> Iterator[Capacity]:

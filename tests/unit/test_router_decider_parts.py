@@ -25,7 +25,7 @@ from flexcache.router.chooser import (
     Usage,
 )
 from flexcache.router.decider import Decider, WaitingLine, Watchers
-from flexcache.router.fleet import WorkerSpec
+from flexcache.router.fleet import ModelCard, WorkerSpec
 from flexcache.router.link import LinkServer, RemoteChooser
 from flexcache.router.load import Work
 from flexcache.router.messages import RunningRequest
@@ -206,8 +206,8 @@ def test_a_model_whose_workers_are_down_is_refused_at_once(is_failing: bool) -> 
 def test_a_request_does_not_wait_for_workers_that_do_not_serve_its_model() -> None:
     async def test() -> None:
         world = World(max_requests=1)
-        world.decider.roster.set_models(A, ["small"])
-        world.decider.roster.set_models(B, ["large"])
+        world.decider.roster.set_cards(A, [ModelCard("small")])
+        world.decider.roster.set_cards(B, [ModelCard("large")])
         await world.decider.choose(arrival("a", body=b'{"model": "small"}'))
         waiting = asyncio.create_task(
             world.decider.choose(arrival("b", body=b'{"model": "small"}'))
@@ -426,8 +426,8 @@ def test_without_a_decider_a_model_is_served_by_those_that_list_it(tmp_path: Pat
     async def test() -> None:
         world = World()
         async with linked(world, tmp_path) as (link, chooser):
-            world.decider.roster.set_models(A, ["small"])
-            world.decider.roster.set_models(B, ["large"])
+            world.decider.roster.set_cards(A, [ModelCard("small")])
+            world.decider.roster.set_cards(B, [ModelCard("large")])
             world.decider.roster.probed(A, Probe.BAD, 0.0)
             link.announce()
             await until(lambda: chooser._models == {"small", "large"})

@@ -11,11 +11,22 @@ aiohttp = pytest.importorskip("aiohttp")
 from aiohttp import web  # noqa: E402
 from aiohttp.test_utils import TestServer  # noqa: E402
 
-from flexcache.router.prober import Prober  # noqa: E402
+from flexcache.router.fleet import ModelCard  # noqa: E402
+from flexcache.router.prober import Prober, parse_models  # noqa: E402
 from flexcache.router.roster import Probe  # noqa: E402
-from flexcache.router.tokens.engines import ModelCard  # noqa: E402
+from flexcache.router.tokens.engines import BadAnswer  # noqa: E402
 
 PATIENCE_S = 60
+
+
+def test_lists_of_models_are_read_or_refused() -> None:
+    card = b'{"id": "lora", "root": "/lora", "parent": "m", "created": 1}'
+    assert parse_models(b'{"data": [%s, {"id": "m"}]}' % card) == [
+        ModelCard("lora", "/lora", "m", card), ModelCard("m", raw=b'{"id": "m"}'),
+    ]  # fmt: skip
+    for strange in (b"", b"[]", b'{"data": 1}', b'{"data": [{}]}', b"[" * 100_000, b"\xff"):
+        with pytest.raises(BadAnswer, match="no list of models"):
+            parse_models(strange)
 
 
 def test_a_list_of_models_that_is_not_answered_is_not_an_empty_one() -> None:

@@ -44,7 +44,6 @@ class TokenLimits:
         render_timeout_s: Time after which the engine's answer is given up.
         rendering: Requests that may be at engines at a time.
         check_every_s: Time between comparisons with the engine, for each kind of prompt.
-        refresh_every_s: Time between looks at the engines' lists of models.
     """
 
     max_body: int = 16 << 20
@@ -60,7 +59,6 @@ class TokenLimits:
     render_timeout_s: float = 30.0
     rendering: int = 16
     check_every_s: float = 60.0
-    refresh_every_s: float = 10.0
 
 
 _ENTRY_BYTES = 300
