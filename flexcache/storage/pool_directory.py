@@ -1,4 +1,4 @@
-"""One directory of the SSD tier: its two files, their lock, and their headers.
+"""Directory of the SSD tier: its two files, their lock, and their headers.
 
     flexcache-ssd.slots    header page, then the slots' bytes
     flexcache-ssd.index    header page, then the slots' records (`slot_index`)
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 DATA_FILE = "flexcache-ssd.slots"
 INDEX_FILE = "flexcache-ssd.index"
 FORMAT_VERSION = 3
-"""docs/formats.md describes how readers handle other versions."""
+"""docs/internals/formats.md describes how readers handle other versions."""
 OLDEST_READABLE = 2
 """All slots of this format are plain; a pool that is opened gets the current one."""
 OLD_DATA_FILE = "flexcache-ssd.data"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -18,7 +19,7 @@ from flexcache.cli import app
 from flexcache.config import RouterConfig
 from flexcache.router.listing import WorkerFile
 
-PAGES = ("*.md", "docs/*.md", "deploy/*.md", "examples/*.md")
+PAGES = ("*.md", "docs/**/*.md", "deploy/*.md", "examples/*.md")
 
 
 def test_the_readmes_python_example_runs(tmp_path: Path) -> None:
@@ -36,7 +37,9 @@ def blocks_of(page: str, language: str) -> list[str]:
 
 
 def test_the_example_of_a_continued_chain_is_true() -> None:
-    (code,) = [code for code in blocks_of("architecture.md", "python") if "parent_key" in code]
+    (code,) = [
+        code for code in blocks_of("internals/architecture.md", "python") if "parent_key" in code
+    ]
     with running_cluster() as cluster:
         names: dict[str, Any] = {
             "manager": cluster.manager, "tokens": range(128), "slots": range(128),
@@ -48,13 +51,13 @@ def test_the_example_of_a_continued_chain_is_true() -> None:
 
 
 def test_the_routers_python_example_runs() -> None:
-    (code,) = blocks_of("router.md", "python")
+    (code,) = blocks_of("guide/router.md", "python")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "a 0 only_one\n"), done.stderr
 
 
 def test_the_routers_file_is_valid(tmp_path: Path) -> None:
-    (content,) = blocks_of("router.md", "toml")
+    (content,) = blocks_of("guide/router.md", "toml")
     file = tmp_path / "router.toml"
     file.write_text(content)
     assert RouterConfig.load(str(file), {}).max_requests_per_worker == 64
@@ -64,7 +67,7 @@ def test_the_routers_file_is_valid(tmp_path: Path) -> None:
 
 
 def test_the_routers_options_exist() -> None:
-    commands = "\n".join(blocks_of("router.md", "bash"))
+    commands = "\n".join(blocks_of("guide/router.md", "bash"))
     ours = re.findall(r"flexcache (router(?: simulate)?|status)((?:.|\\\n)*)", commands)
     assert len(ours) > 4
     for command, arguments in ours:
@@ -85,6 +88,21 @@ def test_the_doctor_names_what_is_wrong(tmp_path: Path) -> None:
     bad = doctor(tmp_path / "not-there")
     assert bad.returncode == 1
     assert "name a writable directory" in bad.stdout
+
+
+def test_the_functions_that_the_pages_name_exist() -> None:
+    named = {
+        place
+        for page in ROOT.glob("docs/**/*.md")
+        for place in re.findall(r"`([a-z_/]+\.py)::([\w.]+)`", page.read_text())
+    }
+    assert len(named) > 40
+    for path, name in sorted(named):
+        scope: Any = ast.parse((ROOT / "flexcache" / path).read_text())
+        for part in name.split("."):
+            found = [each for each in scope.body if getattr(each, "name", None) == part]
+            assert found, f"{path}::{name}"
+            scope = found[0]
 
 
 def test_links_between_the_pages_resolve() -> None:
