@@ -282,14 +282,11 @@ class Decider:
 
     # -- the contract ------------------------------------------------------------------------------
 
-    async def choose(
-        self, arrival: Arrival, *, owner: str = "", lease_s: float | None = None
-    ) -> Choice:
+    async def choose(self, arrival: Arrival, *, owner: str = "") -> Choice:
         """Choose a worker; waits while all are busy.
 
         Args:
             owner: Process that will report the end.
-            lease_s: The request is given up after this long; None: never.
 
         Raises:
             NotRouted: There is none, or none that has what the request names.
@@ -300,10 +297,7 @@ class Decider:
             url = await self.stored_ids.find(arrival, self.roster.urls)
             only = None if url is None else (urlsplit(url).netloc,)
         request = await self.read(arrival)
-        terms = Terms(
-            tried=arrival.tried, only=only, owner=owner, lease_s=lease_s,
-            attempt=len(arrival.tried),
-        )  # fmt: skip
+        terms = Terms(tried=arrival.tried, only=only, owner=owner, attempt=len(arrival.tried))
         decision = await self.decide(request, terms)
         spec = self.roster.spec(decision.worker)
         others = [self.roster.spec(name).url for name in decision.others if name in self.roster]

@@ -31,6 +31,7 @@ from flexcache.router.fleet import EventSource, WorkerSpec
 SCHEMES = ("http", "https", "http+dns", "https+dns", "http+k8s", "https+k8s")
 _SIZE = "data_parallel_size"
 _MAX_PORT = 65_535
+_DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class WorkerUrl(msgspec.Struct, frozen=True):
@@ -61,16 +62,17 @@ class WorkerUrl(msgspec.Struct, frozen=True):
             host, port = parts.hostname, parts.port
         except ValueError as error:
             raise reject(name, text, str(error)) from None
-        if any(character <= " " for character in text):  # which `urlsplit` leaves out
+        if min(text, default="!") <= " ":  # which `urlsplit` leaves out
             raise reject(name, text, "must have no control characters or spaces")
-        if parts.scheme not in SCHEMES or not host or not is_host(host) or host == "*":
+        if parts.scheme not in SCHEMES or host in (None, "*") or not is_host(host):
             raise reject(name, text, f"must be SCHEME://HOST:PORT with one of {', '.join(SCHEMES)}")
-        if parts.path not in ("", "/") or parts.query or parts.fragment or "@" in parts.netloc:
+        rest = parts.path.removeprefix("/"), parts.query, parts.fragment
+        if any(rest) or "@" in parts.netloc:
             raise reject(name, text, "must have no path, query, fragment or user")
         scheme, _, group = parts.scheme.partition("+")
         if group and not port:
             raise reject(name, text, "needs the port of the engines")
-        return cls(scheme, group, host, port or (443 if scheme == "https" else 80))
+        return cls(scheme, group, host, port or _DEFAULT_PORTS[scheme])
 
     def __str__(self) -> str:
         scheme = f"{self.scheme}+{self.group}" if self.group else self.scheme

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import aiohttp
@@ -19,7 +19,9 @@ from flexcache.router.waiting import Turns, is_set_within
 
 logger = logging.getLogger(__name__)
 
+PROBE_INTERVAL_S = 2.0
 PROBE_TIMEOUT_S = 2.0
+DETAILS_INTERVAL_S = 15.0
 _LIST_TIMEOUT_S = 5.0
 _SHORTEST_S = 0.1
 """Time between probes of one engine at least."""
@@ -55,16 +57,11 @@ class Prober:
         self,
         session: aiohttp.ClientSession,
         *,
-        interval_s: float,
-        timeout_s: float = PROBE_TIMEOUT_S,
-        details_interval_s: float,
         on_probe: Callable[[str, Probe], None],
         on_details: Callable[[str, list[ModelCard] | None, list[Capacity]], None],
     ) -> None:
         self._session = session
-        self._interval_s = interval_s
-        self._timeout_s = timeout_s
-        self._details_interval_s = details_interval_s
+
         self._on_probe = on_probe
         self._on_details = on_details
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -112,11 +109,11 @@ class Prober:
                     is_known = False
                     with details.turn():  # the engine gets requests all the same
                         is_known = await self._read_details(url)  # before it gets requests
-                    details_due = loop.time() + (self._details_interval_s if is_known else 0.0)
+                    details_due = loop.time() + (DETAILS_INTERVAL_S if is_known else 0.0)
                 self._on_probe(url, probe)
                 was_up = is_up
             await asyncio.sleep(_SHORTEST_S)  # failing requests must not become a storm of probes
-            await is_set_within(wake, self._interval_s - _SHORTEST_S)
+            await is_set_within(wake, PROBE_INTERVAL_S - _SHORTEST_S)
 
     async def _probe(self, url: str) -> Probe:
         try:
@@ -168,7 +165,7 @@ class Prober:
         self._bad[url, path] = why
 
     async def _get(self, url: str, path: str, max_bytes: int) -> bytes:
-        return await _get(self._session, url + path, max_bytes, self._timeout_s)
+        return await _get(self._session, url + path, max_bytes, PROBE_TIMEOUT_S)
 
 
 async def _get(session: aiohttp.ClientSession, url: str, max_bytes: int, timeout_s: float) -> bytes:
@@ -236,15 +233,18 @@ def parse_capacities(text: str) -> Iterator[Capacity]:
             labels: dict[str, str] = sample.labels
             if sample.name in gauges:
                 gauges[sample.name][_rank(labels.get("dp_rank", ""))] = _number(sample.value)
-                continue
-            blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
-            if blocks.isdecimal() and size.isdecimal() and int(size) > 0:
-                rank = _rank(labels.get("engine", ""))
-                yield Capacity(rank, _number(int(blocks)), _number(int(size)))
+            else:
+                yield from _vllm_capacity(labels)
     num_tokens, page_sizes = gauges.values()
     for rank, size_of_page in page_sizes.items():
         if rank in num_tokens and size_of_page > 0:
             yield Capacity(rank, num_tokens[rank] // size_of_page, size_of_page)
+
+
+def _vllm_capacity(labels: Mapping[str, str]) -> Iterator[Capacity]:
+    blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
+    if blocks.isdecimal() and size.isdecimal() and int(size) > 0:
+        yield Capacity(_rank(labels.get("engine", "")), _number(int(blocks)), _number(int(size)))
 
 
 def _number(value: float) -> int:

@@ -86,8 +86,6 @@ class DeciderService:
         self._session = open_engine_session(headers)
         self._prober = Prober(
             self._session,
-            interval_s=config.health_interval_s,
-            details_interval_s=config.metrics_interval_s,
             on_probe=self._probed,
             on_details=self._details_read,
         )

@@ -72,17 +72,17 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 70_950,
-    "files of the package": 254,
-    "lines of the router": 15_000,
+    "lines of the package": 70_810,
+    "files of the package": 253,
+    "lines of the router": 14_870,
     "modules under 120 lines with one importer": 2,
-    "class names that several classes have": 5,
-    "functions with too many parameters": 11,
-    "functions more complex than 12": 66,
+    "class names that several classes have": 4,
+    "functions with too many parameters": 10,
+    "functions more complex than 12": 47,
     "types of messages": 54,
     "settings of the cache": 51,
-    "settings of the router": 36,
-    "metrics": 120,
+    "settings of the router": 33,
+    "metrics": 114,
 }
 """What the package has at most. A ceiling falls with the code. It rises only for a feature that
 needs it, with a line in CHANGELOG.md that names the feature."""

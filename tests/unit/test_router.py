@@ -426,7 +426,7 @@ def test_a_cache_is_asked_for_the_last_block_that_is_only_below_dram() -> None:
     assert asked_block(router, request([*PROMPT[: 17 * BLOCK], 1])) == names_in(below)[16]
     router.apply(CACHE, removed(below, 18))
     assert asked_block(router, request([*PROMPT, 1])) == names_in(below)[17]
-    router.lost(CACHE)
+    router.forget(CACHE)
     assert asked_block(router, request([*PROMPT, 1])) is None
 
 

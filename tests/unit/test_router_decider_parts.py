@@ -24,7 +24,7 @@ from flexcache.router.chooser import (
     Skipped,
     Usage,
 )
-from flexcache.router.decider import Decider, WaitingLine, Watchers
+from flexcache.router.decider import Decider, Terms, WaitingLine, Watchers
 from flexcache.router.fleet import ModelCard, WorkerSpec
 from flexcache.router.link import LinkServer, RemoteChooser
 from flexcache.router.load import Work
@@ -152,7 +152,8 @@ def test_a_reservation_whose_lease_is_over_ends() -> None:
     async def test() -> None:
         world = World(max_requests=1)
         for number in range(3):
-            await world.decider.choose(arrival(str(number)), lease_s=10 + number)
+            request = await world.decider.read(arrival(str(number)))
+            await world.decider.decide(request, Terms(lease_s=10 + number))
         waiting = asyncio.create_task(world.decider.choose(arrival("late")))
         await asyncio.sleep(0)
         assert len(world.decider.line) == 1

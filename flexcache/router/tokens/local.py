@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TypeVar
 
 import numpy as np
@@ -103,6 +104,10 @@ class TokenMemo:
         if ids is not None:
             self._entries.move_to_end(key)
         return ids
+
+    def find(self, keys: Iterable[bytes]) -> dict[bytes, np.ndarray]:
+        """Return those of some texts that are remembered."""
+        return {key: ids for key in keys if (ids := self.get(key)) is not None}
 
     def put(self, key: bytes, ids: np.ndarray) -> None:
         """Remember the ids of a text."""
@@ -216,16 +221,11 @@ class LocalTokens:
         segments = await self._call(len(text) <= _LOOP_TEXT, lambda: files.text.split(text))
         space = files.number
         keys = [self._memo.key(segment, space) for segment in segments]
-        found = {key: ids for key in keys if (ids := self._memo.get(key)) is not None}
+        found = self._memo.find(keys)
         remembered = sum(len(found[key]) for key in keys if key in found)
         missing = {key: text for key, text in zip(keys, segments, strict=True) if key not in found}
-        if missing:
-            found |= await self._encode(files, missing)
-        parts = []
-        for key in keys:
-            if key not in found:
-                break
-            parts.append(found[key])
+        found |= await self._encode(files, missing)
+        parts = [found[key] for key in takewhile(found.__contains__, keys)]
         is_whole = len(parts) == len(keys)
         wrapped = files.text.wrap(parts, special_tokens, ends=ends and is_whole)
         if wrapped is None:
@@ -238,7 +238,7 @@ class LocalTokens:
     async def _encode(
         self, files: ModelFiles, missing: dict[bytes, str]
     ) -> dict[bytes, np.ndarray]:
-        """Encode segments, and wait for those that are being encoded already.
+        """Encode segments, none perhaps, and wait for those that are being encoded already.
 
         Returns:
             Those that were done in time.
