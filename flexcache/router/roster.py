@@ -33,7 +33,7 @@ class Probe(Enum):
     LATE = "late"
 
 
-class Engine:
+class KnownEngine:
     """An engine's health, and what it serves.
 
     Attributes:
@@ -141,7 +141,7 @@ class Roster:
         self._added: dict[str, WorkerSpec] = {}
         self._removed: set[str] = set()
         self._draining: set[str] = set()
-        self._engines: dict[str, Engine] = {}
+        self._engines: dict[str, KnownEngine] = {}
         """By URL."""
 
     @property
@@ -176,7 +176,7 @@ class Roster:
         """Return the workers with this name or URL."""
         return [spec.name for spec in self.specs if text in (spec.name, spec.url)]
 
-    def engine(self, worker: str) -> Engine:
+    def engine(self, worker: str) -> KnownEngine:
         return self._engines[self._fleet[worker].spec.url]
 
     # -- which there are ---------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class Roster:
             log_event(logger, logging.INFO, "worker_removed", worker=name)
         self._draining &= specs.keys()
         urls = dict.fromkeys(spec.url for spec in specs.values())
-        self._engines = {url: self._engines.get(url) or Engine() for url in urls}
+        self._engines = {url: self._engines.get(url) or KnownEngine() for url in urls}
         self._routing.set_workers(tuple(specs.values()))
         for name in specs.keys() - before.keys():
             log_event(logger, logging.INFO, "worker_added", worker=name)

@@ -72,22 +72,22 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 70_810,
+    "lines of the package": 70_680,
     "files of the package": 253,
     "lines of the router": 14_870,
     "modules under 120 lines with one importer": 2,
-    "class names that several classes have": 4,
+    "class names that several classes have": 2,
     "functions with too many parameters": 10,
-    "functions more complex than 12": 47,
+    "functions more complex than 12": 44,
     "types of messages": 54,
     "settings of the cache": 51,
     "settings of the router": 33,
-    "metrics": 114,
+    "metrics": 113,
 }
 """What the package has at most. A ceiling falls with the code. It rises only for a feature that
 needs it, with a line in CHANGELOG.md that names the feature."""
 
-MIN_COMMENTS_PER_100_LINES = 3.8
+MIN_COMMENTS_PER_100_LINES = 4.5
 """In cache, tasks, transfer and server: why a line is as it is, beside the line."""
 
 STILL_UPWARD: dict[str, str] = {}

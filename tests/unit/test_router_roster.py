@@ -9,7 +9,7 @@ import pytest
 from flexcache.router.chooser import Outcome
 from flexcache.router.fleet import ModelCard, WorkerSpec, WorkerState
 from flexcache.router.prober import Capacity, parse_capacities
-from flexcache.router.roster import Engine, Probe, Roster
+from flexcache.router.roster import KnownEngine, Probe, Roster
 from flexcache.router.router import KVRouter
 
 A, B = "http://a:1", "http://b:1"
@@ -63,7 +63,7 @@ def test_an_engine_takes_requests_once_a_probe_found_it(book: Book) -> None:
 
 
 def test_an_engine_that_refuses_is_out_at_once_and_one_that_is_late_after_three_probes() -> None:
-    engine = Engine()
+    engine = KnownEngine()
     engine.probed(Probe.GOOD, 0.0)
     for _ in range(2):
         engine.probed(Probe.LATE, 0.0)

@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import RegistrationError
 from flexcache.ids import TierName
-from flexcache.integration.adapter import COUNTERS, LayerwiseRule, PrefillRate, increases
+from flexcache.integration.adapter import VLLM_COUNTERS, LayerwiseRule, PrefillRate, increases
 from flexcache.integration.checkpoint import when_identified
 from flexcache.integration.vllm.calls import CacheCalls, to_vllm_events
 from flexcache.integration.vllm.engine import (
@@ -53,14 +54,6 @@ from flexcache.manager import KVManager
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
-
-
-_COUNTERS = {
-    **COUNTERS,
-    "early_look_ups": "Look-ups at the remote store that began when a request arrived.",
-    "early_loads": "Loads to DRAM that began before vLLM asked about their request.",
-    "cancelled_look_ups": "Requests that went away before vLLM asked about them.",
-}
 
 
 @dataclass
@@ -104,7 +97,7 @@ class FlexCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 self._counter_cls(f"vllm:flexcache_{name}", text, labelnames=labelnames),
                 per_engine_labelvalues,
             )
-            for name, text in _COUNTERS.items()
+            for name, text in VLLM_COUNTERS.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -149,6 +142,7 @@ class FlexCacheScheduler:
         self.puts = Puts(self._cache, self._tables, PutPoints(block_size, interval))
         self._publishes = config.kv_events and place.endpoint is None
         self._prefill = PrefillRate() if config.skip_slow_loads else None
+        self.counts: Counter[str] = Counter()  # by hooks of the connector, as `VLLM_COUNTERS`
         self._reported: Mapping[str, float] = {}
         self._has_news = False
         self._stats_due_s = 0.0
@@ -265,6 +259,7 @@ class FlexCacheScheduler:
             return None
         counters = {
             **counters,
+            **self.counts,
             "early_look_ups": self.gets.early.num_begun,
             "early_loads": self.gets.early_loads.num_begun,
             "cancelled_look_ups": self.gets.early.num_cancelled,
