@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Mapping
 
 import aiohttp
 
+from flexcache.breaker import CircuitBreaker
 from flexcache.errors import InternalError
 from flexcache.logs import log_event
 from flexcache.router.stats import PrefetchStats
-from flexcache.transfer.breaker import CircuitBreaker
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from flexcache.config.router import RouterConfig
 from flexcache.config.values import reject
 from flexcache.errors import ConfigError
 from flexcache.logs import log_event, set_up_logging
-from flexcache.processes import raise_limit
+from flexcache.processes import WorkerSupervisor, raise_limit
 from flexcache.protocol.endpoints import private_endpoint
 from flexcache.router.chooser import Chooser
 from flexcache.router.control import ControlApi
@@ -44,7 +44,6 @@ from flexcache.router.settings import (
     proxy_config,
     routing_of,
 )
-from flexcache.server.workers import WorkerSupervisor
 
 if TYPE_CHECKING:
     from flexcache.router.gateway.server import GatewayConfig

@@ -12,13 +12,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
 from urllib.parse import urlsplit
 
+from flexcache.breaker import CircuitBreaker
 from flexcache.errors import InternalError
 from flexcache.ids import BreakerState
 from flexcache.logs import log_event
 from flexcache.router.chooser import Outcome
 from flexcache.router.fleet import ModelCard, WorkerSpec, WorkerState
 from flexcache.router.router import KVRouter
-from flexcache.transfer.breaker import CircuitBreaker
 
 _PATIENCE = 3
 """Probes without an answer, one after the other, that take an engine out."""

@@ -41,6 +41,7 @@ from paths import ROOT
 
 LAYERS = (
     (
+        "breaker",
         "counters",
         "errors",
         "ids",
