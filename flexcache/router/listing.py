@@ -100,39 +100,6 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     shared_events: tuple[str, ...] = ()
     cache_url: str | None = None
 
-    def specs(
-        self, url: WorkerUrl, shared: Iterable[str] = (), shared_cache_url: str | None = None
-    ) -> tuple[WorkerSpec, ...]:
-        """Return the workers of one engine, one for each rank.
-
-        Args:
-            url: The engine's.
-            shared: Publishers of caches that all workers share.
-            shared_cache_url: HTTP API of the cache that they share.
-
-        Raises:
-            ConfigError: Events or the cache's URL are malformed.
-        """
-        host, base = bracketed(url.host), str(url)
-        cache_url = self.cache_url or shared_cache_url
-        if cache_url is not None:
-            cache_url = parse_cache_url(cache_url, host)
-        common = [parse_source(text, host) for text in (*self.shared_events, *shared)]
-        own = [parse_source(text, host) for text in self.events]
-        if self.data_parallel_size == 1:
-            sources = unique([*own, *common])
-            return (WorkerSpec(name=base, url=base, sources=sources, cache_url=cache_url),)
-        return tuple(
-            WorkerSpec(
-                name=f"{base}#{rank}",
-                url=base,
-                data_parallel_rank=rank,
-                sources=unique([*(of_rank(source, rank) for source in own), *common]),
-                cache_url=cache_url,
-            )
-            for rank in range(self.data_parallel_size)
-        )
-
 
 class Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A list of workers. As a file: ``[[workers]]``, ``shared_events`` and ``shared_cache_url``.
@@ -178,12 +145,33 @@ class Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def specs_of(self, entry: WorkerEntry, url: WorkerUrl) -> tuple[WorkerSpec, ...]:
-        """Return the workers of one engine, with what all share.
+        """Return the workers of one engine, one for each rank, with what all workers share.
+
+        Args:
+            url: The engine's.
 
         Raises:
-            ConfigError: See `WorkerEntry.specs`.
+            ConfigError: Events or the cache's URL are malformed.
         """
-        return entry.specs(url, self.shared_events, self.shared_cache_url)
+        host, base = bracketed(url.host), str(url)
+        cache_url = entry.cache_url or self.shared_cache_url
+        if cache_url is not None:
+            cache_url = parse_cache_url(cache_url, host)
+        common = [parse_source(text, host) for text in (*entry.shared_events, *self.shared_events)]
+        own = [parse_source(text, host) for text in entry.events]
+        if entry.data_parallel_size == 1:
+            sources = unique([*own, *common])
+            return (WorkerSpec(name=base, url=base, sources=sources, cache_url=cache_url),)
+        return tuple(
+            WorkerSpec(
+                name=f"{base}#{rank}",
+                url=base,
+                data_parallel_rank=rank,
+                sources=unique([*(of_rank(source, rank) for source in own), *common]),
+                cache_url=cache_url,
+            )
+            for rank in range(entry.data_parallel_size)
+        )
 
     def groups(self) -> tuple[tuple[WorkerEntry, WorkerUrl], ...]:
         """Return the entries whose members must be looked up."""

@@ -46,31 +46,24 @@ from flexcache.router.settings import (
 )
 
 if TYPE_CHECKING:
-    from flexcache.router.gateway.server import GatewayConfig
+    from flexcache.router.gateway.server import Gateway
 
 logger = logging.getLogger(__name__)
 
 _DECIDER_STOP_S = 5.0
 
 
-def gateway_config(config: RouterConfig) -> GatewayConfig | None:
-    """Return the part of the settings that the picker needs; None: there is no picker.
+def gateway_class(config: RouterConfig) -> type[Gateway] | None:
+    """Return the endpoint picker; None: the settings have none.
 
     Raises:
         MissingDependencyError: The extra ``gateway`` is not installed.
     """
     if config.gateway_port is None:
         return None
-    from flexcache.router.gateway.server import GatewayConfig
+    from flexcache.router.gateway.server import Gateway
 
-    return GatewayConfig(
-        host=config.gateway_host,
-        port=config.gateway_port,
-        tls_cert=None if config.tls_cert is None else Path(config.tls_cert),
-        tls_key=None if config.tls_key is None else Path(config.tls_key),
-        max_body_bytes=int(config.max_body_mb * 1e6),
-        drain_timeout_s=config.drain_timeout_s,
-    )
+    return Gateway
 
 
 async def start_gateway(
@@ -82,12 +75,10 @@ async def start_gateway(
         ConfigError: The port is taken, or the certificate cannot be used.
         MissingDependencyError: The extra ``gateway`` is not installed.
     """
-    settings = gateway_config(config)
-    if settings is None:
+    kind, port = gateway_class(config), config.gateway_port
+    if kind is None or port is None:
         return
-    from flexcache.router.gateway.server import Gateway
-
-    gateway = Gateway(chooser, settings, is_ready)
+    gateway = kind(chooser, proxy_config(config), config.gateway_host, port, is_ready)
     stack.push_async_callback(gateway.stop)
     await gateway.start()
 
@@ -307,7 +298,7 @@ def run_router(config: RouterConfig) -> None:
     Raises:
         ConfigError: A setting, file or address cannot be used.
     """
-    for read in (listing_of, engine_headers, routing_of, proxy_config, gateway_config):
+    for read in (listing_of, engine_headers, routing_of, proxy_config, gateway_class):
         read(config)  # a bad setting is reported here, and not by each child again and again
     if config.proxies:
         asyncio.run(_supervise(config))
