@@ -20,7 +20,6 @@ So a cache is right or empty. Calls check their arguments before they begin to c
 a client sends never makes the engine forget.
 
 Not thread-safe: the shell holds a lock around each call.
-
 """
 
 from __future__ import annotations
@@ -211,6 +210,7 @@ class KVTaskEngine:
         self._accounts = Accounts(limits.block_bytes, cache.tiers.lost, cache.loads)
         self._breaker = CircuitBreaker()
         self._instructions: list[Instruction] = []
+        """All parts leave theirs here, in order, until `take_instructions`."""
         ssd = cache.tiers.by_name.get(TierName.SSD)
         self._checksums = SlotChecksums(0 if ssd is None else ssd.capacity)
         self.executors = Executors(

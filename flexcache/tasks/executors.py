@@ -11,7 +11,6 @@ GPU start at once. Ops of a worker wait in its lane, a fair queue, until the wor
 A state machine without I/O: every call that may end ops returns them, and what the executors are
 to do is left as instructions. Every op that was started is returned exactly once, unless its task
 withdraws it before its turn.
-
 """
 
 from __future__ import annotations
