@@ -91,6 +91,7 @@ def make_gate(host: str, token: str | None) -> Middleware:
     @web.middleware
     async def gate(request: web.Request, handler: Handler) -> web.StreamResponse:
         is_open = request.path in _OPEN_PATHS or request.path.startswith(_OPEN_FILES)
+        # A page whose name resolves to 127.0.0.1 (DNS rebinding) sends its own name.
         if is_local and not _is_loopback_host(request.headers.get("Host", "")):
             raise web.HTTPForbidden(text="the Host header must name localhost")
         if not _is_same_origin(request):

@@ -56,7 +56,7 @@ from flexcache.router.waiting import is_set_within
 
 T = TypeVar("T")
 
-_SHORTEST_RETRY_S = 1.0
+_SHORTEST_RETRY_S = 1.0  # ``Retry-After`` has whole seconds
 
 
 @dataclass(eq=False, slots=True)
@@ -382,7 +382,7 @@ class Decider:
             return
         with _logged("first_token"):
             self.routing.first_token(request_id, self.clock(), tells_time=tells_time)
-        if tells_time:  # otherwise its end follows
+        if tells_time:  # otherwise its end follows at once, and says the same
             self.tell(FirstToken(request_id))
             self.line.wake()
 

@@ -326,7 +326,7 @@ class SourceThread:
             return
 
 
-_SLICE_S = 0.001
+_SLICE_S = 0.001  # so long may events hold requests up at a time
 _QUEUE = 512
 """Slices of batches that wait for the event loop, of all sources together."""
 _HINTS = {

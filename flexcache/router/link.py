@@ -91,6 +91,7 @@ class LinkServer:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
+        # No limit: beyond one an answer would be dropped, and its request would wait for ever.
         self._socket.sndhwm = self._socket.rcvhwm = 0
         self._socket.setsockopt(zmq.USE_FD, listen_privately(endpoint))
         self._socket.bind(endpoint)
@@ -420,6 +421,7 @@ class RemoteChooser:
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
         socket.sndhwm = socket.rcvhwm = 0
+        # New for each connection: when the decider gives an old one up, it ends what is under it.
         socket.identity = uuid.uuid4().hex.encode()
         socket.connect(self._endpoint)
         self._socket = socket

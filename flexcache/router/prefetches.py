@@ -24,7 +24,7 @@ TIMEOUT_S = 2.0
 MAX_RUNNING = 16
 """Calls to one cache at a time; it answers within milliseconds."""
 _ACCEPTED = 202
-_MAX_ANSWER_BYTES = 200
+_MAX_ANSWER_BYTES = 200  # a reason for the log
 
 
 def open_session(headers: Mapping[str, str]) -> aiohttp.ClientSession:

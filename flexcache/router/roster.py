@@ -87,7 +87,7 @@ class KnownEngine:
         Returns:
             Whether the engine should be probed at once.
         """
-        if not self.is_trusted:  # only probes are trials: they cost no client anything
+        if not self.is_trusted:  # only probes are trials: a failed one costs no client anything
             return False
         if outcome in (Outcome.REFUSED, Outcome.BROKEN):
             self.circuit.failed(outcome.value, now)
@@ -225,7 +225,7 @@ class Roster:
         for name in specs.keys() - before.keys():
             log_event(logger, logging.INFO, "worker_added", worker=name)
             engine = self.engine(name)
-            self._routing.set_state(name, WorkerState.DOWN)
+            self._routing.set_state(name, WorkerState.DOWN)  # until a probe has found its engine
             self._routing.set_models(name, engine.models, engine.adapters)
         self._update_states()
         self._on_change(self.specs)

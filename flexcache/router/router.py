@@ -29,7 +29,7 @@ from flexcache.router.stats import (
 )
 
 _MAX_SESSIONS = 100_000
-_MAX_OTHERS = 8
+_MAX_OTHERS = 8  # ranks of one engine are several; the picker names two other engines
 
 
 class WorkerScore(NamedTuple):

@@ -249,6 +249,7 @@ class Engines:
         """
         assert self._session is not None and target.startswith("/")
         data = io.BytesIO(body) if body and len(body) > _LARGE_BODY_BYTES else body
+        # Encoded: a target that was quoted again would be another one.
         url = URL(engine + target, encoded=True)
         try:
             answer = await self._session.request(

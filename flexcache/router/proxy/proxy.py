@@ -140,7 +140,7 @@ _REJECTED = {
 }  # fmt: skip
 """Why a request was refused without an engine, by the status of its answer."""
 _FIRST_ERROR = 400
-_PAUSE_S = 0.1
+_PAUSE_S = 0.1  # until the backlog of a full engine is tried again
 _STREAM = "text/event-stream"
 _BROKE = "the connection to the engine broke before the answer was complete"
 
@@ -219,6 +219,7 @@ class Proxy:
         if refusal is not None:
             self._count_rejected(refusal.status)
             return refusal
+        # Not the client's id: two requests may have the same, and the chooser counts by it.
         unique_id = f"{self._prefix}-{next(self._numbers)}"
         shown_id = request.headers.get(REQUEST_ID_HEADER, unique_id)
         with holding(request), RequestLife(self._chooser, unique_id, shown_id) as life:
@@ -528,8 +529,8 @@ async def serve(
     runner = web.AppRunner(
         app,
         access_log=None,
-        auto_decompress=False,
-        handler_cancellation=True,
+        auto_decompress=False,  # bodies pass as they came
+        handler_cancellation=True,  # a client that leaves ends its request at the engine
         keepalive_timeout=config.client_idle_s,
         lingering_time=LINGER_S,
         logger=_logger_without_bad_requests(),

@@ -159,6 +159,7 @@ class LocalTokens:
     def __init__(self, limits: TokenLimits, seed: int) -> None:
         self._limits = limits
         self._memo = TokenMemo(limits.memo_bytes, seed)
+        # Two pools, so that short texts need not wait behind texts that take a second.
         self._short = ThreadPoolExecutor(limits.threads, "flexcache-short-texts")
         self._long = ThreadPoolExecutor(limits.threads, "flexcache-long-texts")
         self._waiting_chars = 0
