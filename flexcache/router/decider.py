@@ -356,19 +356,21 @@ class Decider:
         """Choose and reserve; None while every worker is busy."""
         if request.request_id in self.running:
             raise ValueError(f"request {request.request_id!r} is running")
+        named = None if terms.only is None else self.roster.at(terms.only)
+        decision = self.routing.choose(request, self.clock(), tried=terms.tried, only=named)
+        if decision is not None:
+            return decision
         fleet = self.routing.fleet
         if fleet.eligible(None) is None:
-            self.line.counts.refused["no_worker"] += 1
-            raise NotRouted(503, "no worker is up", _RETRY_S)
-        named = None if terms.only is None else self.roster.at(terms.only)
-        if named is not None and fleet.eligible(None, only=named) is None:
-            self.line.counts.refused["no_worker"] += 1
-            raise NotRouted(503, "none of the workers that may be chosen is up", _RETRY_S)
-        decision = self.routing.choose(request, self.clock(), tried=terms.tried, only=named)
-        if decision is None and fleet.eligible(request.model, only=named) is None:
-            self.line.counts.refused["no_worker"] += 1
-            raise NotRouted(503, f"no worker that serves {request.model!r} is up", _RETRY_S)
-        return decision
+            why = "no worker is up"
+        elif fleet.eligible(None, only=named) is None:
+            why = "none of the workers that may be chosen is up"
+        elif fleet.eligible(request.model, only=named) is None:
+            why = f"no worker that serves {request.model!r} is up"
+        else:
+            return None
+        self.line.counts.refused["no_worker"] += 1
+        raise NotRouted(503, why, _RETRY_S)
 
     def _headers_for(self, spec: WorkerSpec) -> dict[str, str]:
         if spec.data_parallel_rank is None:

@@ -260,9 +260,12 @@ class Roster:
 
     def ended(self, worker: str, outcome: Outcome, now: float) -> None:
         """Take note of how a request ended."""
-        if worker in self._fleet and self.engine(worker).ended(outcome, now):
+        if worker not in self._fleet:
+            return
+        url = self._fleet[worker].spec.url
+        if self._engines[url].ended(outcome, now):
             self._update_states()
-            self._on_doubt(self.spec(worker).url)
+            self._on_doubt(url)
 
     def _update_states(self) -> None:
         up = {spec.name for spec in self.specs if self.engine(spec.name).is_up}
