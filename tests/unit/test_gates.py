@@ -73,9 +73,9 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 70_680,
+    "lines of the package": 70_665,
     "files of the package": 253,
-    "lines of the router": 14_870,
+    "lines of the router": 14_840,
     "modules under 120 lines with one importer": 2,
     "class names that several classes have": 2,
     "functions with too many parameters": 10,
