@@ -93,8 +93,7 @@ class KVRouter:
         Raises:
             ConfigError: Two have one name.
         """
-        changes = self.fleet.set_workers(specs)
-        for number in changes.removed:
+        for number in self.fleet.set_workers(specs):
             self.dispatcher.forget_worker(number, now)
         self.dispatcher.resize(self.fleet.num_numbers)
         self.holdings.set_workers(self.fleet.by_number())
