@@ -435,7 +435,8 @@ class RemoteTransport:
 
     def look_up(self, prompt: Prompt) -> None:
         # The server asks the store before it matches; a match of no blocks has ended at once.
-        self._calls.match(prompt._replace(start=prompt.stop), True, False, False)
+        nothing = msgspec.structs.replace(prompt, start=prompt.stop)
+        self._calls.match(nothing, True, False, False)
 
     def launch(self, task_ids: Sequence[int], gpu_blocks: Sequence[BlockIds], gated: bool) -> None:
         self._calls.tell(

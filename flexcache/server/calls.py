@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -169,7 +170,7 @@ class SessionCalls:
         # condition instead. One at most of a session, whose scheduler asks for one at a time.
         if lookup is not None and has_room and not caller.is_parked:
             keys = self._read_keys(caller, request, data, copies=True)  # it may be overwritten
-            own = prompt._replace(keys=keys)
+            own = msgspec.structs.replace(prompt, keys=keys)
             self._parked.setdefault(lookup, []).append(_Parked(caller, request, own, num_bytes))
             self._parked_bytes += num_bytes
             caller.is_parked = True

@@ -73,12 +73,12 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 70_610,
-    "files of the package": 253,
+    "lines of the package": 70_580,
+    "files of the package": 252,
     "lines of the router": 14_825,
     "modules under 120 lines with one importer": 2,
     "class names that several classes have": 2,
-    "functions with too many parameters": 10,
+    "functions with too many parameters": 8,
     "functions more complex than 12": 43,
     "types of messages": 54,
     "settings of the cache": 51,
@@ -88,7 +88,7 @@ CEILINGS = {
 """What the package has at most. A ceiling falls with the code. It rises only for a feature that
 needs it, with a line in CHANGELOG.md that names the feature."""
 
-MIN_COMMENTS_PER_100_LINES = 4.6
+MIN_COMMENTS_PER_100_LINES = 5.3
 """In cache, tasks, transfer and server: why a line is as it is, beside the line."""
 
 STILL_UPWARD: dict[str, str] = {}
