@@ -24,14 +24,7 @@ from flexcache.cache.prompt import (
     random_version,
 )
 from flexcache.errors import FlexCacheError, InternalError
-from flexcache.ids import (
-    MAX_KEY_BYTES,
-    NO_INFO,
-    ROOT_BYTES,
-    KVStatus,
-    TaskId,
-    session_of,
-)
+from flexcache.ids import MAX_KEY_BYTES, NO_INFO, ROOT_BYTES, KVStatus, TaskId, session_of
 from flexcache.protocol.messages import (
     Answer,
     Cancel,

@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from flexcache.cache.prompt import (
-    Prompt,
-    PromptMaker,
-    check_hint,
-    check_version,
-    random_version,
-)
+from flexcache.cache.prompt import Prompt, PromptMaker, check_hint, check_version, random_version
 from flexcache.cache.tiers import IndexedKeys, find_prefix
 from flexcache.errors import AmbiguousEngineError, ClosedError, RegistrationError
 from flexcache.events.wire import low_64_bits

@@ -22,11 +22,7 @@ import numpy.typing as npt
 
 from flexcache.errors import ConfigError
 from flexcache.logs import log_event
-from flexcache.storage.pool_directory import (
-    PoolDirectory,
-    PoolHeader,
-    PoolMismatchError,
-)
+from flexcache.storage.pool_directory import PoolDirectory, PoolHeader, PoolMismatchError
 from flexcache.storage.shards import KVIdentity
 from flexcache.storage.slot_index import HEADER_BYTES, Records, SlotIds, SlotIndex
 

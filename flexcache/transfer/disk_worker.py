@@ -49,11 +49,7 @@ from flexcache.storage.slot_index import (
 )
 from flexcache.storage.slot_io import SlotIO, SlotMove
 from flexcache.transfer.block_op import BlockOp, BlockOpQueue
-from flexcache.transfer.messages import (
-    Done,
-    Drop,
-    Execute,
-)
+from flexcache.transfer.messages import Done, Drop, Execute
 from flexcache.transfer.worker_process import (
     WorkerConfig,
     map_segments,

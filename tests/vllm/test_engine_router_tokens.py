@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from api_server import ApiServer, serving
 from engine_systems import FLEXCACHE
-from make_tokenizers import make_tokenizer
+from make_tokenizers import ask_for_models, make_tokenizer
 from paths import MODELS
 from predictions import Predictions, predicting
 
@@ -140,9 +140,7 @@ def test_chats_and_texts_become_the_engines_tokens(server: ApiServer, tokenizer:
     async def main() -> None:
         rng = random.Random(tokenizer.name)
         readers = Tokenizers(tokenizer=str(tokenizer))
-        readers.set_engines({server.url: {}})
-        await readers.start()
-        assert set(readers.stats().reasons.values()) == {"checked"}, readers.stats()
+        await ask_for_models(readers, server.url)
         refused = 0
         async with aiohttp.ClientSession() as session:
             for i in range(150):
@@ -160,6 +158,8 @@ def test_chats_and_texts_become_the_engines_tokens(server: ApiServer, tokenizer:
                 assert list(request.token_ids) == theirs, body
                 assert request.num_tokens == len(theirs)
         assert refused < 75
+        stats = readers.stats()
+        assert stats.checks and not stats.mismatches, stats
         await readers.close()
 
     asyncio.run(main())
@@ -170,8 +170,7 @@ def test_a_generating_request_has_the_tokens_that_were_rendered(
 ) -> None:
     async def main() -> None:
         readers = Tokenizers(tokenizer=str(tokenizer))
-        readers.set_engines({server.url: {}})
-        await readers.start()
+        await ask_for_models(readers, server.url)
         cached = []
         body: dict[str, Any] = {
             "messages": [{"role": "user", "content": "block of a prompt " * 60}],
@@ -211,8 +210,7 @@ def test_routers_that_come_later_expect_of_chats_what_the_engine_finds(tmp_path:
 
     async def main() -> None:
         readers = Tokenizers(tokenizer=str(tokenizer))
-        readers.set_engines({made.url: {}})
-        await readers.start()
+        await ask_for_models(readers, made.url)
         asked: list[int] = []
 
         async def turn(*routers: Predictions) -> list[int]:
@@ -253,8 +251,7 @@ def test_routers_that_come_later_expect_of_chats_what_the_engine_finds(tmp_path:
 def test_another_tokenizer_than_the_engines_is_noticed(server: ApiServer) -> None:
     async def main() -> None:
         readers = Tokenizers(limits=TokenLimits(render_deadline_s=60))
-        readers.set_engines({server.url: {}})
-        await readers.start()
+        await ask_for_models(readers, server.url)
         # The model's directory has a tokenizer, which the engine does not use.
         async with aiohttp.ClientSession() as session:
             for kind, path, body in (
@@ -310,8 +307,7 @@ def test_the_form_of_content_is_detected_as_in_vllm() -> None:
 def test_the_engine_lists_its_model_and_where_it_is(server: ApiServer) -> None:
     async def main() -> None:
         readers = Tokenizers(limits=TokenLimits(render_deadline_s=60))
-        readers.set_engines({server.url: {}})
-        await readers.start()
+        await ask_for_models(readers, server.url)
         assert {name.split()[0] for name in readers.stats().models} == {server.model}
         request = await read(readers, COMPLETIONS, {"prompt": [5, 6], "model": server.model})
         assert request.token_ids is not None and np.asarray(request.token_ids).tolist() == [5, 6]
