@@ -1,17 +1,20 @@
-"""Parts that the engines' adapters share: calls about tasks, loads by layer, counters."""
+"""Adapter parts that all engines share: calls about tasks, loads by layer, counters."""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from enum import Enum
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
+from flexcache.cache.prompt import Span, Tokens
 from flexcache.client.arguments import GroupBlocks
-from flexcache.errors import ConfigError, FlexCacheError
-from flexcache.ids import KVStatus
+from flexcache.errors import ConfigError, FlexCacheError, RegistrationError
+from flexcache.ids import KVStatus, TierName
 from flexcache.logs import log_event
 from flexcache.manager import KVManager
 from flexcache.stats import TotalsStats
@@ -20,13 +23,61 @@ from flexcache.tasks.instructions import PromisedLoad
 logger = logging.getLogger(__name__)
 
 
+_FAILURES = (FlexCacheError, TimeoutError, ValueError, KeyError)
+
+
 def safely(call: Callable[..., Any], *arguments: Any, if_failed: Any = None, **options: Any) -> Any:
     """Make a call and return its answer; log a failure, and return ``if_failed``."""
     try:
         return call(*arguments, **options)
-    except (FlexCacheError, TimeoutError, ValueError, KeyError) as error:
+    except _FAILURES as error:
         log_event(logger, logging.WARNING, "call_failed", call=call.__name__, error=error)
         return if_failed
+
+
+_READY_TIMEOUT_S = 60.0
+
+
+def await_ready(manager: KVManager) -> None:
+    """Wait until a cache serves. An engine whose ranks are missing or refused runs without it."""
+    try:
+        manager.wait_ready(_READY_TIMEOUT_S)
+    except TimeoutError as error:
+        log_event(
+            logger, logging.ERROR, "workers_missing", error=error, effect="starts without them"
+        )
+    except RegistrationError as error:
+        log_event(
+            logger, logging.ERROR, "cache_refused", error=error, server=manager.endpoint,
+            effect="the engine runs without a cache",
+        )  # fmt: skip
+
+
+class TierMatch(NamedTuple):
+    """A matched get.
+
+    Attributes:
+        num_blocks: Blocks that it would load.
+        num_in_dram: How many of them DRAM has.
+        sources: Tokens that each tier supplies.
+    """
+
+    task_id: int
+    num_blocks: int
+    num_in_dram: int
+    sources: dict[TierName, int]
+
+    @property
+    def is_in_dram(self) -> bool:
+        """Whether DRAM has all that it would load, tails included."""
+        return self.sources.keys() <= {TierName.CPU}
+
+
+class NoMatch(Enum):
+    """Why there is no task."""
+
+    FAILED = "the call failed"
+    UNDECIDED = "the remote store has yet to answer"
 
 
 _ANSWER_PATIENCE_S = 0.1
@@ -61,6 +112,70 @@ class TaskCalls:
         """Call this one from now on."""
         self.manager = manager
         self.is_open = True
+
+    def find(
+        self, request_id: object, token_ids: Tokens, mask: Span | None = None, **options: Any
+    ) -> TierMatch | NoMatch:
+        """Match a get.
+
+        Args:
+            request_id: For the log.
+            options: As for `KVManager.get_match_by_tier`.
+        """
+        try:
+            found = self.manager.get_match_by_tier(token_ids, mask, **options)
+        except _FAILURES as error:
+            log_event(logger, logging.WARNING, "match_failed", request=request_id, error=error)
+            return NoMatch.FAILED
+        if found is None:
+            return NoMatch.UNDECIDED
+        (task_id, supplied, sources), size = found, self._block_size
+        num_in_dram = sources.get(TierName.CPU, 0) // size
+        return TierMatch(task_id, int(np.count_nonzero(supplied)) // size, num_in_dram, sources)
+
+    def pin(self, match: Callable[[int], TierMatch | NoMatch], num_blocks: int) -> TierMatch | None:
+        """Find the longest prefix that DRAM has, which is pinned until the task ends.
+
+        For engines that cannot take back what a load was to bring.
+
+        Args:
+            match: Matches so many blocks of a prompt.
+        """
+        former: int | None = None
+        while num_blocks > 0:
+            found = match(num_blocks)
+            if former is not None:  # it has kept blocks in DRAM until now
+                self.cancel(former)
+            if isinstance(found, NoMatch):
+                return None
+            if found.is_in_dram and found.num_blocks:
+                return found
+            former = found.task_id
+            num_blocks = min(found.num_in_dram, found.num_blocks - 1)  # a tail was not in DRAM
+        if former is not None:
+            self.cancel(former)
+        return None
+
+    def find_put(
+        self, request_id: object, token_ids: Tokens, mask: Span | None = None, **options: Any
+    ) -> tuple[int, range] | None:
+        """Match a put.
+
+        Args:
+            request_id: For the log.
+            options: As for `KVManager.put_match`.
+
+        Returns:
+            The task, and which blocks it copies besides a tail, maybe none. None if it failed.
+        """
+        try:
+            task_id, wanted = self.manager.put_match(token_ids, mask, **options)
+        except _FAILURES as error:
+            log_event(logger, logging.WARNING, "put_failed", request=request_id, error=error)
+            return None
+        count = int(np.count_nonzero(wanted)) // self._block_size
+        first = int(wanted.argmax()) // self._block_size if count else 0
+        return task_id, range(first, first + count)
 
     def launch(self, task_id: int, blocks: GroupBlocks, gated: bool = True) -> bool:
         """Launch a matched task; return whether it was launched. Else it has ended, or is

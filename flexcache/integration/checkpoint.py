@@ -15,7 +15,7 @@ import os
 import re
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,24 @@ def identify_checkpoint(
             digests.note_unknown(f"{name}: its files were not found on this host")
     except UnknownContentError as error:
         digests.note_unknown(str(error))
+
+
+def write_id(parts: Iterable[tuple[str, object]]) -> str:
+    """Return a model's id: its name, which is the first of the parts, and the others."""
+    (_, name), *others = parts
+    return "|".join([str(name), *(f"{key}={value}" for key, value in others)])
+
+
+def read_load_format(load_format: Any, from_files: Collection[str], digests: FileDigests) -> str:
+    """Return the name of an engine's way to load weights.
+
+    Args:
+        from_files: Those that read the files of the checkpoint. Others may read anything.
+    """
+    name = str(getattr(load_format, "value", load_format))
+    if name not in from_files:
+        digests.note_unknown(f"load_format = {name!r}: weights may be anywhere")
+    return name
 
 
 def identify_adapter(path: str, digests: FileDigests) -> str | None:

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from vllm import SamplingParams
 
 from flexcache.config import CacheConfig
-from flexcache.integration.vllm.calls import NoMatch
+from flexcache.integration.adapter import NoMatch
 from flexcache.integration.vllm.early_loads import _MAX_UNDER_WAY, WINDOW, EarlyLoads, EarlyLookUps
 from flexcache.integration.vllm.gets import Gets
 from flexcache.integration.vllm.weights import Names

@@ -26,8 +26,8 @@ from typing import Any
 from flexcache.config import CacheConfig
 from flexcache.errors import InternalError
 from flexcache.ids import TierName
-from flexcache.integration.adapter import LayerwiseRule
-from flexcache.integration.vllm.calls import CacheCalls, Get, NoMatch
+from flexcache.integration.adapter import LayerwiseRule, NoMatch
+from flexcache.integration.vllm.calls import CacheCalls, Get
 from flexcache.integration.vllm.early_loads import EarlyLoads, EarlyLookUps
 from flexcache.integration.vllm.engine import is_served_by_sibling
 from flexcache.integration.vllm.groups import BlockTables, Tables
@@ -247,14 +247,12 @@ class Gets:
             num_computed = 0 if get is None else get.num_computed
             self._cancel(record)
             get = self._match(request, record, num_computed, num_computed + num_external)
-        launched = get is not None and self._launch(get, tables, num_external)
-        if get is None or not launched:
-            record.get, record.has_lost_load = None, True
-        else:
-            record.get, get.launched = get, True
+        start, task_id = 0 if get is None else get.num_computed, None
+        if get is not None and self._launch(get, tables, num_external):
+            record.get, get.launched, task_id = get, True, get.task_id
             self.early_loads.loaded(request_id)
-        start = 0 if get is None else get.num_computed
-        task_id = get.task_id if get is not None and launched else None
+        else:
+            record.get, record.has_lost_load = None, True
         self._step.loads.append(self._load(request, task_id, tables, start, num_external))
 
     def _load_promised(

@@ -390,12 +390,7 @@ class FlexCacheWorker:
         self._begun = metadata
         self._idle = metadata.idle
         for request_id, is_computed in metadata.started.items():
-            num_updates, block_ids = self._arrived.pop(request_id, (0, []))
-            is_old = num_updates != self._weights.num_updates
-            if is_computed and is_old and self._recovers:
-                # Without a cache vLLM would compute them itself. Where it cannot any more, the
-                # request goes on as one does that ran during the update, and is stored no more.
-                self._bad_blocks.update(block_ids)
+            self._request_started(request_id, is_computed)
         new: list[int] = []
         for load in metadata.loads:
             if load.promised is not None:
@@ -413,6 +408,15 @@ class FlexCacheWorker:
             self._stores.update(metadata.stores)
             if new := new + metadata.stores:
                 self.client.open_gates(new)
+
+    def _request_started(self, request_id: str, is_computed: bool) -> None:
+        """Forget a load that has arrived: its request is computed now, or has ended."""
+        num_updates, block_ids = self._arrived.pop(request_id, (0, []))
+        is_old = num_updates != self._weights.num_updates
+        if is_computed and is_old and self._recovers:
+            # Without a cache vLLM would compute them itself. Where it cannot any more, the
+            # request goes on as one does that ran during the update, and is stored no more.
+            self._bad_blocks.update(block_ids)
 
     def take_received(self) -> set[str]:
         """Return the requests whose get between steps has ended on every rank since the last call.
