@@ -104,7 +104,7 @@ class CacheConfig:
     )
     ssd_write_policy: WritePolicy = setting(
         "write_through",
-        "write_through: every block at once. write_back: when DRAM holds too many that the SSD "
+        "write_through: every block at once. write_back: when half of DRAM holds what the SSD "
         "lacks. selective: blocks seen repeatedly.",
     )
     ssd_write_mb_s: Megabytes | None = setting(
@@ -130,12 +130,6 @@ class CacheConfig:
     )
     remote_lookup_timeout_s: Seconds = setting(
         0.25, "How long a match waits to learn what the store has. vLLM's steps do not wait.", "s"
-    )
-    remote_absent_ttl_s: Seconds = setting(
-        5.0, "How long before a block that the store did not have is looked up again.", "s"
-    )
-    write_back_max_dirty: Annotated[float, Meta(gt=0, le=0.75)] = setting(
-        0.5, "For write_back: the share of DRAM that may wait to be written.", "of DRAM"
     )
     skip_slow_loads: bool = setting(
         True,
@@ -196,8 +190,6 @@ class CacheConfig:
     io_engine: Literal["auto", "io_uring", "threads"] = setting(
         "auto", "SSD I/O: auto (io_uring, else threads), io_uring (or fail), threads."
     )
-    direct_io: bool = setting(True, "O_DIRECT on the SSD tier where the directory allows it.")
-    ssd_queue_depth: Count = setting(32, "Block I/Os in flight at the SSD tier.", "I/Os")
     transfer_chunk_mb: Megabytes = setting(
         16.0, "Blocks move from tier to tier in chunks of about this size.", "1e6 bytes"
     )

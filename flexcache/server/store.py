@@ -70,8 +70,7 @@ class CacheStore:
                     config.ssd_cache_dirs,
                     self._shards.stored_bytes,
                     self._sizes.num_slots,
-                    config.direct_io,
-                    config.ssd_on_mismatch,
+                    on_mismatch=config.ssd_on_mismatch,
                 )
         except BaseException:
             self.close()
@@ -156,7 +155,6 @@ class CacheStore:
             slot_bytes=pool.slot_bytes,
             num_slots=pool.num_slots,
             io_engine=config.io_engine,
-            queue_depth=config.ssd_queue_depth,
             log_level=config.log_level,
             log_format=config.log_format,
             sync=config.ssd_sync,

@@ -13,7 +13,6 @@ SETTINGS: dict[str, Any] = {
     "num_cpu_blocks": 192,  # an eighth of it less, a quarter of the rest may wait for the store
     "server_timeout_s": 6.0,
     "remote_lookup_timeout_s": 2.0,  # a busy machine is no slow store
-    "remote_absent_ttl_s": 0.1,
     "skip_slow_loads": False,
 }
 

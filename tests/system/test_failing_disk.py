@@ -10,6 +10,7 @@ import pytest
 from cluster import Cluster, running_cluster
 from io_kinds import IO_KINDS, io_engine
 from loop_disk import loop_disk, unmount
+from o_direct import refuse_direct
 
 from flexcache import KVStatus
 from flexcache.storage.pool_directory import DATA_FILE
@@ -129,13 +130,14 @@ def test_a_disk_without_room_keeps_what_fits_and_the_worker(engine: str, tmp_pat
 
 
 def test_a_full_tmpfs_drops_what_did_not_fit_and_keeps_the_rest(
-    engine: str, tmp_path: Path
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    refuse_direct(monkeypatch)
     command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)]
     if subprocess.run(command, capture_output=True).returncode:
         pytest.skip("mounting a small tmpfs needs root")
     try:
-        with running_cluster([tmp_path], io_engine=engine, direct_io=False) as cluster:
+        with running_cluster([tmp_path], io_engine=engine) as cluster:
             worker, expected = worker_of(cluster), cluster.read(SOURCE)
             response = cluster.put(TOKENS, SOURCE)
             assert response.mask.all()  # DRAM took all of it
