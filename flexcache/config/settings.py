@@ -1,9 +1,9 @@
-"""The settings as a user sees them: what there is, what is in effect, and where it comes from."""
+"""Settings as a user sees them: what there is, what is in effect, and where it comes from."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from importlib.resources import files
 from pathlib import Path
@@ -137,23 +137,31 @@ def read_effective_settings(
     effective += [
         EffectiveSetting(name, file[name], where) for name in sources.SERVER_ONLY if name in file
     ]
-    unknown = [
-        UnknownSetting(name, where, sources.closest(name, known))
-        for name in file
-        if name not in known and name not in sources.SERVER_ONLY
-    ]
-    variable_names = [setting.environment for setting in known.values()]
-    unknown += [
-        UnknownSetting(variable, "environment", sources.closest(variable, variable_names))
-        for variable in (sources.ENV_PREFIX + name.upper() for name in variables)
-        if variable not in variable_names
-    ]
+    unknown = [*_unknown_settings(file, variables, known)]
     if error is None and unknown:
-        error = f"{unknown[0].name}: no such setting (from {unknown[0].source})"
-        name = unknown[0].name.removeprefix(sources.ENV_PREFIX).lower()
-        if name in sources.REMOVED:
-            error = f"{name}: no longer a setting; {sources.REMOVED[name]}"
+        error = _refusal(unknown[0])
     return EffectiveSettings(effective, unknown, error)
+
+
+def _unknown_settings(
+    file: sources.Layer, variables: Mapping[str, Any], known: Mapping[str, Setting]
+) -> Iterator[UnknownSetting]:
+    for name in file:
+        if name not in known and name not in sources.SERVER_ONLY:
+            yield UnknownSetting(name, file.origin, sources.closest(name, known))
+    variable_names = [setting.environment for setting in known.values()]
+    for name in variables:
+        if name not in known:
+            variable = sources.ENV_PREFIX + name.upper()
+            closest = sources.closest(variable, variable_names)
+            yield UnknownSetting(variable, "environment", closest)
+
+
+def _refusal(unknown: UnknownSetting) -> str:
+    name = unknown.name.removeprefix(sources.ENV_PREFIX).lower()
+    if name in sources.REMOVED:
+        return f"{name}: no longer a setting; {sources.REMOVED[name]}"
+    return f"{unknown.name}: no such setting (from {unknown.source})"
 
 
 def _only(layer: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:

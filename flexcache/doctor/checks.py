@@ -173,21 +173,7 @@ _FIXED_ROOT = (0, 32)
 def check_block_size(subject: Subject) -> Iterator[Finding]:
     given, server = subject.vllm.block_size, subject.server
     ours = _set_block_size(subject)
-    if ours is None and given is None:
-        yield ok("tokens per block: taken from the engine")
-    elif ours is None or ours == given:
-        yield ok(f"tokens per block: {given}")
-    elif given is None and not _is_named(subject):
-        yield ok(f"tokens per block: {ours}, for the model in the server's settings")
-    elif given is None:
-        yield warning(
-            f"tokens_per_block is set to {ours}: vLLM does not start if its own differs",
-            f"leave it unset in vLLM's environment, or start vLLM with --block-size {ours}",
-        )
-    else:
-        yield error(
-            f"tokens_per_block is {ours}, --block-size is {given}", "leave tokens_per_block unset"
-        )
+    yield _judge_block_size(ours, given, _is_named(subject))
     wanted, held = given or ours, None
     if server is not None and server.cache is not None:
         held = server.cache.identity.tokens_per_block
@@ -197,6 +183,23 @@ def check_block_size(subject: Subject) -> Iterator[Finding]:
             f"start vLLM with --block-size {held}, or restart the server",
         )
     yield from _check_slots(subject)
+
+
+def _judge_block_size(ours: int | None, given: int | None, is_named: bool) -> Finding:
+    if ours is None and given is None:
+        return ok("tokens per block: taken from the engine")
+    if ours is None or ours == given:
+        return ok(f"tokens per block: {given}")
+    if given is not None:
+        return error(
+            f"tokens_per_block is {ours}, --block-size is {given}", "leave tokens_per_block unset"
+        )
+    if not is_named:
+        return ok(f"tokens per block: {ours}, for the model in the server's settings")
+    return warning(
+        f"tokens_per_block is set to {ours}: vLLM does not start if its own differs",
+        f"leave it unset in vLLM's environment, or start vLLM with --block-size {ours}",
+    )
 
 
 def _set_block_size(subject: Subject) -> int | None:

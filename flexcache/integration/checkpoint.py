@@ -72,26 +72,29 @@ def identify_checkpoint(
         NotKeptError: Files would have to be read.
     """
     paths = [Path(name)]
-    snapshot = _SNAPSHOT.fullmatch(name)
-    is_here = paths[0].exists()
-    yield "model", snapshot[1].replace("--", "/", 1) if is_here and snapshot is not None else name
+    snapshot = _SNAPSHOT.fullmatch(name) if paths[0].exists() else None
+    yield "model", name if snapshot is None else snapshot[1].replace("--", "/", 1)
     try:
-        if not is_here:
+        if not paths[0].exists():
             paths = _find_fetched(name, revision, download_dir, digests)
-            snapshot = _SNAPSHOT.fullmatch(str(paths[0])) if paths else None
-        files = _name_files(paths, trusts_code) if is_here or paths else {}
-        if snapshot and files and all(_is_as_fetched(file, digests) for file in files.values()):
-            yield "revision", snapshot[2]
-        elif files:
-            yield "checkpoint", _digest_files(files, digests)
-        elif revision is not None and _COMMIT.fullmatch(revision) and "://" not in name:
+        files = _name_files(paths, trusts_code) if paths else {}
+        if files:
+            yield _identify_files(str(paths[0]), files, digests)
+            return
+        if revision is not None:
             yield "revision", revision
-        else:
-            if revision is not None:
-                yield "revision", revision
+        if revision is None or not _COMMIT.fullmatch(revision) or "://" in name:
             digests.note_unknown(f"{name}: its files were not found on this host")
     except UnknownContentError as error:
         digests.note_unknown(str(error))
+
+
+def _identify_files(path: str, files: dict[str, Path], digests: FileDigests) -> tuple[str, str]:
+    """Return the commit of a snapshot whose files are as fetched; else a digest of the files."""
+    snapshot = _SNAPSHOT.fullmatch(path)
+    if snapshot and all(_is_as_fetched(file, digests) for file in files.values()):
+        return "revision", snapshot[2]
+    return "checkpoint", _digest_files(files, digests)
 
 
 def write_id(parts: Iterable[tuple[str, object]]) -> str:

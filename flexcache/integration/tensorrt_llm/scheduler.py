@@ -100,11 +100,8 @@ class Scopes:
             if adapter is None:
                 return None
             scope.append(f"lora={adapter}")
-        hashes = getattr(request, "multimodal_hashes", None)
-        if hashes:
-            places = [list(getattr(request, name, None) or ()) for name in _MEDIA[:2]]
-            text = repr([[list(item) for item in hashes], *places]).encode()
-            scope.append(f"media={hashlib.blake2b(text, digest_size=16).hexdigest()}")
+        if hashes := getattr(request, "multimodal_hashes", None):
+            scope.append(f"media={_digest_media(request, hashes)}")
         elif any(_has(request, name) for name in _MEDIA):
             return None
         return tuple(scope)
@@ -117,6 +114,12 @@ class Scopes:
             known = self._adapters[number] = now
             known.identify(self._digests)
         return known.name if known.files == now.files else None
+
+
+def _digest_media(request: Any, hashes: Sequence[Sequence[int]]) -> str:
+    places = [list(getattr(request, name, None) or ()) for name in _MEDIA[:2]]
+    text = repr([[list(item) for item in hashes], *places]).encode()
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
 def describe(request: Any) -> RequestInfo:

@@ -55,7 +55,7 @@ class AdapterUse(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Load:
+class RequestLoad:
     """A request's blocks that a task fills. ``task_id`` is None if it could not be started.
 
     One that was ``promised`` runs within the step of this metadata, others between steps. In a
@@ -83,7 +83,7 @@ class FlexCacheMetadata(KVConnectorMetadata):  # type: ignore[misc]
             False for those that have ended instead.
     """
 
-    loads: list[Load] = field(default_factory=list)
+    loads: list[RequestLoad] = field(default_factory=list)
     stores: list[int] = field(default_factory=list)
     idle: bool = False
     begins_late: bool = False
@@ -306,7 +306,7 @@ class FlexCacheWorker:
         self._place = read_place(vllm_config, self._config)
         self._kv_caches: Mapping[str, torch.Tensor] = {}
         self.client: KVTPClient | None = None
-        self._loads: dict[int, Load] = {}
+        self._loads: dict[int, RequestLoad] = {}
         self._stores: set[int] = set()
         self._received: set[str] = set()
         self._failed: set[str] = set()
@@ -442,7 +442,7 @@ class FlexCacheWorker:
                 self._arrived[load.request_id] = self._weights.num_updates, load.block_ids
                 self._lose(load, num_ok)
 
-    def _lose(self, load: Load, num_ok: int) -> None:
+    def _lose(self, load: RequestLoad, num_ok: int) -> None:
         """Note what of a load did not arrive after its first ``num_ok`` blocks."""
         if num_ok < load.num_needed:
             self._failed.add(load.request_id)
