@@ -4,7 +4,7 @@
     python examples/sglang_single_node.py --model Qwen/Qwen3-0.6B --ssd-dir /nvme0/kv
 
 Run it twice: the second run, a new process, loads the prompt from the SSD directory. The same as a
-server is in `docs/sglang.md`.
+server is in `docs/guide/sglang.md`.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class TaskKind(str, Enum):
 
 
 class TaskState(str, Enum):
-    """State of a task; ``docs/tasks.md`` shows the transitions."""
+    """State of a task; ``docs/internals/tasks.md`` shows the transitions."""
 
     CREATED = "created"
     READY = "ready"

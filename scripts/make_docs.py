@@ -1,6 +1,6 @@
 """Write the parts of the documentation that are generated from the code.
 
-python scripts/make_docs.py            write docs/configuration.md and docs/metrics.md
+python scripts/make_docs.py            write configuration.md and metrics.md of docs/operate
 python scripts/make_docs.py --check    fail if they differ from the code
 """
 
@@ -14,7 +14,7 @@ from flexcache.counters import families
 from flexcache.router.stats import RouterStats
 from flexcache.stats import Stats
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "operate"
 
 HEAD = """# Configuration
 
@@ -26,7 +26,7 @@ refused, with the closest known ones. An error names the variable, the file or t
 value came from. In Python, `CacheConfig.from_env(...)` reads them all, while
 `CacheConfig(...)` takes its arguments and defaults only, whatever the environment says. vLLM
 sets `tokens_per_block` itself. `flexcache server` takes the same settings; its file may also have a
-table `model` and `idle_exit_s` ([protocol](protocol.md)).
+table `model` and `idle_exit_s` ([protocol](../internals/protocol.md)).
 
 `flexcache config` shows the values in effect and where each comes from (default, file,
 environment). Secrets are masked. `--config FILE` reads another file, `--describe` adds variables
@@ -69,7 +69,7 @@ METRICS_HEAD = """# Metrics
 
 What `/metrics` serves to Prometheus ([operations](operations.md) explains how to scrape it, and has
 a dashboard and alerts). A server and an engine read every metric from `KVManager.stats()` during a
-scrape; a [router](router.md) has metrics of its own, on its control port. Between scrapes there is
+scrape; a [router](../guide/router.md) has metrics of its own, on its control port. Between scrapes there is
 no cost. Sizes are in bytes, times in seconds. A part that is switched off (no remote store, no
 events, no trace) has no samples. `tier` is `CPU`, `SSD` or `REMOTE`; of a router `gpu`, `dram` or
 `disk`. In models with windows or states the blocks of a tier include those of tails, and each
@@ -111,4 +111,4 @@ if __name__ == "__main__":
         if "--check" not in sys.argv[1:]:
             path.write_text(render())
         elif not path.exists() or path.read_text() != render():
-            sys.exit(f"docs/{name} is out of date: run scripts/make_docs.py")
+            sys.exit(f"docs/operate/{name} is out of date: run scripts/make_docs.py")

@@ -1,6 +1,6 @@
 """Settings of a cache, and of a server process that keeps one.
 
-``docs/configuration.md`` is generated from `CacheConfig`.
+``docs/operate/configuration.md`` is generated from `CacheConfig`.
 """
 
 from __future__ import annotations

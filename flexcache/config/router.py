@@ -1,4 +1,4 @@
-"""RouterConfig: the settings of `flexcache router`. Part of ``docs/configuration.md``."""
+"""RouterConfig: the settings of `flexcache router`. Part of ``docs/operate/configuration.md``."""
 
 from __future__ import annotations
 

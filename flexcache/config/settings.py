@@ -70,7 +70,7 @@ class EffectiveSettings:
 def read_profiles() -> dict[str, str]:
     """Return settings files to begin with, by kind of traffic, each setting with its reason.
 
-    Figures are those of docs/policies.md and benchmarks/bench_write_policies.py. What depends on
+    Figures are those of docs/guide/policies.md and benchmarks/bench_write_policies.py. What depends on
     the machine or on rules of the house is suggested as a comment.
     """
     found = (files(__package__) / "profiles").iterdir()

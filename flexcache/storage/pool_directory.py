@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 DATA_FILE = "flexcache-ssd.slots"
 INDEX_FILE = "flexcache-ssd.index"
 FORMAT_VERSION = 3
-"""docs/formats.md describes how readers handle other versions."""
+"""docs/internals/formats.md describes how readers handle other versions."""
 OLDEST_READABLE = 2
 """All slots of this format are plain; a pool that is opened gets the current one."""
 OLD_DATA_FILE = "flexcache-ssd.data"

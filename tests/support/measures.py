@@ -210,7 +210,7 @@ def _ancestors(name: str, bases: dict[str, list[str]]) -> Iterator[str]:
 
 def settings(root: Path) -> tuple[int, int]:
     """Return the rows of settings in the generated page: of the cache, and of the router."""
-    text = (root / "docs" / "configuration.md").read_text()
+    text = _page(root, "configuration.md")
     names = set(re.findall(r"^\| `\w+` \| `(FLEXCACHE_\w+)`", text, re.MULTILINE))
     of_router = sum(name.startswith("FLEXCACHE_ROUTER_") for name in names)
     return len(names) - of_router, of_router
@@ -218,5 +218,10 @@ def settings(root: Path) -> tuple[int, int]:
 
 def metrics(root: Path) -> int:
     """Return the names of metrics in the generated page."""
-    text = (root / "docs" / "metrics.md").read_text()
+    text = _page(root, "metrics.md")
     return len(set(re.findall(r"^\| `(flexcache_\w+)", text, re.MULTILINE)))
+
+
+def _page(root: Path, name: str) -> str:
+    (page,) = root.glob(f"docs/**/{name}")
+    return page.read_text()

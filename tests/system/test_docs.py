@@ -18,7 +18,7 @@ from flexcache.cli import app
 from flexcache.config import RouterConfig
 from flexcache.router.listing import WorkerFile
 
-PAGES = ("*.md", "docs/*.md", "deploy/*.md", "examples/*.md")
+PAGES = ("*.md", "docs/**/*.md", "deploy/*.md", "examples/*.md")
 
 
 def test_the_readmes_python_example_runs(tmp_path: Path) -> None:
@@ -36,7 +36,9 @@ def blocks_of(page: str, language: str) -> list[str]:
 
 
 def test_the_example_of_a_continued_chain_is_true() -> None:
-    (code,) = [code for code in blocks_of("architecture.md", "python") if "parent_key" in code]
+    (code,) = [
+        code for code in blocks_of("internals/architecture.md", "python") if "parent_key" in code
+    ]
     with running_cluster() as cluster:
         names: dict[str, Any] = {
             "manager": cluster.manager, "tokens": range(128), "slots": range(128),
@@ -48,13 +50,13 @@ def test_the_example_of_a_continued_chain_is_true() -> None:
 
 
 def test_the_routers_python_example_runs() -> None:
-    (code,) = blocks_of("router.md", "python")
+    (code,) = blocks_of("guide/router.md", "python")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "a 0 only_one\n"), done.stderr
 
 
 def test_the_routers_file_is_valid(tmp_path: Path) -> None:
-    (content,) = blocks_of("router.md", "toml")
+    (content,) = blocks_of("guide/router.md", "toml")
     file = tmp_path / "router.toml"
     file.write_text(content)
     assert RouterConfig.load(str(file), {}).max_requests_per_worker == 64
@@ -64,7 +66,7 @@ def test_the_routers_file_is_valid(tmp_path: Path) -> None:
 
 
 def test_the_routers_options_exist() -> None:
-    commands = "\n".join(blocks_of("router.md", "bash"))
+    commands = "\n".join(blocks_of("guide/router.md", "bash"))
     ours = re.findall(r"flexcache (router(?: simulate)?|status)((?:.|\\\n)*)", commands)
     assert len(ours) > 4
     for command, arguments in ours:

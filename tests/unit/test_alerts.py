@@ -184,7 +184,7 @@ def test_every_alert_is_tested_and_says_what_to_do() -> None:
     for rule in rules:
         assert " summary: " in rule
         assert " action: " in rule
-    page = (ROOT / "docs" / "operations.md").read_text()
+    page = (ROOT / "docs" / "operate" / "operations.md").read_text()
     assert not [alert for alert in TROUBLE if f"`{alert}`" not in page]
 
 

@@ -1,7 +1,7 @@
 """Numbered formats: each number keeps its form, and other numbers are detected.
 
 Where a test with literal bytes fails, the format has changed: raise its number, and write into
-docs/formats.md what readers of either number do with the other's data.
+docs/internals/formats.md what readers of either number do with the other's data.
 """
 
 from __future__ import annotations

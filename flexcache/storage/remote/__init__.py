@@ -1,6 +1,6 @@
 """Remote stores: they keep blocks for other hosts, and for this one after a restart.
 
-`config.remote_url` has their registry; docs/remote.md says how to add one.
+`config.remote_url` has their registry; docs/guide/remote.md says how to add one.
 """
 
 from __future__ import annotations

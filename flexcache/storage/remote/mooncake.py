@@ -2,7 +2,7 @@
 
 The client listens at any address, asks for no key, and lets everyone read and write the memory
 that is registered with it. So it is given bounce memory only, never the host pool: see
-`BounceMemory` and docs/remote.md.
+`BounceMemory` and docs/guide/remote.md.
 
 The client recovers by itself after a restart of its master; until then a call to a dead master
 takes seconds, so after a failure the master's port is probed first.
@@ -371,6 +371,6 @@ register(
         extra="mooncake",
         problem=_problem,
         caution="; anyone who reaches Mooncake's ports can read and replace what is in the store "
-        "(docs/remote.md says how to fence them)",
+        "(docs/guide/remote.md says how to fence them)",
     ),
 )

@@ -30,7 +30,7 @@ from flexcache.storage.remote.base import ObjectOutcome, RemoteStore, Status, St
 
 MAGIC = b"FlexCa\r\n"
 FORMAT_VERSION = 2
-"""docs/formats.md describes how readers handle other versions."""
+"""docs/internals/formats.md describes how readers handle other versions."""
 HEADER_BYTES = 64
 _FIELDS = struct.Struct("<8sHHIQQQ16s")
 _CHECKSUM = struct.Struct("<Q")
