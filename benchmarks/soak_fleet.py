@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from api_server import SERVER
-from engine_systems import FLEXCACHE
-from engines import ENGINE_ENV
+from engines import ENGINE_ENV, FLEXCACHE
 from make_models import make_model
 from paths import MODELS, ROOT, SUPPORT
 from ports import free_port

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cluster import Cluster, running_cluster
-from io_kinds import IO_KINDS, io_engine
+from disk_io import IO_KINDS, io_engine, refuse_direct
 from loop_disk import loop_disk, unmount
-from o_direct import refuse_direct
 
 from flexcache import KVStatus
 from flexcache.storage.pool_directory import DATA_FILE

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from cluster import Cluster, joined_kv, random_like, running_cluster, until
-from o_direct import refuse_direct
+from disk_io import refuse_direct
 
 from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient, ModelConfig
 from flexcache.errors import ConfigError, RegistrationError, UnsupportedLayoutError

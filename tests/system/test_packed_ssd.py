@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cluster import Cluster, joined_kv, kill, ops, running_cluster, until
-from o_direct import refuse_direct
+from disk_io import refuse_direct
 from typer.testing import CliRunner
 
 from flexcache import CacheConfig, ModelConfig

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from cluster import Cluster, kill, ops, running_cluster, until
+from disk_io import refuse_direct
 from loop_disk import loop_disk
-from o_direct import refuse_direct
 from test_stopped_ranks import TOKENS as LONG
 from test_stopped_ranks import stored_prompt
 

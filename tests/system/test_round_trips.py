@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from cluster import NUM_GPU_BLOCKS, joined_kv, random_like, running_cluster
+from disk_io import refuse_direct
 from engine_memory import EngineMemory, device_memory
-from o_direct import refuse_direct
 
 from flexcache import KVStatus, ModelConfig
 from flexcache.storage.pool_directory import DATA_FILE
