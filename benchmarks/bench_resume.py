@@ -1,4 +1,4 @@
-"""How much of a prompt is found again by models with windows or states, and what keeping it costs.
+"""Resumption of prompts by models with windows or states: how much is found, and its cost.
 
     python benchmarks/bench_resume.py [--model gemma3 --model qwen3next] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""What the soak runs: two vLLM engines and an SGLang engine, a cache server for each model and
+"""Fleet of the soak: two vLLM engines and an SGLang engine, a cache server for each model and
 engine, a store, and the router in front.
 
 One of the vLLM engines has a model with sliding windows; the SGLang engine and the other one serve

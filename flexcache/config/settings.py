@@ -42,7 +42,8 @@ class EffectiveSetting:
     name: str
     value: Any
     source: str
-    unit: str = ""
+    described: Setting | None = None
+    """None for a setting that only a server's file has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ def read_effective_settings(
         return f"environment {known[name].environment}" if name in variables else where
 
     effective = [
-        EffectiveSetting(name, _shown(setting, merged, config), source_of(name), setting.unit)
+        EffectiveSetting(name, _shown(setting, merged, config), source_of(name), setting)
         for name, setting in known.items()
     ]
     effective += [

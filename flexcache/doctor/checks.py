@@ -1,4 +1,4 @@
-"""Table of all checks, and those of settings, packages and what engines must agree on."""
+"""Checks of the doctor: the table of them, and those of settings, packages and what engines must agree on."""
 
 from __future__ import annotations
 

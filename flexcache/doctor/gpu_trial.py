@@ -1,4 +1,4 @@
-"""A program that uses a GPU as a rank does, and answers with a `GpuTried`.
+"""GPU trial: a program that uses a GPU as a rank does, and answers with a `GpuTried`.
 
 Copies run in the memory that it is given, which another process made like a pool's. A pattern is
 compared in several places of it, then copies over all of it are timed.

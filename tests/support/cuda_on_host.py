@@ -1,4 +1,4 @@
-"""What vLLM's CUDA platform needs of a GPU, on a fake one: streams, graphs, compiled operators.
+"""CUDA platform of vLLM on a fake GPU: streams, graphs, compiled operators.
 
     python cuda_on_host.py MODULE [ARGUMENT...]     runs a module with it
 
