@@ -1,4 +1,4 @@
-"""Checks of the doctor: the table of them, and those of settings, packages and what engines must agree on."""
+"""Checks of settings, packages and what engines must agree on; the table of all checks."""
 
 from __future__ import annotations
 
