@@ -69,11 +69,11 @@ METRICS_HEAD = """# Metrics
 
 What `/metrics` serves to Prometheus ([operations](operations.md) explains how to scrape it, and has
 a dashboard and alerts). A server and an engine read every metric from `KVManager.stats()` during a
-scrape; a [router](../guide/router.md) has metrics of its own, on its control port. Between scrapes there is
-no cost. Sizes are in bytes, times in seconds. A part that is switched off (no remote store, no
-events, no trace) has no samples. `tier` is `CPU`, `SSD` or `REMOTE`; of a router `gpu`, `dram` or
-`disk`. In models with windows or states the blocks of a tier include those of tails, and each
-counts with as many tokens as any other; hits count prefixes only.
+scrape; a [router](../guide/router.md) has metrics of its own, on its control port. Between scrapes
+there is no cost. Sizes are in bytes, times in seconds. A part that is switched off (no remote
+store, no events, no trace) has no samples. `tier` is `CPU`, `SSD` or `REMOTE`; of a router `gpu`,
+`dram` or `disk`. In models with windows or states the blocks of a tier include those of tails, and
+each counts with as many tokens as any other; hits count prefixes only.
 
 This page is generated from the code by `scripts/make_docs.py`.
 """

@@ -1,4 +1,4 @@
-"""Density: the eviction policy by hit density, and the guard that lets it follow LRU instead.
+"""Hit density: the eviction policy by it, and the guard that lets it follow LRU instead.
 
 A `DensityPolicy` serves all tiers of a cache. It follows every look-up in its `History`, tells the
 kinds of a prompt's blocks (`density_hazards.Kinds`), and ranks the blocks of each tier by them, or

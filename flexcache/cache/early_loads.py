@@ -1,4 +1,4 @@
-"""EarlyLoads: what is brought to DRAM before its request asks for it.
+"""Prefetches to DRAM (`EarlyLoads`): loads that begin before their request asks for them.
 
     begun --> moving --landed--> waiting --its get begins--> used: early; late, if it had to wait
                 |                   +--too old, cancelled, cleared--> wasted

@@ -1,5 +1,8 @@
 """Journal of blocks that tiers stored and lost, in order: the source of KV events.
 
+Written by the index, not by ops: whatever the reason for which a block goes, the index sees it, so
+no path can be left out.
+
 Readers see two media. SSD and remote store are one: a block is stored there when the first of the
 two has it, and removed when the last has lost it.
 

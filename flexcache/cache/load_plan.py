@@ -285,6 +285,7 @@ class LoadPlanner:
                 continue
             match = tier.match(keys, is_use=is_use)
             num_cached = max(num_cached, match.num_blocks)
+            # Of what faster tiers have, nothing is read again: one supplies what lies behind.
             begin, end = max(covered, start), min(match.num_blocks, stop)
             if begin >= end:
                 continue

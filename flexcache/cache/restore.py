@@ -27,7 +27,7 @@ from flexcache.cache.tier import RestoredRun, Tier
 from flexcache.ids import BlockKey, RootId
 
 Records = npt.NDArray[Any]
-"""As in `restore`."""
+"""Records of type `SLOT_RECORD`: each with its slot."""
 
 
 def are_tails(records: Records) -> npt.NDArray[np.bool_]:

@@ -1,4 +1,4 @@
-"""One tier: a pool of block ids, the index of cached ones, and the leases on the others.
+"""Tier: a pool of block ids, the index of cached ones, and the leases on the others.
 
 Every id of a tier is free, indexed, or in exactly one lease. A lease is reserved before bytes move
 and made findable (`publish`) only after they have arrived; it ends once, with `release`:

@@ -226,7 +226,9 @@ _UNFED_CHUNKS = 4  # copied by one op if no tier feeds another
 _STAGING_CHUNKS = 8  # held by a host tier that only stages
 
 
-REMEMBERED_BLOCKS = 262_144  # of the remote store, at 0.2 to 1 KB of memory each
+# Of the remote store, at 0.2 to 1 KB of memory each. One that is forgotten costs a look-up, and
+# possibly a repeated write.
+REMEMBERED_BLOCKS = 262_144
 
 
 @dataclass(frozen=True, slots=True)

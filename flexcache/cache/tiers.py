@@ -133,6 +133,7 @@ class RemoteTier(Tier):
 
         The store belongs to other nodes too, so nothing is deleted; it evicts the old names.
         """
+        # To list and delete all objects may take minutes. Versions named later are shared as ever.
         self._salt = np.random.default_rng().bytes(16)
         self._absent.clear()
         self._plain.clear()

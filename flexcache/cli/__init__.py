@@ -1,4 +1,4 @@
-"""The `flexcache` command: assembled here, with a module for each command.
+"""Command line `flexcache`: assembled here, with a module for each command.
 
 A command imports what it needs when it runs: torch and ZMQ would make `flexcache --help` slow.
 """

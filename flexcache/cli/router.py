@@ -210,8 +210,8 @@ def router(
     """Serve an OpenAI-compatible API in front of engines, until stopped.
 
     Each request goes to the engine that will answer it soonest: what it holds of the prompt, on GPU
-    and below, is known from KV events. All other settings are in docs/operate/configuration.md; options
-    override FLEXCACHE_ROUTER_* variables, which override the file.
+    and below, is known from KV events. All other settings are in docs/operate/configuration.md;
+    options override FLEXCACHE_ROUTER_* variables, which override the file.
     """
     if context.invoked_subcommand is not None:
         return

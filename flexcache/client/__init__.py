@@ -1,1 +1,1 @@
-"""The engine's side: its scheduler's and its ranks' connections to a cache."""
+"""Clients of a cache: the connections of an engine's scheduler and of its ranks."""

@@ -1,7 +1,7 @@
 """Arguments of callers: checks of what they pass, and the GPU blocks of tasks.
 
 Each check raises a `ValueError` that names the argument, its value and what is allowed. In a model
-with several groups each GPU block is named with its group (`transfer.group_ids`), since its id
+with several groups each GPU block is named with its group (`transfer.messages`), since its id
 alone does not tell whose bytes it holds.
 """
 

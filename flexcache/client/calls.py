@@ -1,7 +1,7 @@
 """Requests of an engine's scheduler to its server, on a socket of their own.
 
 A request is one round trip on the caller's thread; launches and cancels are only sent. A prompt's
-keys or tokens go through shared memory where the server can map it (`protocol.scratch`).
+keys or tokens go through shared memory where the server can map it (`protocol.fence.Scratch`).
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class KVTPClient:
         curve_keys: Directory of CURVE keys, if the server requires them.
         server_timeout_s: A server silent for this long is considered dead.
         keeps_loads: End gated loads that this rank holds even if the server is lost: for engines
-            that cannot compute what a load has lost. See `client.held_loads`.
+            that cannot compute what a load has lost. See `HeldLoads`.
         engine_polls: The engine's thread calls `take_ended` after each step, or waits. With a
             server in this process it then does what it would wait for, if this rank's thread did.
         holds_adapter: Whether this rank has loaded the adapter of this digest (``adapter`` of a

@@ -21,7 +21,7 @@ Value = TypeVar("Value")
 
 
 class GatedTasks:
-    """Not thread-safe. Task ids tell the server and the session that they are of (`tasks.ids`).
+    """Not thread-safe. Task ids tell the server and the session that they are of (`ids.TaskIds`).
 
     Attributes:
         epoch: The server's, from its task ids; 0 while the rank is not registered. Without a server

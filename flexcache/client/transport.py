@@ -107,7 +107,8 @@ class Transport(Protocol):
 class LocalTransport(LocalSession):
     """The engine's session, and the life of the server that is its alone.
 
-    Calls and answers are method calls under the server's lock.
+    Calls (`LocalSession`) and answers (`ClientTasks.answer`) are method calls under the server's
+    lock.
     """
 
     def __init__(

@@ -128,6 +128,8 @@ class CacheConfig:
     remote_timeout_s: Seconds = setting(
         3.0, "Deadline of one op of the remote store. A worker that exceeds it is replaced.", "s"
     )
+    # Short, and the answer may be nothing: a store that answers later cannot be asked before each
+    # prompt, and its breaker opens.
     remote_lookup_timeout_s: Seconds = setting(
         0.25, "How long a match waits to learn what the store has. vLLM's steps do not wait.", "s"
     )
@@ -147,6 +149,7 @@ class CacheConfig:
         "Share of DRAM, at most 0.75, for blocks loaded ahead of their requests; 0: none in vLLM.",
         "of DRAM",
     )
+    # `reuse`, its predecessor, fell under LRU on traces that it was not tuned on.
     eviction_policy: str = setting(
         "density",
         "For DRAM and SSD. lru: evicts the least recently used blocks. density: evicts the blocks "

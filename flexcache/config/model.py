@@ -317,7 +317,7 @@ class ModelConfig:
 
     @property
     def has_tails(self) -> bool:
-        """Whether a prompt can be resumed only where a tail is (`config.groups`)."""
+        """Whether a prompt can be resumed only where a tail is (`KVGroup`)."""
         return any(not group.is_dense for group in self.groups)
 
     @property

@@ -71,8 +71,8 @@ class EffectiveSettings:
 def read_profiles() -> dict[str, str]:
     """Return settings files to begin with, by kind of traffic, each setting with its reason.
 
-    Figures are those of docs/guide/policies.md and benchmarks/bench_write_policies.py. What depends on
-    the machine or on rules of the house is suggested as a comment.
+    Figures are those of docs/guide/policies.md and benchmarks/bench_write_policies.py. What depends
+    on the machine or on rules of the house is suggested as a comment.
     """
     found = (files(__package__) / "profiles").iterdir()
     return {Path(each.name).stem: each.read_text() for each in found}

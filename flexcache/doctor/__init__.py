@@ -1,5 +1,8 @@
 """Checks of `flexcache doctor`, each `Subject -> findings`; none changes anything.
 
+They examine a machine and its settings before a start. A running router tells its own trouble
+(`flexcache status`).
+
 subject      settings, directories and vLLM's options to examine; findings: one line of the report
 checks       the table of checks; those of settings, packages and what engines must agree on
 machine endpoints directories

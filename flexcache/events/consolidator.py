@@ -1,5 +1,5 @@
-"""Merges the events of several sources about the same blocks: the engine reports its GPU,
-FlexCache the tiers below.
+"""Consolidator of KV events: merges what several sources say of the same blocks. An engine reports
+its GPU, FlexCache the tiers below.
 
 The merged events show whether a block can be found anywhere: it is stored when the first place
 gets it, and removed when the last place loses it. Blocks are the same if the low 64 bits of their

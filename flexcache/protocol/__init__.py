@@ -1,1 +1,1 @@
-"""The contract between server and clients: messages, names, endpoints, shared memory."""
+"""Protocol of server and clients: messages, names, endpoints, shared memory."""

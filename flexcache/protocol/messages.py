@@ -1,4 +1,4 @@
-"""The protocol between a server and its clients; `docs/internals/protocol.md` draws it.
+"""Messages between a server and its clients; `docs/internals/protocol.md` draws the protocol.
 
 Every frame is one tagged msgspec struct in MessagePack. A prompt's keys or token ids are in the
 session's scratch memory or, without one, in a raw second frame after `Match`. Lists of blocks or
@@ -61,7 +61,7 @@ def pid_namespace() -> int:
 
 
 PROTOCOL_VERSION = 6
-"""Server and clients must have the same version; docs/internals/formats.md describes what others receive."""
+"""Server and clients must have the same; docs/internals/formats.md says what others receive."""
 _MAX_RANKS = 1024
 _MAX_MODEL_ID_LENGTH = 4096
 MAX_FRAME_BYTES = 16 << 20
@@ -233,7 +233,7 @@ class HelloEngine(msgspec.Struct, tag=True, frozen=True):
 
 
 class WelcomeEngine(msgspec.Struct, tag=True, frozen=True):
-    """The session is open; the client assigns its task ids itself (`task_ids`)."""
+    """The session is open; the client assigns its task ids itself (`TaskIds`)."""
 
     session: int
     server_pid: int

@@ -1,8 +1,8 @@
-"""Checks that an endpoint is served by this user.
+"""Ownership checks of endpoints and connections: each must belong to this user.
 
 Every client checks before it connects, and a server before it takes over an address. The other way
 round, the mode of a socket file keeps other users out, and over TCP without keys a server asks the
-same table who is at the other end (`doorkeeper`).
+same table who is at the other end (`Doorkeeper`).
 
 A server receives prompts, borrows GPU memory and decides where bytes go, so a client connects only
 to servers of its own user:

@@ -1,4 +1,4 @@
-"""Routes requests to the engine that will answer them soonest. See docs/guide/router.md.
+"""Router: sends requests to the engine that will answer soonest. See docs/guide/router.md.
 
 `KVRouter` is the whole as a library, without I/O; `KVIndexer` is its index of blocks.
 """

@@ -1,5 +1,5 @@
-"""Requests, choices and outcomes: the contract between those that receive requests (proxies,
-endpoint picker, HTTP API) and the decider.
+"""Chooser: the contract between those that receive requests (proxies, endpoint picker, HTTP API)
+and the decider. With its requests, choices and outcomes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Applies the KV events of all sources to the index. Pure."""
+"""KV events of all sources, as they are applied to the index. Pure."""
 
 from __future__ import annotations
 

@@ -253,6 +253,8 @@ class Holders:
             raise InternalError("the mask of living holders is wrong")
 
 
+# Python rehashes a dictionary that grows: the worst batch of 512 blocks took 303 ms of CPU with one
+# dictionary of 6 million blocks, and 2.4 ms with these.
 _NUM_SHARDS = 1024
 _SHIFT = 64 - 10
 _NEVER = object()
@@ -288,13 +290,16 @@ class KVIndexer:
     long: neither growing a dictionary, nor a step of a sweep, nor a part of a snapshot.
 
     A match relies on prefixes: a holder of a block has all before it. Depths are found by
-    bisection, in O(log blocks) probes for each that differs. Publishers may break that rule: vLLM
+    bisection, in O(log blocks) probes for each that differs, where a tree would walk all blocks.
+    Publishers may break that rule: vLLM
     reports a block as removed when one of its copies goes. Such a hole is stepped over unless a
-    probe hits it. A depth is therefore at least the number of blocks before the holder's first
+    probe hits it; counting copies instead would keep blocks for ever once vLLM reports only the
+    last one. A depth is therefore at least the number of blocks before the holder's first
     hole, and the last block within it is always held.
 
     When the index is full, new blocks are refused, and with them those that follow in the same
-    call: what it knows of a prompt stays a prefix. Removals make room.
+    call: what it knows of a prompt stays a prefix. Removals make room. The oldest entries are the
+    beginnings of prompts, without which the rest is not found: to evict them would cost most.
 
     Args:
         max_blocks: Different blocks at most.

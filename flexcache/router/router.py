@@ -51,7 +51,7 @@ class KVRouter:
     """Chooses workers and follows requests.
 
     Args:
-        policy: ``ours``, or another of `peer_policies.make_policy`, to compare.
+        policy: ``ours``, or another of `policy.make_policy`, to compare.
         seed: Of the choice among equals.
         max_blocks: Different blocks in the index at most.
         approximate: When a worker's blocks are guessed from the router's own decisions: ``auto``,

@@ -1,5 +1,4 @@
-"""Learns how long a worker takes for a prompt: from becoming the head of its queue to its first
-token.
+"""Service time of a worker, learned: from becoming the head of its queue to the first token.
 
     service = factor of the worker * (a + b*u + att*u*(ctx + u/2) + load*loaded, for each tier)
 

@@ -279,7 +279,7 @@ class IndexStats(Counters):
 
     blocks: Annotated[int, gauge("router_index_blocks", "Different blocks.")] = 0
     max_blocks: Annotated[
-        int, gauge("router_index_max_blocks", "Blocks at which the oldest are forgotten.")
+        int, gauge("router_index_max_blocks", "Blocks at which new ones are refused.")
     ] = 0
     bytes: Annotated[int, gauge("router_index_bytes", "Memory of the index, estimated.")] = 0
     held_blocks: Annotated[

@@ -130,6 +130,7 @@ class EventLoop:
                 self._hub.route(now)
                 self._availability_log.update(cache.tasks)
             to_peers, to_workers, jobs = self._hub.outbox.take()
+        # Without the lock from here on: callers of this process wait for it.
         self._socket.flush()
         for instruction in to_workers:
             self._pool.carry_out(instruction)

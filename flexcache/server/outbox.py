@@ -331,6 +331,8 @@ class LocalLines:
         Called under the lock, by other threads than the loop's.
         """
         self._hub.route(time.monotonic())
+        # Else it sleeps on: to wake it costs more than a match. It takes the interpreter from the
+        # caller, finds nothing to send, and holds the lock when the next match comes.
         if self._reactor.stopping or not self._hub.outbox.is_empty:
             self._reactor.wake()
         elif (cache := self._hub.cache) is not None:

@@ -1,4 +1,4 @@
-"""A server in its own process: started by hand (`flexcache server`) or by an engine."""
+"""Server process: started by hand (`flexcache server`) or by an engine."""
 
 from __future__ import annotations
 

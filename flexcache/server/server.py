@@ -245,7 +245,8 @@ class KVServer:
     # -- calls from this process -----------------------------------------------------------------
 
     def session(self) -> contextlib.AbstractContextManager[KVTaskEngine]:
-        """Use of the task engine, with `lock` held; what it decides is carried out afterwards."""
+        """Use of the task engine, with `lock` held. At its end `LocalLines.pass_on` has the hub
+        carry out what the engine has decided."""
         return _EngineUse(self)
 
     def wait_for_change(self, timeout: float | None) -> None:

@@ -1,4 +1,4 @@
-"""The memory and the files of one model's cache."""
+"""Memory and files of one model's cache."""
 
 from __future__ import annotations
 
@@ -193,6 +193,9 @@ def other_layout(
     config: CacheConfig, num_blocks: int, found: KVIdentity, wanted: KVIdentity
 ) -> ConfigError:
     """Return the error for SSD files that hold a model's KV in another layout."""
+    # The roots keep the bytes apart in any case: this says that a setting or an upgrade has made
+    # the cache cold. Another model's blocks are left to age, since a changed model id (a new
+    # revision) must not prevent a start.
     return ConfigError(
         f"ssd_cache_dirs = {':'.join(config.ssd_cache_dirs)!r}: it holds {num_blocks} blocks of KV "
         f"{found.text}; this engine's KV is {wanted.text}. Use another directory, or "

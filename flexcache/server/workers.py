@@ -1,4 +1,4 @@
-"""The pool of supervised worker processes: the disk worker and the remote worker.
+"""Worker processes under supervision: the disk worker and the remote worker.
 
 Driven by one thread. What touches the owner (`receive`, the report of a death) is called under the
 owner's lock; starting a process and sending to it are not.

@@ -1,4 +1,4 @@
-"""The SSD tier's slots, striped over its directories, including those that survived a restart.
+"""SSD slots, striped over their directories, including those that survived a restart.
 
 Slot `s` and its record are in directory `s % n`. A slot holds all ranks' runs of a block in
 sequence, laid out as in the host pool, so that a block is one I/O. One process owns a directory at

@@ -1,4 +1,4 @@
-"""The DRAM tier's memory: one shared segment per stored copy of the KV.
+"""Host memory of the DRAM tier: one shared segment per stored copy of the KV.
 
 A segment is an anonymous in-memory file (memfd), not a named one: it does not count against the
 size of /dev/shm, which is small in containers, and it disappears with its last user, however that

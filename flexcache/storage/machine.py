@@ -1,4 +1,4 @@
-"""The machine as storage finds it: memory limits, NUMA nodes, mounts, private directories."""
+"""Machine as storage finds it: memory limits, NUMA nodes, mounts, private directories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One directory of the SSD tier: its two files, their lock, and their headers.
+"""Directory of the SSD tier: its two files, their lock, and their headers.
 
     flexcache-ssd.slots    header page, then the slots' bytes
     flexcache-ssd.index    header page, then the slots' records (`slot_index`)

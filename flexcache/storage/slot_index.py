@@ -1,4 +1,4 @@
-"""The SSD tier's index on disk: one fixed-size record per slot, updated in place.
+"""SSD index on disk: one fixed-size record per slot, updated in place.
 
 A pool has an index file per directory, beside the data file. After a header page the record of slot
 `s` is row `s // n` of file `s % n`, like the slot's bytes in the data files:

@@ -1,1 +1,1 @@
-"""The life of gets, puts and prefetches, from match to answer."""
+"""Tasks: the life of gets, puts and prefetches, from match to answer."""

@@ -1,4 +1,4 @@
-"""Every counter, histogram and rate of the task engine, in one place.
+"""Accounts of the task engine: every counter, histogram and rate, in one place.
 
 Each event is reported here once. It is counted for the cache as a whole and for the session it
 belongs to, and passed on to the recorder, if there is one. What a tier counts itself, where its

@@ -104,6 +104,7 @@ class TaskQueries:
                 available=is_available, breaker=self._breaker.stats(), lookups=lookups.counters
             )
         tiers = cache.stats()
+        # Derived: an op's kind names both its tiers, so a count of their own could only disagree.
         for kind, (source, target) in ENDS.items():
             num_bytes = accounts.totals.ops[kind].bytes
             if source in tiers:
@@ -434,6 +435,7 @@ class KVTaskEngine:
                 return plan
             cache.finish(plan)
             self._runner.end_empty(task)
+            # DRAM lacks nothing of it, but a tier below may: it evicted blocks, or was away.
             stores_below = kind is TaskKind.PUT and has_blocks and not plan.dropped
             if stores_below and cache.tiers.lower:
                 self._runner.store(self._matcher.plan_store(owner, prompt), now)

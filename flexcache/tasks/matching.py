@@ -1,6 +1,4 @@
-"""Matching: what a get, put or prefetch is given of the cache, what is asked before, and loads that
-begin before, or instead of waiting for, a get.
-"""
+"""Matching of prompts against the cache: questions asked before, plans, and loads begun early."""
 
 from __future__ import annotations
 
@@ -171,6 +169,7 @@ class Matcher:
         return terms if self._cache.direct_stores is None else terms._replace(num_blocks=0)
 
     def _plan(self, owner: Session, prompt: Prompt) -> Plan:
+        """Have the planner for this kind of task plan it, within what its session may take."""
         kind, keys, start, stop = prompt[:4]
         rate = owner.prefill_blocks_per_s
         if kind is TaskKind.GET:

@@ -4,8 +4,8 @@
                ^                                                  |
                +--------------------------------------------------+
 
-A state machine without I/O. Ops that end let others begin; every public method returns only when
-nothing follows any more.
+A state machine without I/O. `run` submits a graph, `settle` takes in ops that have ended, `follow`
+starts what may start then. Every public method returns only when nothing follows any more.
 """
 
 from __future__ import annotations
@@ -205,6 +205,7 @@ class TaskRunner:
                 self._accounts.dropped(task, f"{tier.value.lower()}_{why}", num_lost)
         elif op.op_id in self._left:
             pass  # its tier has forgotten what it was to bring
+        # One that is short without a bad block, since its worker died, says nothing of its blocks.
         elif num_lost and run.bad_block and (tier := LOAD_TIER.get(op.kind)) is not None:
             self._cache.discard_bad_block(task.plan, tier, op.first + run.num_ok)
             self._accounts.dropped(task, f"{tier.value.lower()}_bad_block", 1)
@@ -220,7 +221,7 @@ class TaskRunner:
             self._left.discard(op.op_id)
             self._let_go_of_left()
         is_over = not any(task.open_ops.values())
-        if op.kind.touches_gpu:
+        if op.kind.touches_gpu:  # a task that is overdue was answered by `expire`
             is_due = not task.gpu_ops_open and not task.state.is_overdue
         else:
             is_due = is_over and not task.has_gpu_side

@@ -1,1 +1,1 @@
-"""Writes traces: every call and op of a cache. `flexcache.replay` reads them."""
+"""Trace writer: every call and op of a cache. `flexcache.replay` reads what it writes."""

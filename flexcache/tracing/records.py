@@ -1,4 +1,4 @@
-"""The lines of a trace. A file begins with a `TraceHeader`; each further line is a `Record`.
+"""Records of a trace. A file begins with a `TraceHeader`; each further line is a `Record`.
 
 Times are seconds since the trace began, by a monotonic clock. Lines are in the order of events; an
 op is recorded at its end. Fields with default values are omitted.

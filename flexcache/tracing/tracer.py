@@ -1,4 +1,4 @@
-"""Rotating files: a sequence of files of which the oldest are deleted."""
+"""Tracer: records of calls, ops and ends, written on its own thread to files that rotate."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The loop of the threads that make queued copies, compiled with numba: they take no interpreter
-lock.
+"""Loop of the threads that make queued copies, compiled by numba: they take no interpreter lock.
 
 All that it shares with `cpu_copier` are words at an address:
 

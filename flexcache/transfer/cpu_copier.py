@@ -274,6 +274,7 @@ class CpuCopier:
             TaskRevokedError: The permit was revoked during the copy.
         """
         runs = runs.joined()
+        # One that comes alone is copied here: that saves waking the thread, and being woken by it.
         if not urgent and not alone and (queue := self.queue(kind)):
             return queue.add(_LANES[kind], *runs, self._permit.task_id)
         self._copy(*runs, self._permit)

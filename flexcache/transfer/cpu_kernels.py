@@ -145,6 +145,8 @@ def shared_word(typing: Any, address: Any) -> Any:
     return types.uint64(types.int64), generate
 
 
+# Compiled again by each process: numba takes code on disk for current by the date of one source
+# file, and after a change to another one a rank would copy for tasks that are revoked.
 @njit  # type: ignore[untyped-decorator]
 def _copy_run(destination: int, source: int, size: int) -> None:
     if size >= _SHORTEST:

@@ -1,4 +1,4 @@
-"""The CUDA driver functions that copies need, called through ctypes directly on numpy arrays. Their
+"""CUDA driver functions that copies need, called through ctypes directly on numpy arrays. Their
 counterparts on AMD's GPUs are in `hip_driver`.
 
 NVIDIA's Python bindings are unsuitable: their `cuMemcpyBatchAsync` takes lists, so each of an op's

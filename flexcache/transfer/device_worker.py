@@ -1,4 +1,4 @@
-"""The device worker: executes the ops that touch the GPU for one rank, inside the engine's process.
+"""Device worker: executes the ops that touch the GPU for one rank, inside the engine's process.
 
 The process that owns the memory does the copy, so no other process needs a handle to it. Ops run in
 order, loads before stores; but after three loads a store has its turn. A gated op waits until the
@@ -136,6 +136,7 @@ class InFlight:
         """Return the ops that have ended, in the order of each lane."""
         done = []
         for lane, pieces in self._pieces.items():
+            # Reported in the order in which they were queued: one that lands before others waits.
             while pieces and self._has_landed(pieces[0]):
                 op = pieces[0].op
                 op.num_in_flight -= 1
@@ -253,6 +254,8 @@ class DeviceWorker:
         return not is_left and not any(self._queues.values())
 
     def execute(self, message: Execute) -> None:
+        """Take an op: behind its gate, past DRAM, or into the queue of its lane. `advance` starts
+        it."""
         if message.gated and not self.gates.is_open(message.task_id):
             self._parked.setdefault(message.task_id, []).append(message)
         elif message.kind.is_direct and self._direct is not None:

@@ -1,13 +1,12 @@
-"""The disk worker: executes DISK2H, H2DISK and COMMIT in its own process.
+"""Disk worker: executes DISK2H, H2DISK and COMMIT in its own process.
 
 The server runs it as ``python -m flexcache.transfer.disk_worker``, passes descriptors to it,
 supervises it and restarts it if it dies. It keeps no state that matters: each op brings the places
 of its blocks and their checksums.
 
 Blocks that are written with their names are recorded in the pool's index, and their op is done when
-the record is durable (`commit`). Those of a COMMIT were written by a rank, past this process. Ops
-that are written while one group is being committed form the
-next; reads never wait for either.
+the record is durable (`GroupCommit`). Those of a COMMIT were written by a rank, past this process.
+Ops that are written while one group is being committed form the next; reads never wait for either.
 
 `DiskWorker` is the logic, without sockets or processes; `main` is the shell around it.
 """

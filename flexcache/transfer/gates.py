@@ -33,7 +33,7 @@ class LayerLoad:
     Args:
         layer_ends: As `BlockLayout.layer_ends`.
         num_blocks: Number of blocks of the load.
-        is_promised: Whether nothing but a copy that fails may end it (`client.promises`).
+        is_promised: Whether nothing but a copy that fails may end it (`StepPromises`).
     """
 
     def __init__(

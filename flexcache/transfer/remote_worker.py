@@ -1,4 +1,4 @@
-"""The remote worker: executes REMOTE2H and H2REMOTE, and answers look-ups, in its own process.
+"""Remote worker: executes REMOTE2H and H2REMOTE, and answers look-ups, in its own process.
 
 The server runs it as ``python -m flexcache.transfer.remote_worker``, because a store's native
 client may hang or abort: the server then replaces the process, and nothing else is affected. It is

@@ -1,5 +1,5 @@
-"""Scheduler of ops: a state machine over the graphs in flight, without I/O or clock. And the graphs
-that it runs, and the queue of an executor that several engines share.
+"""Scheduler of ops: a state machine over the graphs in flight, without I/O or clock. With the
+graphs that it runs, and the queue of an executor that several engines share.
 
 It visits only ops whose last dependency just ended, so a step costs O(1) per op that became ready,
 whatever else is in flight. Each op of each submitted graph ends exactly once: it has run, it was

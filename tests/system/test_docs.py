@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -87,6 +88,21 @@ def test_the_doctor_names_what_is_wrong(tmp_path: Path) -> None:
     bad = doctor(tmp_path / "not-there")
     assert bad.returncode == 1
     assert "name a writable directory" in bad.stdout
+
+
+def test_the_functions_that_the_pages_name_exist() -> None:
+    named = {
+        place
+        for page in ROOT.glob("docs/**/*.md")
+        for place in re.findall(r"`([a-z_/]+\.py)::([\w.]+)`", page.read_text())
+    }
+    assert len(named) > 40
+    for path, name in sorted(named):
+        scope: Any = ast.parse((ROOT / "flexcache" / path).read_text())
+        for part in name.split("."):
+            found = [each for each in scope.body if getattr(each, "name", None) == part]
+            assert found, f"{path}::{name}"
+            scope = found[0]
 
 
 def test_links_between_the_pages_resolve() -> None:

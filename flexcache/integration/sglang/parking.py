@@ -1,4 +1,4 @@
-"""Plugin of SGLang that lets requests wait for pages that `FlexCacheLinker` has below DRAM.
+"""SGLang plugin that lets requests wait for pages that `FlexCacheLinker` has below DRAM.
 
 SGLang finds `install` by the entry point ``sglang.srt.plugins`` in each of its processes. Without
 the linker its hooks do nothing. They close what the interface of linkers leaves open:

@@ -1,9 +1,9 @@
 """Worker side of TensorRT-LLM's connector: lends a rank's KV tensors, and waits for loads.
 
 TensorRT-LLM counts matched tokens as computed and has no way to recompute them. So a load that a
-rank holds ends even if the server is lost (`client.held_loads`). One that was lost nevertheless
-makes the step that computes with it fail: its requests end with an error, and no token is made from
-what was not loaded.
+rank holds ends even if the server is lost (`HeldLoads`). One that was lost nevertheless makes the
+step that computes with it fail: its requests end with an error, and no token is made from what was
+not loaded.
 """
 
 from __future__ import annotations

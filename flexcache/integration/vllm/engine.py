@@ -271,7 +271,8 @@ def preferred_layout(vllm_config: Any) -> str | None:
         return None
     capability = current_platform.get_device_capability()
     has_heads_first = capability is not None and capability.major == _HEADS_FIRST_ONLY
-    # The bytes of a block are those of vLLM's default, so that what is stored stays valid.
+    # The bytes of a block are those of vLLM's default, so that what is stored stays valid. Heads
+    # before layers (`BHLNC`) would leave each layer in pieces: a load by layer would gain nothing.
     return "BLHNC" if has_heads_first else "BLNHC"
 
 

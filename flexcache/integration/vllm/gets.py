@@ -12,7 +12,7 @@ A request has at most one open get, however often vLLM asks; the get's life:
 
 vLLM counts blocks that are loaded within the step as computed, shares them as soon as they are
 allocated, and may have scheduled further steps by the time this one has run. So only loads that
-cannot be lost run there (`client.promises`): they are promised before vLLM is answered.
+cannot be lost run there (`StepPromises`): they are promised before vLLM is answered.
 """
 
 from __future__ import annotations

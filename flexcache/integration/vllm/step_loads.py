@@ -168,7 +168,7 @@ class StepLoads:
     before the step's results are collected: the draft model of vLLM 0.33 runs after that, others
     announce their layers.
 
-    No load is lost here: each was promised (`client.promises`). If a copy fails all the same, no
+    No load is lost here: each was promised (`StepPromises`). If a copy fails all the same, no
     token may come of the step, since vLLM cannot go back behind it.
 
     Args:

@@ -1,1 +1,1 @@
-"""Simulates engines behind the router, to compare policies on a trace in seconds."""
+"""Simulation of engines behind the router, to compare policies on a trace in seconds."""

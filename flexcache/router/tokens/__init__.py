@@ -1,4 +1,4 @@
-"""Finds the token ids of requests, as the engine will see them."""
+"""Tokenization of requests: their token ids, as the engine will see them."""
 
 from flexcache.router.tokens.local import TokenLimits
 from flexcache.router.tokens.tokenizers import Tokenizers

@@ -1,4 +1,4 @@
-"""Asks engines by HTTP: which models they serve, and which tokens they make of a request."""
+"""Questions to engines over HTTP: the models they serve, the tokens they make of a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of a remote store: named objects that other hosts see too.
+"""Contract of a remote store: named objects that other hosts see too.
 
 A store moves bytes without knowing their content, which `objects` defines. An object is passed as
 *parts*, memoryviews that are contiguous in the object but not in memory, so that a store that can

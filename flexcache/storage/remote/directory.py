@@ -1,4 +1,4 @@
-"""A directory shared by hosts: one file per object.
+"""Shared directory as a remote store: one file per object.
 
 An object appears whole or not at all: it is written to a temporary file beside it, which is then
 renamed. It is readable for its user only, or for the group too: it holds prompts' KV. Bytes move

@@ -1,4 +1,4 @@
-"""A remote store in this process's memory: the contract in its simplest form, and a test double."""
+"""In-memory remote store: the contract in its simplest form, and a test double."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The functions of NVIDIA's libcufile (GPUDirect Storage) that file I/O on device memory needs.
+"""Functions of NVIDIA's libcufile (GPUDirect Storage) that file I/O on device memory needs.
 
 Only the synchronous ones: they are the ones in wide use, and return when the bytes have moved. The
 batched and the stream-ordered ones depend on more of the platform, and their errors come later. The
