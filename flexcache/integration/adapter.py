@@ -42,15 +42,10 @@ def await_ready(manager: KVManager) -> None:
     """Wait until a cache serves. An engine whose ranks are missing or refused runs without it."""
     try:
         manager.wait_ready(_READY_TIMEOUT_S)
-    except TimeoutError as error:
-        log_event(
-            logger, logging.ERROR, "workers_missing", error=error, effect="starts without them"
-        )
-    except RegistrationError as error:
-        log_event(
-            logger, logging.ERROR, "cache_refused", error=error, server=manager.endpoint,
-            effect="the engine runs without a cache",
-        )  # fmt: skip
+    except (TimeoutError, RegistrationError) as error:
+        event = "workers_missing" if isinstance(error, TimeoutError) else "cache_refused"
+        effect = "the engine runs without a cache"
+        log_event(logger, logging.ERROR, event, error=error, server=manager.endpoint, effect=effect)
 
 
 class TierMatch(NamedTuple):
