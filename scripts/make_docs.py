@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from flexcache.config.settings import Setting, describe_router_settings, describe_settings
+from flexcache.config.router import RouterConfig
+from flexcache.config.settings import Setting, describe_settings
 from flexcache.counters import families
 from flexcache.router.stats import RouterStats
 from flexcache.stats import Stats
@@ -80,7 +81,7 @@ This page is generated from the code by `scripts/make_docs.py`.
 
 
 def render_settings() -> str:
-    return HEAD + _table(describe_settings()) + ROUTER + _table(describe_router_settings())
+    return HEAD + _table(describe_settings()) + ROUTER + _table(describe_settings(RouterConfig))
 
 
 def _table(settings: list[Setting]) -> str:

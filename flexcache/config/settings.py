@@ -78,17 +78,9 @@ def read_profiles() -> dict[str, str]:
     return {Path(each.name).stem: each.read_text() for each in found}
 
 
-def describe_settings() -> list[Setting]:
-    """List every setting of a cache, in the order of the documentation."""
-    return _describe(CacheConfig, sources.ENV_PREFIX)
-
-
-def describe_router_settings() -> list[Setting]:
-    """List every setting of a router, in the order of the documentation."""
-    return _describe(RouterConfig, sources.ROUTER_PREFIX)
-
-
-def _describe(config: type[CacheConfig | RouterConfig], prefix: str) -> list[Setting]:
+def describe_settings(config: type[CacheConfig | RouterConfig] = CacheConfig) -> list[Setting]:
+    """List every setting of a cache, or of a router, in the order of the documentation."""
+    prefix = sources.ENV_PREFIX if config is CacheConfig else sources.ROUTER_PREFIX
     return [
         Setting(
             spec.name,

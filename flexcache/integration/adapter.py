@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -22,17 +22,18 @@ from flexcache.tasks.instructions import PromisedLoad
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 
 _FAILURES = (FlexCacheError, TimeoutError, ValueError, KeyError)
 
 
-def safely(call: Callable[..., Any], *arguments: Any, if_failed: Any = None, **options: Any) -> Any:
-    """Make a call and return its answer; log a failure, and return ``if_failed``."""
+def safely(call: Callable[..., T], *arguments: Any, **options: Any) -> T | None:
+    """Make a call and return its answer; log a failure, and return None."""
     try:
         return call(*arguments, **options)
     except _FAILURES as error:
         log_event(logger, logging.WARNING, "call_failed", call=call.__name__, error=error)
-        return if_failed
+        return None
 
 
 _READY_TIMEOUT_S = 60.0
@@ -206,8 +207,7 @@ class TaskCalls:
 
     def promise(self, task_id: int) -> PromisedLoad | None:
         """Start a matched get that cannot be lost any more, if that can be promised."""
-        promised: PromisedLoad | None = safely(self.manager.promise, task_id)
-        return promised
+        return safely(self.manager.promise, task_id)
 
     def end_promises(self) -> None:
         """No step counts on a promised load any more. Idempotent."""
@@ -257,7 +257,12 @@ class TaskCalls:
 
     def reset(self) -> bool:
         """Drop everything cached and unused. Return whether that succeeded."""
-        return not self.is_open or safely(self.manager.reset, if_failed=False) is not False
+
+        def reset() -> bool:
+            self.manager.reset()
+            return True
+
+        return not self.is_open or bool(safely(reset))
 
 
 class LayerwiseRule:

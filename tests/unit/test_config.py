@@ -15,7 +15,6 @@ from flexcache import CacheConfig, ModelConfig
 from flexcache.config import RouterConfig, sources
 from flexcache.config.model import NamedDtype, read_dtype
 from flexcache.config.settings import (
-    describe_router_settings,
     describe_settings,
     read_effective_settings,
 )
@@ -415,7 +414,7 @@ def test_what_only_resembles_them_is_a_misspelt_setting(name: str) -> None:
 
 
 def test_no_setting_has_the_name_of_such_a_variable(caplog: pytest.LogCaptureFixture) -> None:
-    rows = [*describe_settings(), *describe_router_settings()]
+    rows = [*describe_settings(), *describe_settings(RouterConfig)]
     for prefix in (sources.ENV_PREFIX, sources.ROUTER_PREFIX):
         sources.read_environment({row.environment: "1" for row in rows}, prefix)
     assert not caplog.records

@@ -178,7 +178,7 @@ class TreeEvents:
         """Take what the tiers stored and lost since the last call."""
         if not self._publishes:
             return []
-        changes = safely(self._manager.take_changes, if_failed=())
+        changes = safely(self._manager.take_changes) or ()
         return list(_events(changes, self._manager.cache_config.kv_events_hashes))
 
 

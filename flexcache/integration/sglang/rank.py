@@ -242,10 +242,6 @@ class RankCache:
             _counter(name, tuple(labels)).labels(**labels).inc(gain)
         self._reported = counters
 
-    def num_pages(self, mask: np.ndarray) -> int:
-        """Return how many pages a mask of a prefix covers."""
-        return int(mask.sum()) // self.page_size
-
     def close(self) -> None:
         """End copies and free the memory. Idempotent."""
         if (client := getattr(self, "client", None)) is not None:

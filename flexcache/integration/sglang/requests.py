@@ -35,8 +35,7 @@ class PageCalls(TaskCalls):
 
     def prefetch(self, pages: Pages) -> int | None:
         """Bring pages to DRAM, where they stay until the task ends."""
-        task_id: int | None = safely(self.manager.prefetch_async, **self._cache.prompt(pages))
-        return task_id
+        return safely(self.manager.prefetch_async, **self._cache.prompt(pages))
 
     def pin_pages(self, pages: Pages) -> TierMatch | None:
         """Find the longest prefix that DRAM has, which is pinned until the task ends."""

@@ -328,13 +328,12 @@ class CacheCalls(TaskCalls):
         the remote store has yet to answer."""
         if not self._may_find(request):
             return None
-        task_id: int | None = safely(
+        return safely(
             self.manager.prefetch_nowait,
             request.all_token_ids,
             range(num_on_gpu * self._block_size, request.num_tokens),
             **self._prompt(request, read_hints(request)),
         )
-        return task_id
 
     def look_up(self, request: Any) -> None:
         """Begin to ask the remote store about a request that vLLM will ask about."""
