@@ -513,13 +513,8 @@ class ServerConfig:
         return cls.from_layers({"endpoint": default_endpoint}, file, variables, given)
 
     @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> ServerConfig:
-        """Invert `to_dict`."""
-        return cls.from_layers(content)
-
-    @classmethod
     def from_layers(cls, *layers: Mapping[str, Any]) -> ServerConfig:
-        """Make a config from tables of settings; later ones win."""
+        """Make a config from tables of settings, of which later ones win; inverts `to_dict`."""
         names = sources.SERVER_ONLY
         own = {k: v for layer in layers for k, v in layer.items() if k in names}
         others = [sources.without(layer, names) for layer in layers]

@@ -142,9 +142,9 @@ class TaskCalls:
             found = match(num_blocks)
             if former is not None:  # it has kept blocks in DRAM until now
                 self.cancel(former)
-            if isinstance(found, NoMatch):
+            if isinstance(found, NoMatch) or not found.num_blocks:  # such a task has ended
                 return None
-            if found.is_in_dram and found.num_blocks:
+            if found.is_in_dram:
                 return found
             former = found.task_id
             num_blocks = min(found.num_in_dram, found.num_blocks - 1)  # a tail was not in DRAM
