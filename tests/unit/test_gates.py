@@ -73,14 +73,14 @@ STILL_TOO_LARGE = {
 
 CEILINGS = {
     "lines of the package": 70_950,
-    "files of the package": 254,
+    "files of the package": 253,
     "lines of the router": 15_000,
     "modules under 120 lines with one importer": 2,
-    "class names that several classes have": 5,
-    "functions with too many parameters": 11,
-    "functions more complex than 12": 66,
+    "class names that several classes have": 3,
+    "functions with too many parameters": 7,
+    "functions more complex than 12": 51,
     "types of messages": 54,
-    "settings of the cache": 51,
+    "settings of the cache": 47,
     "settings of the router": 36,
     "metrics": 120,
 }
