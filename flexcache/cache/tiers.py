@@ -326,6 +326,7 @@ class Tiers:
             for tier in self._tiers:
                 tier.forget_held()
         self.lost = kept
+        # Only a reset that left nothing is one change; readers of any other see block by block.
         is_empty = not any(tier.index.num_blocks for tier in self._tiers)
         if self.journal is not None and name is None and is_empty:
             self.journal.cleared_since(mark)

@@ -361,6 +361,7 @@ _COMMENT = b": \n\n"
 _MAX_WATCHERS = 16
 
 
+# Without a library, so that the policy allows nothing from elsewhere; sets texts, never markup.
 _PAGE_TYPES = {
     "index.html": "text/html; charset=utf-8",
     "ui.css": "text/css; charset=utf-8",
@@ -378,8 +379,8 @@ PAGE_HEADERS: Mapping[str, str] = {
 def read_page(name: str) -> tuple[bytes, str]:
     """Return a file of the live page, and its content type; ``""`` is the page itself.
 
-    The files show nothing of the router and need no token: the page fetches ``/stats`` and
-    ``/decisions`` with the token that its user enters.
+    The files show nothing of the router and need no token: a browser sends none to open a page. It
+    fetches ``/stats`` and ``/decisions`` with the token that its user enters.
 
     Raises:
         KeyError: There is no such file.

@@ -289,13 +289,12 @@ class KVIndexer:
     A dictionary from block key to the mask of its holders, in shards, so that no operation takes
     long: neither growing a dictionary, nor a step of a sweep, nor a part of a snapshot.
 
-    A match relies on prefixes: a holder of a block has all before it. Depths are found by
+    A match relies on a rule: who holds a block holds all before it. Depths are found by
     bisection, in O(log blocks) probes for each that differs, where a tree would walk all blocks.
-    Publishers may break that rule: vLLM
-    reports a block as removed when one of its copies goes. Such a hole is stepped over unless a
-    probe hits it; counting copies instead would keep blocks for ever once vLLM reports only the
-    last one. A depth is therefore at least the number of blocks before the holder's first
-    hole, and the last block within it is always held.
+    Publishers may break that rule: vLLM reports a removal when one of a block's copies goes.
+    Such a hole is stepped over unless a probe hits it; counting copies instead would keep blocks
+    for ever once vLLM reports only the last one. A depth is therefore at least the number of blocks
+    before the holder's first hole, and the last block within it is always held.
 
     When the index is full, new blocks are refused, and with them those that follow in the same
     call: what it knows of a prompt stays a prefix. Removals make room. The oldest entries are the

@@ -125,7 +125,7 @@ class PackedPrompt(NamedTuple):
 
 
 def shorten(keys: Iterable[bytes]) -> bytes:
-    """Concatenate the last bytes of each key."""
+    """Concatenate the last bytes of each key, which tell blocks apart as well as whole keys."""
     return b"".join([key[-KEY_BYTES:].rjust(KEY_BYTES, b"\0") for key in keys])
 
 
