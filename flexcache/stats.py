@@ -442,9 +442,8 @@ class EventStats(Counters):
     snapshot_pages: int | None = None
     bad_replay_requests: int | None = None
     untaken_batches: int = 0
-    lost_batches: Annotated[int, counter(
-        "lost_event_batches", "Batches lost because too many were waiting for the engine."
-    )] = 0  # fmt: skip
+    lost_batches: int = 0
+    """Lost because too many were waiting for the engine."""
 
 
 class TraceStats(Counters):

@@ -12,6 +12,7 @@ from pathlib import Path
 from flexcache.config.router import RouterConfig
 from flexcache.config.settings import Setting, describe_settings
 from flexcache.counters import families
+from flexcache.integration.adapter import COUNTERS, VLLM_COUNTERS
 from flexcache.router.stats import RouterStats
 from flexcache.stats import Stats
 
@@ -20,33 +21,35 @@ DOCS = Path(__file__).resolve().parents[1] / "docs" / "operate"
 HEAD = """# Configuration
 
 Every setting is a field of `CacheConfig`, an environment variable, a key of the file that
-`FLEXCACHE_CONFIG` names (`.json`, `.toml`, `.yaml`), and in vLLM a key of
-`kv_connector_extra_config`.
-Later sources override earlier ones: default, file, environment, arguments. An unknown name is
-refused, with the closest known ones. An error names the variable, the file or the table that the
-value came from. In Python, `CacheConfig.from_env(...)` reads them all, while
-`CacheConfig(...)` takes its arguments and defaults only, whatever the environment says. vLLM
-sets `tokens_per_block` itself. `flexcache server` takes the same settings; its file may also have a
-table `model` and `idle_exit_s` ([protocol](../internals/protocol.md)).
+`FLEXCACHE_CONFIG` names (`.json`, `.toml`, `.yaml`),
+and in vLLM a key of `kv_connector_extra_config`. Later sources override earlier ones: default,
+file, environment, arguments.
 
-`flexcache config` shows the values in effect and where each comes from (default, file,
-environment). Secrets are masked. `--config FILE` reads another file, `--describe` adds variables
-and meanings, `--json` is for programs. `flexcache config --profile chat` (or `agents`, `batch`)
-prints a file to begin with, with a reason for each setting. The exit status is 1 if a setting is
-unknown or invalid. What can be judged only with a model (a quota in bytes beside a size in blocks,
-or below one block) is checked by `flexcache doctor --config FILE`, if the file has one, and at
-startup. What vLLM is given in `kv_connector_extra_config` comes on top and is not checked, so a
-missing size is no error here, though an engine needs a size or an endpoint.
+```bash
+flexcache config                  # the values in effect and where each comes from; secrets masked
+flexcache config --describe       # with variables and meanings; --config FILE: another file; --json
+flexcache config --profile chat   # a file to begin with, with reasons; or agents, batch
+```
 
-Every path is absolute or begins with `~`: a service's working directory is not its user's, and in
-a container it is often the node's root disk. Variables such as `$HOME` and quotes are not expanded
-but refused, and so are empty and repeated directories. Arguments of commands (`flexcache doctor
-DIR`, `--config FILE`, `--tls-cert FILE`) may be relative, since a person types them.
-
-Kubernetes sets variables for each Service of a namespace. Those of Services named `flexcache` or
-`flexcache-...` are ignored, with a warning `service_variables_ignored`. They are
-`FLEXCACHE_..._SERVICE_HOST`, `..._SERVICE_PORT`, `..._PORT_8000_TCP` and the like, and any
-`..._PORT` whose value begins with `tcp://`. `enableServiceLinks: false` in a pod leaves them out.
+* The exit status is 1 if a setting is unknown or invalid. An error names the variable, file or
+  table, and the closest known names.
+* What can be judged only with a model, such as a quota in bytes, is checked by `flexcache doctor
+  --config FILE` and at startup.
+* What vLLM is given in `kv_connector_extra_config` comes on top, and `flexcache config` does not
+  see it. vLLM sets `tokens_per_block` itself.
+* In Python, `CacheConfig.from_env(...)` reads all sources. `CacheConfig(...)` takes its arguments
+  and defaults only.
+* `flexcache server` takes the same settings; its file may also have a table `model` and
+  `idle_exit_s` ([shared server](../guide/shared_server.md)).
+* Every path of a setting is absolute or begins with `~`. Variables such as `$HOME`, quotes, empty
+  and repeated directories are refused.
+  Arguments of commands (`flexcache doctor DIR`, `--config FILE`, `--tls-cert FILE`) may be
+  relative.
+* Kubernetes sets variables for each Service of a namespace. Those of Services named `flexcache` or
+  `flexcache-...` are ignored (`service_variables_ignored`):
+  `FLEXCACHE_..._SERVICE_HOST`, `..._SERVICE_PORT`, `..._PORT_8000_TCP` and the like, and any
+  `..._PORT` whose value begins with `tcp://`.
+  `enableServiceLinks: false` in a pod leaves them out.
 
 The tables are generated from the code by `scripts/make_docs.py`.
 
@@ -68,15 +71,27 @@ COLUMNS = """| setting | environment | default | unit | meaning |
 
 METRICS_HEAD = """# Metrics
 
-What `/metrics` serves to Prometheus ([operations](operations.md) explains how to scrape it, and has
-a dashboard and alerts). A server and an engine read every metric from `KVManager.stats()` during a
-scrape; a [router](../guide/router.md) has metrics of its own, on its control port. Between scrapes
-there is no cost. Sizes are in bytes, times in seconds. A part that is switched off (no remote
-store, no events, no trace) has no samples. `tier` is `CPU`, `SSD` or `REMOTE`; of a router `gpu`,
-`dram` or `disk`. In models with windows or states the blocks of a tier include those of tails, and
-each counts with as many tokens as any other; hits count prefixes only.
+What `/metrics` serves to Prometheus. [Operations](operations.md) explains how to scrape it, and has
+a dashboard and alerts.
+A [router](router.md) has metrics of its own, on its control port.
+
+* Sizes are in bytes, times in seconds. Between scrapes there is no cost.
+* A part that is switched off (no remote store, no events, no trace) has no samples.
+* `tier` is `CPU`, `SSD` or `REMOTE`; of a router `gpu`, `dram` or `disk`.
+* In models with windows or states, blocks of a tier include those of tails, and each counts with as
+  many tokens as any other. Hits count prefixes only.
 
 This page is generated from the code by `scripts/make_docs.py`.
+"""
+
+
+ENGINES_OWN = """
+## At the engines' own `/metrics`
+
+Counters of one engine, with the labels of its own metrics.
+
+| metric | meaning |
+| --- | --- |
 """
 
 
@@ -100,7 +115,16 @@ def render_metrics() -> str:
         rows.setdefault(each.section, []).append(row)
     columns = "| metric | type | labels | meaning |\n| --- | --- | --- | --- |\n"
     tables = (f"\n## {title}\n\n{columns}" + "".join(lines) for title, lines in rows.items())
-    return METRICS_HEAD + "".join(tables)
+    return METRICS_HEAD + "".join(tables) + _engines_own()
+
+
+def _engines_own() -> str:
+    engines = {
+        name: ("vllm", "sglang") if name in COUNTERS else ("vllm",) for name in VLLM_COUNTERS
+    }
+    names = {n: ", ".join(f"`{e}:flexcache_{n}_total`" for e in of) for n, of in engines.items()}
+    rows = [f"| {names[name]} | {text} |\n" for name, text in VLLM_COUNTERS.items()]
+    return ENGINES_OWN + "".join(rows)
 
 
 PAGES = {"configuration.md": render_settings, "metrics.md": render_metrics}

@@ -33,7 +33,7 @@ from router_peers import (
 )
 
 from flexcache.events.publisher import Address, BatchPublisher
-from flexcache.events.wire import BatchEncoder, Event
+from flexcache.events.wire import Event, encode_batch
 
 ANY_PORT = "tcp://127.0.0.1:0"
 SETTLE_S = 3.0
@@ -99,7 +99,7 @@ def _cache(directory: Path, settings: dict[str, Any]) -> AbstractContextManager[
 def _publisher(settings: dict[str, Any], stack: ExitStack) -> BatchPublisher[Event]:
     publisher: BatchPublisher[Event] = BatchPublisher(
         Address(ANY_PORT, ANY_PORT, settings["kv_events_topic"]),
-        BatchEncoder().encode,
+        encode_batch,
         num_kept=100,
         num_queued=100,
     )

@@ -15,7 +15,7 @@ nothing per tail: one that was used since `add` is added again, with its later t
 up as a victim.
 
 To add a policy: write a subclass of `EvictionPolicy`, and set ``eviction_policy`` to its path,
-``MODULE:CLASS``. `tests/support/s3_fifo.py` is one.
+``MODULE:CLASS``. `tests/support/s3_fifo.py` is one. An entry of `EVICTION_POLICIES` names it.
 
 Pure: no I/O, no clock. Not thread-safe.
 """
@@ -363,7 +363,7 @@ def make_policy(name: str, tokens_per_block: int) -> EvictionPolicy:
     Raises:
         ConfigError: It names no policy.
     """
-    module, _, attribute = EVICTION_POLICIES.get(name, name).partition(":")
+    module, _, attribute = EVICTION_POLICIES.get(name, (name,))[0].partition(":")
     try:
         policy = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:

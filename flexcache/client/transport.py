@@ -124,24 +124,30 @@ class LocalTransport(LocalSession):
 
     @property
     def fence_path(self) -> str | None:
-        return self.server.fence_path(self._engine)
+        with self.server.lock:
+            found = self.server.state.engines.get(self._engine)
+            return None if found is None else found.fence.path
 
     def start(self, tasks: ClientTasks) -> None:
         ids = self.server.start(tasks)
         assert ids is not None
         self.ids = ids
         with self.server.lock:  # later names come after this one
-            weights = self.server.hub.state.weights.of(self._engine)
+            weights = self.server.state.weights.of(self._engine)
             tasks.renamed(weights.generation, weights.version)
 
     def is_ready(self) -> bool:
-        return not self.server.stopping and not self.server.missing(self._engine)
+        if self.server.stopping:
+            return False
+        with self.server.lock:
+            return not self.server.hub.greeter.missing(self._engine)
 
     def wait_ready(self, timeout: float | None) -> None:
         self.server.wait_ready(self._engine, timeout)
 
     def take_changes(self) -> list[Change]:
-        return self.server.take_changes()
+        with self.server.lock:
+            return self.server.state.observers.take_changes()
 
     def clear(self, tier: str | None) -> int:
         return self.server.clear(tier, self._engine)

@@ -15,7 +15,7 @@ from msgspec import Meta
 from flexcache.config import sources
 from flexcache.config.model import ModelConfig
 from flexcache.config.quotas import check_quotas
-from flexcache.config.remote_url import check_remote_url
+from flexcache.config.remote_url import STORES, check_remote_url
 from flexcache.config.values import (
     Count,
     Gigabytes,
@@ -36,11 +36,13 @@ from flexcache.config.values import (
 )
 from flexcache.ids import PromptDetail
 
-EVICTION_POLICIES: Mapping[str, str] = {
-    "density": "flexcache.cache.density:DensityPolicy",
-    "lru": "flexcache.cache.eviction_policy:LruPolicy",
-}
-"""The class of each eviction policy that has a name, as ``MODULE:CLASS``."""
+EVICTION_POLICIES: Mapping[str, tuple[str, str]] = {
+    "lru": ("flexcache.cache.eviction_policy:LruPolicy", "evicts the least recently used blocks"),
+    "density": ("flexcache.cache.density:DensityPolicy",
+                "evicts the blocks that promise the fewest hits per time kept, by the return times "
+                "of similar prompts; LRU where that is no better"),
+}  # fmt: skip
+"""The class of each eviction policy that has a name, as ``MODULE:CLASS``, and what it does."""
 WritePolicy = Literal["write_through", "write_back", "selective"]
 SsdSync = Literal["group", "none"]
 SSD_SYNCS: tuple[str, ...] = get_args(SsdSync)
@@ -115,8 +117,8 @@ class CacheConfig:
     )
     remote_url: str | None = setting(
         None,
-        "Remote store: `mooncake://HOST:PORT`, `s3://BUCKET/PREFIX` (`gs://`, `az://`), "
-        "`file:///DIR`, or a store of your own: `ITS.MODULE://...`.",
+        f"Remote store: {', '.join(f'`{form}`' for form in STORES)}, or a store of your own: "
+        "`ITS.MODULE://...`.",
     )
     remote_write_policy: WritePolicy = setting("write_through", "As ssd_write_policy.")
     remote_write_mb_s: Megabytes | None = setting(
@@ -152,9 +154,9 @@ class CacheConfig:
     # `reuse`, its predecessor, fell under LRU on traces that it was not tuned on.
     eviction_policy: str = setting(
         "density",
-        "For DRAM and SSD. lru: evicts the least recently used blocks. density: evicts the blocks "
-        "that promise the fewest hits per time kept, by the return times of similar prompts; LRU "
-        "where that is no better. `MODULE:CLASS`: a policy of your own.",
+        "For DRAM and SSD. "
+        + "".join(f"{name}: {what}. " for name, (_, what) in EVICTION_POLICIES.items())
+        + "`MODULE:CLASS`: a policy of your own.",
     )
     retention_s: Retention | None = setting(
         None,

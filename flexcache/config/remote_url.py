@@ -1,7 +1,7 @@
 """URLs of remote stores, and the registry of the kinds of stores that they name.
 
 A store is one module, which describes itself by one call of `register`. Those of FlexCache are
-named in `_BUILT_IN` and imported once a URL has their scheme; any other is named by its module's
+named in `STORES` and imported once a URL has their scheme; any other is named by its module's
 dotted path as the scheme (``acme.kv_store://HOST``). Parsing needs no optional package, no network.
 """
 
@@ -24,14 +24,16 @@ OptionCheck = Callable[[str], str | None]
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _NO_CREDENTIALS = "must not hold credentials: they come from the environment"
-_STORES = "flexcache.storage.remote"
-# By name rather than by import: the stores are in a higher layer, and a process needs one of them.
-_BUILT_IN = {
-    "mooncake": f"{_STORES}.mooncake",
-    **dict.fromkeys(("s3", "gs", "az"), f"{_STORES}.object_store"),
-    "file": f"{_STORES}.directory",
-    "memory": f"{_STORES}.memory",
+# How URLs look. Modules by name: stores are in a higher layer, and a process needs one of them.
+STORES = {
+    "mooncake://HOST:PORT": "mooncake",
+    "s3://BUCKET/PREFIX": "object_store",
+    "gs://BUCKET/PREFIX": "object_store",
+    "az://CONTAINER/PREFIX": "object_store",
+    "file:///DIRECTORY": "directory",
+    "memory://": "memory",
 }
+_BUILT_IN = {form.split(":")[0]: f"flexcache.storage.remote.{at}" for form, at in STORES.items()}
 
 
 @dataclass(frozen=True, slots=True)

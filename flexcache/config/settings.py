@@ -1,4 +1,4 @@
-"""Settings as a user sees them: what there is, what is in effect, and where it comes from."""
+"""The settings as a user sees them: what there is, what is in effect, and where it comes from."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class EffectiveSettings:
 def read_profiles() -> dict[str, str]:
     """Return settings files to begin with, by kind of traffic, each setting with its reason.
 
-    Figures are those of docs/guide/policies.md and benchmarks/bench_write_policies.py. What depends
-    on the machine or on rules of the house is suggested as a comment.
+    Figures are those of benchmarks/results/2026-11-figures.md. What depends on the machine or on
+    rules of the house is suggested as a comment.
     """
     found = (files(__package__) / "profiles").iterdir()
     return {Path(each.name).stem: each.read_text() for each in found}

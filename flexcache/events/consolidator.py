@@ -21,11 +21,11 @@ from flexcache.events.publisher import NUM_KEPT, NUM_QUEUED, Address, BatchPubli
 from flexcache.events.subscriber import KVEventSubscriber, News, Received, SnapshotPart
 from flexcache.events.wire import (
     AllBlocksCleared,
-    BatchEncoder,
     BlockHash,
     BlockRemoved,
     BlockStored,
     Event,
+    encode_batch,
     low_64_bits,
 )
 
@@ -168,7 +168,7 @@ class Consolidation:
     def __init__(self, sources: Sequence[tuple[str, str | None]], address: Address) -> None:
         self._consolidator = Consolidator()
         self._publisher: BatchPublisher[Event] = BatchPublisher(
-            address, BatchEncoder().encode, num_kept=NUM_KEPT, num_queued=NUM_QUEUED
+            address, encode_batch, num_kept=NUM_KEPT, num_queued=NUM_QUEUED
         )
         self._subscribers: list[KVEventSubscriber] = []
         try:

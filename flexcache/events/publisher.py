@@ -22,6 +22,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Generic, TypeVar
 
+import msgspec
 import zmq
 
 from flexcache.cache.journal import Change
@@ -31,11 +32,10 @@ from flexcache.events.held_blocks import HeldBlocks
 from flexcache.events.wire import (
     END_OF_REPLAY,
     NUMBER_BYTES,
-    BatchEncoder,
-    Snapshots,
-    SnapshotWriter,
+    Page,
     cursor_of,
     describe,
+    encode_batch,
 )
 from flexcache.logs import log_event
 from flexcache.protocol.endpoints import listen_privately
@@ -109,8 +109,9 @@ class BatchPublisher(Generic[Item]):
         num_queued: Batches that may be queued; beyond it the oldest are dropped.
         gather_s: Calls of `publish` within this time share one batch, up to 16 of them: most of a
             batch's cost is waking the thread and sending.
-        snapshots: Tells what is held after the batches that were encoded, for replay requests that
-            ask for all of it; None: they are not answered.
+
+    A subclass that can tell what is held after the batches that were encoded has `_page`, for
+    replay requests that ask for all of it, and `_missed`.
     """
 
     def __init__(
@@ -121,13 +122,12 @@ class BatchPublisher(Generic[Item]):
         num_kept: int,
         num_queued: int,
         gather_s: float = 0.0,
-        snapshots: Snapshots | None = None,
     ) -> None:
         self.address = address
         self._encode = encode
         self._num_queued = num_queued
         self._gather_s = gather_s
-        self._snapshot_writer = None if snapshots is None else SnapshotWriter(snapshots)
+        self._id = os.urandom(8)  # pages of one snapshot are of one publisher
         self._topic = address.topic.encode()
         self._lock = threading.Lock()
         self._queue: deque[_Batch[Item]] = deque()
@@ -291,8 +291,8 @@ class BatchPublisher(Generic[Item]):
         """Log dropped batches once, until the queue has been empty again."""
         num_missing = number - self._number_due
         self._number_due = number + 1
-        if num_missing and self._snapshot_writer is not None:
-            self._snapshot_writer.content.missed()
+        if num_missing:
+            self._missed()
         if num_missing and not self._is_behind:
             self._is_behind = True
             log_event(
@@ -332,22 +332,33 @@ class BatchPublisher(Generic[Item]):
             return
         first = int.from_bytes(request[1], "big")
         cursor = cursor_of(first)
-        if cursor is not None and self._snapshot_writer is not None:
-            page = self._snapshot_writer.write(cursor, self._number_due)
-            if page is not None:
-                self._num_pages += 1
-                self._answer(peer, (self._topic, request[1], page))
-                return
-        if _is_of_req(frames[-1]):
-            kept = next(((n, payload) for n, payload in self._kept if n >= first), None)
-            last = (b"", END_OF_REPLAY, b"")
-            answer = last if kept is None else (self._topic, _pack(kept[0]), kept[1])
-            if self._answer(peer, answer) and kept is not None:
-                self._num_sent_again += 1
-            return
-        while len(self._replays) >= _MOST_REPLAYS and peer not in self._replays:
-            del self._replays[next(iter(self._replays))]
-        self._replays[peer] = _Replay(first, time.monotonic())
+        if cursor is not None and (found := self._page(cursor)) is not None:
+            batch, following = found
+            page = msgspec.msgpack.encode(Page(self._id, self._number_due, following, batch))
+            self._num_pages += 1
+            self._answer(peer, (self._topic, request[1], page))
+        elif _is_of_req(frames[-1]):
+            self._answer_one(peer, first)
+        else:
+            while len(self._replays) >= _MOST_REPLAYS and peer not in self._replays:
+                del self._replays[next(iter(self._replays))]
+            self._replays[peer] = _Replay(first, time.monotonic())
+
+    def _answer_one(self, peer: bytes, first: int) -> None:
+        """Send the first kept batch from a number on, or the end mark."""
+        kept = next(((n, payload) for n, payload in self._kept if n >= first), None)
+        last = (b"", END_OF_REPLAY, b"")
+        answer = last if kept is None else (self._topic, _pack(kept[0]), kept[1])
+        if self._answer(peer, answer) and kept is not None:
+            self._num_sent_again += 1
+
+    def _page(self, cursor: int) -> tuple[bytes, int | None] | None:
+        """Return a batch's payload that stores some of what is held, and where the next page
+        begins; None: what is held is not known."""
+        return None
+
+    def _missed(self) -> None:
+        """Take note that a batch was dropped before it was encoded."""
 
     def _continue_replays(self) -> None:
         """Send on with each replay as far as its peer reads."""
@@ -455,23 +466,6 @@ _GATHER_S = 0.005  # a delay that routers tolerate
 _MORE_THAN_A_NAME = "|"  # separates the name from the rest of the identity: revision, dtypes
 
 
-class _Held:
-    """What the tiers hold, in the form of batches."""
-
-    def __init__(self, encode: Callable[[float, Sequence[Change]], bytes]) -> None:
-        self.blocks = HeldBlocks()
-        self._encode = encode
-
-    def missed(self) -> None:
-        self.blocks.missed()
-
-    def page(self, cursor: int) -> tuple[bytes, int | None] | None:
-        if not self.blocks.is_whole:
-            return None
-        stored, following = self.blocks.page(cursor)
-        return self._encode(time.time(), stored), following
-
-
 class KVEventPublisher(BatchPublisher[Change]):
     """Publishes changes at the config's ``kv_events_endpoint``.
 
@@ -501,23 +495,32 @@ class KVEventPublisher(BatchPublisher[Change]):
             name = model_id.partition(_MORE_THAN_A_NAME)[0]
             topic = f"kv@{pod or sockets.gethostname()}@{name}"
         self._hashes = config.kv_events_hashes
-        self._encoder = BatchEncoder(data_parallel_rank)
-        self._held: _Held | None = None
-        if config.kv_events_replay_endpoint is not None:
-            self._held = _Held(self._encode_changes)
+        self._rank = data_parallel_rank
+        has_replay = config.kv_events_replay_endpoint is not None
+        self._held = HeldBlocks() if has_replay else None
         super().__init__(
             Address(config.kv_events_endpoint, config.kv_events_replay_endpoint, topic),
             self._follow_and_encode,
             num_kept=num_kept,
             num_queued=num_queued,
             gather_s=_GATHER_S,
-            snapshots=self._held,
         )
 
     def _follow_and_encode(self, ts: float, changes: Sequence[Change]) -> bytes:
         if self._held is not None:
-            self._held.blocks.apply(changes)
+            self._held.apply(changes)
         return self._encode_changes(ts, changes)
 
+    def _page(self, cursor: int) -> tuple[bytes, int | None] | None:
+        if self._held is None or not self._held.is_whole:
+            return None
+        stored, following = self._held.page(cursor)
+        return self._encode_changes(time.time(), stored), following
+
+    def _missed(self) -> None:
+        if self._held is not None:
+            self._held.missed()
+
     def _encode_changes(self, ts: float, changes: Sequence[Change]) -> bytes:
-        return self._encoder.encode(ts, [describe(change, self._hashes) for change in changes])
+        events = [describe(change, self._hashes) for change in changes]
+        return encode_batch(ts, events, self._rank)

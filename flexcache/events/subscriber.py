@@ -41,72 +41,6 @@ logger = logging.getLogger(__name__)
 _MAX_SOCKETS = 65_535
 
 
-class ReplayClient:
-    """Asks one publisher.
-
-    Args:
-        endpoint: Its replay endpoint; None: it has none.
-        timeout_s: An answer ends when the publisher is silent this long.
-        topic: Prefix of the topics to receive.
-        found_malformed: Called with a description of each message that is no answer.
-    """
-
-    def __init__(
-        self,
-        endpoint: str | None,
-        timeout_s: float,
-        topic: bytes,
-        found_malformed: Callable[[str], None],
-    ) -> None:
-        self._endpoint = endpoint
-        self._timeout_s = timeout_s
-        self._topic = topic
-        self._found_malformed = found_malformed
-
-    def batches_from(self, first: int) -> tuple[list[tuple[int, bytes, bytes]], bool]:
-        """Return number, topic and payload of the kept batches from ``first`` on, and whether the
-        answer was complete.
-
-        Raises:
-            ConfigError: The address cannot be used.
-        """
-        if self._endpoint is None:
-            return [], False
-        # One socket per request: a late answer to an earlier request must not interfere.
-        socket = _connected(self._endpoint)
-        batches: list[tuple[int, bytes, bytes]] = []
-        try:
-            socket.send_multipart([b"", first.to_bytes(NUMBER_BYTES, "big")])
-            while socket.poll(int(self._timeout_s * 1000)):
-                # "", topic, number, payload; without the topic until vLLM 0.25
-                frames = socket.recv_multipart()
-                if len(frames) not in (3, 4) or len(frames[-2]) != NUMBER_BYTES:
-                    self._found_malformed(f"a replay of {len(frames)} frames")
-                    continue
-                number_bytes, payload = frames[-2:]
-                if number_bytes == END_OF_REPLAY:
-                    return batches, True
-                topic = frames[1] if len(frames) == 4 else b""
-                if not topic or topic.startswith(self._topic):
-                    batches.append((int.from_bytes(number_bytes, "big"), topic, payload))
-        finally:
-            socket.close(linger=0)
-        log_event(
-            logger, logging.WARNING, "kv_events_replay_incomplete", endpoint=self._endpoint,
-            waited_s=self._timeout_s,
-        )  # fmt: skip
-        return batches, False
-
-    def snapshot(self) -> SnapshotReader:
-        """Return what requests a snapshot.
-
-        Raises:
-            ConfigError: The address cannot be used.
-        """
-        assert self._endpoint is not None
-        return SnapshotReader(self._endpoint, self._timeout_s, self._topic)
-
-
 class SnapshotReader:
     """Requests the pages of one snapshot, one after another."""
 
@@ -256,10 +190,10 @@ class BatchSubscriber(Generic[T]):
         self.num_connects = 0
         self.is_connected = False
         self._decode = decode
-        self._replays = ReplayClient(
-            replay_endpoint, replay_timeout_s, topic.encode(), self._found_malformed
-        )
-        self._wants_snapshots = snapshots and replay_endpoint is not None
+        self._replay_endpoint = replay_endpoint
+        self._replay_timeout_s = replay_timeout_s
+        self._topic = topic.encode()
+        self._wants_snapshots = snapshots
         self._snapshot: SnapshotReader | None = None
         """The snapshot that is being read."""
         self._covered = 0
@@ -409,12 +343,9 @@ class BatchSubscriber(Generic[T]):
     def _found_malformed(self, what: str) -> None:
         if self.counters.malformed == 0:
             log_event(
-                logger,
-                logging.WARNING,
-                "kv_events_not_understood",
-                endpoint=self.endpoint,
+                logger, logging.WARNING, "kv_events_not_understood", endpoint=self.endpoint,
                 what=what,
-            )
+            )  # fmt: skip
         self.counters.malformed += 1
 
     def _lose(self, stop: int) -> None:
@@ -427,9 +358,9 @@ class BatchSubscriber(Generic[T]):
 
     def _begin_snapshot(self) -> bool:
         """Deliver the first part of a snapshot; return whether the publisher makes any."""
-        if not self._wants_snapshots:
+        if not self._wants_snapshots or self._replay_endpoint is None:
             return False
-        reader = self._replays.snapshot()
+        reader = SnapshotReader(self._replay_endpoint, self._replay_timeout_s, self._topic)
         first = reader.read()
         if first is None:
             reader.close()
@@ -480,14 +411,12 @@ class BatchSubscriber(Generic[T]):
         """
         known = self._last_payload
         first = self._next if known is None else self._next - 1
-        again, is_whole = self._replays.batches_from(first)
-        has_other = bool(again) and again[0][0] == first and again[0][2] != known
-        has_none = is_whole and not again
-        if known is not None and (has_other or has_none):
+        again, is_whole = self._request_replay(first)
+        if known is not None and not self._goes_on(again, is_whole):
             self._note_restart()
             if may_begin_snapshot and self._begin_snapshot():
                 return
-            again, _ = self._replays.batches_from(0)
+            again, _ = self._request_replay(0)
         again = [batch for batch in again if batch[0] >= self._next]
         has_hole = self._has_hole([batch[0] for batch in again], stop)
         if has_hole and may_begin_snapshot and self._begin_snapshot():
@@ -496,6 +425,47 @@ class BatchSubscriber(Generic[T]):
             self.counters.replayed += 1
             self._replayed[number] = hash(payload)
             self._deliver(number, payload, topic)
+
+    def _goes_on(self, again: Sequence[tuple[int, bytes, bytes]], is_whole: bool) -> bool:
+        """Return whether a replay from the last delivered batch on is of the same publisher."""
+        if not again:
+            return not is_whole
+        number, _, payload = again[0]
+        return number != self._next - 1 or payload == self._last_payload
+
+    def _request_replay(self, first: int) -> tuple[list[tuple[int, bytes, bytes]], bool]:
+        """Return number, topic and payload of the kept batches from ``first`` on, and whether the
+        answer was complete.
+
+        Raises:
+            ConfigError: The address cannot be used.
+        """
+        if self._replay_endpoint is None:
+            return [], False
+        # One socket per request: a late answer to an earlier request must not interfere.
+        socket = _connected(self._replay_endpoint)
+        batches: list[tuple[int, bytes, bytes]] = []
+        try:
+            socket.send_multipart([b"", first.to_bytes(NUMBER_BYTES, "big")])
+            while socket.poll(int(self._replay_timeout_s * 1000)):
+                # "", topic, number, payload; without the topic until vLLM 0.25
+                frames = socket.recv_multipart()
+                if len(frames) not in (3, 4) or len(frames[-2]) != NUMBER_BYTES:
+                    self._found_malformed(f"a replay of {len(frames)} frames")
+                    continue
+                number_bytes, payload = frames[-2:]
+                if number_bytes == END_OF_REPLAY:
+                    return batches, True
+                topic = frames[1] if len(frames) == 4 else b""
+                if not topic or topic.startswith(self._topic):
+                    batches.append((int.from_bytes(number_bytes, "big"), topic, payload))
+        finally:
+            socket.close(linger=0)
+        log_event(
+            logger, logging.WARNING, "kv_events_replay_incomplete", endpoint=self._replay_endpoint,
+            waited_s=self._replay_timeout_s,
+        )  # fmt: skip
+        return batches, False
 
     def _has_hole(self, numbers: Sequence[int], stop: int | None) -> bool:
         """Return whether batches are missing from the next one to the last, or to ``stop``."""
@@ -506,13 +476,6 @@ class BatchSubscriber(Generic[T]):
 
 
 News = BatchNews[EventBatch]
-
-
-@dataclass(slots=True)
-class KVEventCounters(SubscriberCounters):
-    """Counts of batches, and of events of unknown types, which were left out."""
-
-    unknown_events: int = 0
 
 
 class KVEventSubscriber(BatchSubscriber[EventBatch]):
@@ -530,8 +493,6 @@ class KVEventSubscriber(BatchSubscriber[EventBatch]):
         ConfigError: An address cannot be used.
     """
 
-    counters: KVEventCounters
-
     def __init__(
         self,
         endpoint: str,
@@ -541,11 +502,5 @@ class KVEventSubscriber(BatchSubscriber[EventBatch]):
         snapshots: bool = False,
     ) -> None:
         super().__init__(
-            endpoint, self._decode_events, replay_endpoint, topic, replay_timeout_s, snapshots
+            endpoint, decode_batch, replay_endpoint, topic, replay_timeout_s, snapshots
         )
-        self.counters = KVEventCounters()
-
-    def _decode_events(self, payload: bytes) -> EventBatch:
-        batch = decode_batch(payload)
-        self.counters.unknown_events += batch.num_unknown
-        return batch

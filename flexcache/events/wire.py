@@ -6,10 +6,9 @@ A batch is an array ``[time, events, data-parallel rank]``. Its events are maps 
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -72,7 +71,7 @@ _POSITIONS = {
 """Fields in the order of arrays; SGLang's events are maps."""
 
 
-class EventBatch(msgspec.Struct, frozen=True):
+class EventBatch(msgspec.Struct, array_like=True, frozen=True):
     """Events in the order in which they happened.
 
     Attributes:
@@ -159,19 +158,11 @@ def describe(change: Change, hashes: str) -> Event:
             return AllBlocksCleared()
 
 
-class BatchEncoder:
-    """Encodes batches.
-
-    Args:
-        data_parallel_rank: Rank of the publisher, if it has one.
-    """
-
-    def __init__(self, data_parallel_rank: int | None = None) -> None:
-        self._rank = data_parallel_rank
-        self._encode = msgspec.msgpack.Encoder().encode
-
-    def encode(self, ts: float, events: Sequence[Event]) -> bytes:
-        return self._encode((ts, events, self._rank))
+def encode_batch(
+    ts: float, events: Sequence[Event], data_parallel_rank: int | None = None
+) -> bytes:
+    """Return a batch's payload. The rank is the publisher's, if it has one."""
+    return msgspec.msgpack.encode((ts, events, data_parallel_rank))
 
 
 # -- from the wire -------------------------------------------------------------------------------
@@ -181,13 +172,7 @@ _OPTIONAL = {"parent_block_hash": None, "lora_id": None, "medium": None, "lora_n
 """Fields that older publishers omit."""
 
 
-class _CurrentBatch(msgspec.Struct, array_like=True, frozen=True):
-    ts: float
-    events: list[Event]
-    data_parallel_rank: int | None = None
-
-
-_decode_current = msgspec.msgpack.Decoder(_CurrentBatch).decode
+_decode_current = msgspec.msgpack.Decoder(EventBatch).decode
 
 
 def decode_batch(payload: bytes) -> EventBatch:
@@ -200,7 +185,8 @@ def decode_batch(payload: bytes) -> EventBatch:
         batch = _decode_current(payload)  # a sixth of the time, for what publishers send today
     except (msgspec.MsgspecError, RecursionError):
         return _decode_any(payload)
-    return EventBatch(batch.ts, batch.events, batch.data_parallel_rank)
+    # A fourth field of another version is not our count.
+    return _decode_any(payload) if batch.num_unknown else batch
 
 
 def _decode_any(payload: bytes) -> EventBatch:
@@ -274,17 +260,6 @@ class Page(msgspec.Struct, frozen=True, array_like=True):
     batch: bytes
 
 
-class Snapshots(Protocol):
-    """What a publisher sends snapshots of; called on its thread."""
-
-    def missed(self) -> None:
-        """Take note that a batch was dropped before it was encoded."""
-
-    def page(self, cursor: int) -> tuple[bytes, int | None] | None:
-        """Return a batch's payload, and where the next page begins; None: what is held is
-        unknown."""
-
-
 def pack_request(cursor: int) -> bytes:
     return (_FIRST | cursor).to_bytes(NUMBER_BYTES, "big")
 
@@ -292,23 +267,3 @@ def pack_request(cursor: int) -> bytes:
 def cursor_of(number: int) -> int | None:
     """Return what a request asks for; None if it asks for a replay."""
     return number - _FIRST if 0 <= number - _FIRST < _CURSORS else None
-
-
-class SnapshotWriter:
-    """Makes the answers to requests.
-
-    Args:
-        content: What is held.
-    """
-
-    def __init__(self, content: Snapshots) -> None:
-        self.content = content
-        self._publisher = os.urandom(8)
-
-    def write(self, cursor: int, number: int) -> bytes | None:
-        """Return a page as of all batches before ``number``; None: what is held is unknown."""
-        found = self.content.page(cursor)
-        if found is None:
-            return None
-        batch, following = found
-        return msgspec.msgpack.encode(Page(self._publisher, number, following, batch))

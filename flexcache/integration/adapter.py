@@ -366,6 +366,12 @@ COUNTERS = {
     "failed_loads": "Loads that did not load all of their blocks.",
     "dropped_blocks": "Blocks that could not be stored, for any reason.",
 }
+VLLM_COUNTERS = {
+    **COUNTERS,
+    "early_look_ups": "Look-ups at the remote store that began when a request arrived.",
+    "early_loads": "Loads to DRAM that began before vLLM asked about their request.",
+    "cancelled_look_ups": "Requests that went away before vLLM asked about them.",
+}
 
 _LOADS = ("H2D", "DISK2H", "REMOTE2H", "DISK2D")
 

@@ -17,11 +17,11 @@ from flexcache.replay.traces import Trace
 from flexcache.tracing.records import (
     Cancelled,
     ClearedTier,
-    Ended,
     Launched,
-    Matched,
     OpEnded,
     Record,
+    TaskEnded,
+    TaskMatched,
 )
 
 
@@ -30,12 +30,12 @@ class TaskHistory:
     """Records of one task. Its start or its end may be missing from the trace."""
 
     task: int
-    match: Matched | None = None
+    match: TaskMatched | None = None
     launch: Launched | None = None
     cancel: Cancelled | None = None
     ops: list[OpEnded] = field(default_factory=list)
     """Ops ordered by end time."""
-    end: Ended | None = None
+    end: TaskEnded | None = None
 
     @property
     def kind(self) -> TaskKind | None:
@@ -83,11 +83,11 @@ def histories(records: Iterable[Record]) -> dict[int, TaskHistory]:
     """Return tasks by id, in the order of their first records."""
     tasks: dict[int, TaskHistory] = {}
     for record in records:
-        if not isinstance(record, Matched | Launched | Cancelled | OpEnded | Ended):
+        if not isinstance(record, TaskMatched | Launched | Cancelled | OpEnded | TaskEnded):
             continue
         history = tasks.setdefault(record.task, TaskHistory(record.task))
         match record:
-            case Matched():
+            case TaskMatched():
                 history.match = record
             case Launched():
                 history.launch = record
@@ -95,7 +95,7 @@ def histories(records: Iterable[Record]) -> dict[int, TaskHistory]:
                 history.cancel = record
             case OpEnded():
                 history.ops.append(record)
-            case Ended():
+            case TaskEnded():
                 history.end = record
     return tasks
 
@@ -148,7 +148,7 @@ def _is_meant(task: TaskHistory, wanted: str) -> bool:
 
 def _text(task: TaskHistory, record: Record) -> str:
     match record:
-        case Matched():
+        case TaskMatched():
             return _match_text(record)
         case Launched(gated=gated):
             return "launched" + (", to wait for the engine's step" if gated else "")
@@ -156,16 +156,16 @@ def _text(task: TaskHistory, record: Record) -> str:
             return "cancelled"
         case OpEnded():
             return _op_text(record, task.ready_s()[record.op])
-        case Ended(status=KVStatus.NOT_FOUND):
+        case TaskEnded(status=KVStatus.NOT_FOUND):
             return "ended: nothing to move"
-        case Ended(status=status, num_ok=num_ok, error=error):
+        case TaskEnded(status=status, num_ok=num_ok, error=error):
             why = f" ({error})" if error else ""
             return f"ended: {status.value}, {_blocks(num_ok)} arrived{why}"
         case _:
             raise AssertionError(f"{record} belongs to no task")
 
 
-def _match_text(match: Matched) -> str:
+def _match_text(match: TaskMatched) -> str:
     asked = f"{match.kind.value} of blocks {match.start} to {match.stop}"
     asked += f" ({match.num_tokens:,} tokens, engine {match.engine})"
     if match.kind is TaskKind.PUT:
@@ -274,7 +274,7 @@ def _add(summary: Summary, task: TaskHistory) -> None:
         summary.stored_blocks += task.end.num_ok
 
 
-def _add_match(summary: Summary, match: Matched) -> None:
+def _add_match(summary: Summary, match: TaskMatched) -> None:
     summary.calls[match.kind.value] += 1
     summary.dropped_blocks.update(match.dropped)
     summary.skipped_blocks.update(match.skipped)

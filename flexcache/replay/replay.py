@@ -37,11 +37,11 @@ from flexcache.tracing.records import (
     SETTINGS,
     Cancelled,
     ClearedTier,
-    Ended,
     Launched,
-    Matched,
     OpEnded,
     Record,
+    TaskEnded,
+    TaskMatched,
     TraceHeader,
 )
 
@@ -192,7 +192,7 @@ class Player:
 
     def play(self, record: Record) -> None:
         match record:
-            case Matched():
+            case TaskMatched():
                 self._pace(record.time)
                 self._match(record)
             case Launched(task=task) if self._speed:
@@ -207,7 +207,7 @@ class Player:
                 self._pace(record.time)
                 if task in self._open:
                     self._manager.cancel([self._open[task].task_id])
-            case Ended(task=task):
+            case TaskEnded(task=task):
                 self._launch(task)
                 self._wait(task, completely=True)
                 self._open.pop(task, None)
@@ -235,7 +235,7 @@ class Player:
             if early > 0:
                 time.sleep(early)
 
-    def _match(self, match: Matched) -> None:
+    def _match(self, match: TaskMatched) -> None:
         if "parent_missing" in match.dropped:
             return  # the trace cannot tell where in its prompt this was
         self._report_prefill(match.prefill_blocks_per_s)
@@ -261,7 +261,7 @@ class Player:
             )
             self._begin(match, task_id, int(mask.sum()) // self._size)
 
-    def _begin(self, match: Matched, task_id: int, num_blocks: int) -> None:
+    def _begin(self, match: TaskMatched, task_id: int, num_blocks: int) -> None:
         if not num_blocks:
             return  # the task is already final
         self._open[match.task] = _OpenTask(task_id, num_blocks)
@@ -303,7 +303,7 @@ class Player:
             self._manager.clear(tier)
 
 
-def _first_block(match: Matched) -> int:
+def _first_block(match: TaskMatched) -> int:
     """Return the first block that a repeated call covers.
 
     A put covers the whole prompt: what the cache supplied to the engine in the trace, the engine
@@ -328,7 +328,7 @@ class ReplayReport:
 
     then: Summary | None
     now: Summary
-    differences: list[tuple[Matched, Matched]]
+    differences: list[tuple[TaskMatched, TaskMatched]]
     tiers: dict[str, dict[str, int]]
     latest_s: float
     notes: list[str]
@@ -345,9 +345,9 @@ class ReplayReport:
         }
 
 
-def differences_between(then: Trace, now: Trace) -> Iterator[tuple[Matched, Matched]]:
+def differences_between(then: Trace, now: Trace) -> Iterator[tuple[TaskMatched, TaskMatched]]:
     """Yield the gets of a trace that found other blocks in its replay, and those of the replay."""
-    calls = ((r for r in trace.records() if isinstance(r, Matched)) for trace in (then, now))
+    calls = ((r for r in trace.records() if isinstance(r, TaskMatched)) for trace in (then, now))
     for first, second in zip(*calls, strict=False):
         is_get = first.kind is TaskKind.GET
         if is_get and (first.num_blocks, first.sources) != (second.num_blocks, second.sources):
@@ -415,7 +415,7 @@ def replay(
         num_records += 1
         if isinstance(record, OpEnded) and record.kind in _FILLS_DRAM:
             num_fills[record.task] += 1
-        elif isinstance(record, Matched):
+        elif isinstance(record, TaskMatched):
             longest = max(longest, record.stop)
     with (
         isolated(config, trace_dir) as config,

@@ -21,8 +21,8 @@ from flexcache.tracing.records import (
     DECODE_ERRORS,
     FORMAT,
     KEY_BYTES,
-    Matched,
     Record,
+    TaskMatched,
     TraceHeader,
     read_lines,
 )
@@ -66,7 +66,7 @@ class KeyReader:
         self._last: tuple[_Keys, bytes] = _Keys(None, 0, b""), b""
         """The last completed keys: a prompt that grows with each call costs one copy."""
 
-    def complete(self, match: Matched) -> Matched:
+    def complete(self, match: TaskMatched) -> TaskMatched:
         """Return the match with all of its keys.
 
         Raises:
@@ -155,7 +155,7 @@ class RecordedTrace:
         for path in self._paths:
             keys = KeyReader()
             for number, record in _read_lines(path):
-                if with_keys and isinstance(record, Matched):
+                if with_keys and isinstance(record, TaskMatched):
                     try:
                         record = keys.complete(record)
                     except ValueError as error:
@@ -306,7 +306,7 @@ class MooncakeTrace:
             keys = b"".join(map(hash_key, request.hash_ids)) if with_keys else b""
             for kind in (TaskKind.GET, TaskKind.PUT):
                 task += 1
-                yield Matched(
+                yield TaskMatched(
                     time=request.time_s,
                     task=task,
                     kind=kind,

@@ -94,6 +94,7 @@ class ServedCache:
     Attributes:
         tasks: Its task engine.
         store: Its memory and files.
+        sizes: Capacities of its tiers, in blocks.
         shape: How the blocks of the model's groups fill the cache's.
         layouts: How the ranks that have registered lay out their shards.
         layout: How the ranks lay out the bytes of a block; None until it is known of all shards.
@@ -113,36 +114,36 @@ class ServedCache:
         self.shape = UnitShape(model.groups, config.tokens_per_block)
         self.shards = shards
         self.layouts = ShardLayouts(len(shards.sizes))
-        sizes = CacheSizes.for_blocks(config, shards.block_bytes, shards.stored_bytes)
+        self.sizes = CacheSizes.for_blocks(config, shards.block_bytes, shards.stored_bytes)
         if config.remote_url is not None:
             check_packages(config.remote_url, config.remote_compression)
         if config.ssd_compression != "none":
             open_compressor(Codec.of(config.ssd_compression))
         check_pool_fits(
-            shards.stored_bytes * sizes.num_host_blocks,
+            shards.stored_bytes * self.sizes.num_host_blocks,
             in_control_group=config.hugepages != "reserved",  # those are not counted there
         )
         try:
-            self.tasks = self._make_engine(sizes)
+            self.tasks = self._make_engine()
         except MemoryError:
             raise ConfigError(
-                f"{sizes.num_host_blocks} blocks in DRAM and {sizes.num_slots} on SSD: their index "
-                "does not fit into memory; lower the sizes"
+                f"{self.sizes.num_host_blocks} blocks in DRAM and {self.sizes.num_slots} on SSD: "
+                "their index does not fit into memory; lower the sizes"
             ) from None
-        self.store = CacheStore(config, shards, sizes)
+        self.store = CacheStore(config, shards, self.sizes)
         self.layout: str | None = None
         needed = self.shape.largest_tail_units
-        if needed > sizes.num_host_blocks:
+        if needed > self.sizes.num_host_blocks:
             log_event(
-                logger, logging.WARNING, "tails_do_not_fit", blocks=sizes.num_host_blocks,
+                logger, logging.WARNING, "tails_do_not_fit", blocks=self.sizes.num_host_blocks,
                 blocks_of_a_tail=needed, effect="prompts as long as the window are not found again",
                 remedy="a larger cpu_cache_gb",
             )  # fmt: skip
 
-    def _make_engine(self, sizes: CacheSizes) -> KVTaskEngine:
+    def _make_engine(self) -> KVTaskEngine:
         config = self.config
         return KVTaskEngine(
-            build_cache(config, sizes, self.shape if self.model.groups else None),
+            build_cache(config, self.sizes, self.shape if self.model.groups else None),
             TaskLimits(
                 block_bytes=self.shards.block_bytes,
                 load_ranks=range(self.shards.num_ranks),
@@ -191,14 +192,21 @@ class ServedCache:
             )  # fmt: skip
 
     def direct_files(self) -> DirectFilesRef | None:
-        """Return the files that ranks may move blocks to and from past the host pool.
-
-        None if a rank sees only a part of a slot, whose checksum is that of the whole, or if the
-        model has several groups.
-        """
+        """Return the files that ranks may move blocks to and from past the host pool, if any."""
+        pool, config = self.store.disk_pool, self.config
+        if pool is None or config.ssd_past_dram == "never":
+            return None
+        # A rank that sees a part of a slot cannot verify it: the checksum is that of the whole.
         if len(self.shards.sizes) > 1 or self.model.groups:
             return None
-        return self.store.direct_files()
+        # Packed blocks are unpacked by the disk worker, into DRAM.
+        if config.ssd_compression != "none" or self.store.has_packed_slots:
+            return None
+        has_dram = self.sizes.keeps_on_host
+        is_choice = has_dram and config.ssd_past_dram == "auto"
+        return DirectFilesRef.of(
+            pool.data_fds, pool.slot_bytes, is_writable=not has_dram, is_choice=is_choice
+        )
 
     def _identity(self, layout: str) -> KVIdentity:
         return KVIdentity.of(self.fingerprint, layout)
@@ -323,6 +331,7 @@ class CacheSlot:
         """A rank greets: its size may be what the cache waits for."""
         if self.cache is not None:
             return
+        # To the end of the order, by which the oldest are forgotten.
         self._told.pop((hello.engine, hello.rank), None)
         self._told[hello.engine, hello.rank] = hello.block_bytes, now
         while len(self._told) > _MAX_TOLD:  # the oldest of too many are forgotten
@@ -385,6 +394,7 @@ class CacheSlot:
         try:
             clearing = self.cache.adopt_layout(whole, now)
         except FlexCacheError as error:
+            # The rank is refused: what it said must not stand against the next one.
             layouts.forget(shard)
             return str(error)
         if clearing is not None:  # what a restart may bring back is under its own layout

@@ -57,6 +57,7 @@ from flexcache.transfer.messages import unpack_ids
 
 logger = logging.getLogger(__name__)
 
+# Beyond it a match is made at once, without what the remote store may have.
 _MAX_PARKED_BYTES = 256 << 20
 
 
@@ -95,6 +96,7 @@ class SessionCalls:
         except ValueError as error:
             reply = Failed(request.request_id, "value", str(error))
         except KeyError as error:
+            # `str` of a KeyError puts the text in quotes.
             reply = Failed(request.request_id, "key", str(error.args[0]))
         except FlexCacheError as error:
             reply = Failed(request.request_id, "internal", str(error))
@@ -132,7 +134,9 @@ class SessionCalls:
 
     def _clear(self, caller: Scheduler, request: Clear, now: float) -> Answer | None:
         assert self._slot.cache is not None
+        # From here on no match finds the blocks. Erasing their records takes seconds.
         clearing = self._slot.cache.clear(request.tier)
+        # What its requests of before store later has the old name.
         if request.tier is None:
             self._state.weights.rename(caller.engine, random_version(), now)
         if not clearing.needs_work:
@@ -173,6 +177,8 @@ class SessionCalls:
         return self._make_task(caller, request, prompt, now)
 
     def _read_prompt(self, caller: Scheduler, request: Match, data: memoryview) -> Prompt:
+        # Checked here, since this comes from another process, and the task engine trusts its
+        # callers.
         keys = self._read_keys(caller, request, data)
         if not 0 <= request.start <= request.stop <= keys.num_blocks:
             raise ValueError(f"blocks {request.start} to {request.stop} of {keys.num_blocks}")
@@ -180,6 +186,7 @@ class SessionCalls:
             check_session_id(request.session_id)
         if not 0 <= request.tail_at <= request.stop:
             raise ValueError(f"a tail behind {request.tail_at} of {request.stop} blocks")
+        # Below 0 is `NO_GENERATION`, that of an engine whose weights are unknown.
         if request.weights < 0:
             raise ValueError(f"weights of generation {request.weights}")
         return Prompt(
@@ -195,6 +202,7 @@ class SessionCalls:
         key_bytes = max(request.key_bytes, len(request.parent_key or b""))
         if len(request.root) != ROOT_BYTES or key_bytes > MAX_KEY_BYTES:
             raise ValueError(f"a root has {ROOT_BYTES} bytes, a key at most {MAX_KEY_BYTES}")
+        # A NaN passes every later comparison.
         for name in ("retain_s", "prefill_blocks_per_s"):
             if not math.isfinite(getattr(request, name)):
                 raise ValueError(f"{name} = {getattr(request, name)}")
@@ -263,6 +271,7 @@ class SessionCalls:
     def cancel(self, caller: Scheduler, message: Cancel, now: float) -> bool:
         """Cancel tasks; False if the message is malformed."""
         assert self._slot.cache is not None
+        # A client has no more tasks, and each id takes time for which all others wait.
         max_bytes = 8 * DEFAULT_LIMITS.max_open_tasks
         if len(message.task_ids) % 8 or len(message.task_ids) > max_bytes:
             return False
@@ -299,6 +308,7 @@ class SessionCalls:
 
 def _check_owner(caller: Scheduler, task_id: int) -> TaskId:
     """Raises `KeyError` for a task of another session."""
+    # A client could cancel or launch tasks of others else: ids are no secret.
     if session_of(task_id) != caller.session:
         raise KeyError(f"task {task_id} is not of session {caller.session}")
     return TaskId(task_id)
@@ -307,6 +317,7 @@ def _check_owner(caller: Scheduler, task_id: int) -> TaskId:
 def _read_content(request: Match, token_data: memoryview) -> PromptContent:
     """Token ids and metadata, copied: they outlive the message, and the client's memory changes."""
     tokens: Sequence[int] | npt.NDArray[np.int64] = ()
+    # For a trace clients send no tokens, only what describes the request.
     if request.token_bytes or not request.key_bytes:
         if len(token_data) % 8:
             raise ValueError(f"{len(token_data)} bytes are not whole token ids")

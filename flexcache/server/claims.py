@@ -86,6 +86,7 @@ class Claims:
 
     def settle(self, place: str) -> bool:
         """The holder of a place is gone: its claimants may take it. Whether it was disputed."""
+        # The heir may come back: until another client has the place, the doubt rests.
         inherited = self._inherited.get(place)
         if inherited is not None:
             inherited.is_there = False
@@ -103,15 +104,18 @@ class Claims:
         was_disputed = self.is_disputed
         claimants = self._vacant.pop(place, set())
         for inherited_place, inherited in list(self._inherited.items()):
+            # The heir is back, or another client has its place, and the doubt is over.
             if inherited_place == place:
                 inherited.is_there = inherited.heir == client
                 is_over = not inherited.is_there
             else:
+                # One client less that was there before the heir: without any it fits what is left.
                 if inherited.others.get(place) != client:
                     inherited.others.pop(place, None)
                 is_over = not inherited.others
             if is_over:
                 del self._inherited[inherited_place]
+        # It may be of another engine than the clients in the other places.
         if client in claimants and others:
             self._inherited[place] = _Inheritance(client, pid, dict(others))
         return was_disputed != self.is_disputed

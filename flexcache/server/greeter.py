@@ -11,11 +11,15 @@ A rank that is gone takes its ops with it; a scheduler its tasks. Neither takes 
 from __future__ import annotations
 
 import logging
+import os
+from functools import partial
 
 from flexcache.cache.prompt import MAX_VERSION_LENGTH
 from flexcache.errors import ConfigError, MissingDependencyError, RegistrationError
 from flexcache.logs import log_event
+from flexcache.protocol.fence import Scratch
 from flexcache.protocol.messages import (
+    MAX_FRAME_BYTES,
     MAX_NAME_LENGTH,
     PROTOCOL_VERSION,
     UNKNOWN_WEIGHTS,
@@ -29,9 +33,10 @@ from flexcache.protocol.messages import (
     WelcomeEngine,
     WelcomeRank,
     is_anonymous,
+    pid_namespace,
 )
 from flexcache.server.claims import Claim
-from flexcache.server.state import HubConfig, Peer, Rank, Scheduler, ServerState
+from flexcache.server.state import Peer, Rank, Scheduler, ServerState
 from flexcache.storage.pool_directory import DirectoryInUseError
 from flexcache.storage.shards import Shards
 from flexcache.tasks.instructions import DISK, device
@@ -66,10 +71,10 @@ class Greeter:
 
     def greet(self, identity: bytes, hello: Hello, now: float) -> None:
         """Answer a Hello that is well-formed, or leave it unanswered: the client asks again."""
-        config, refused = self._config, refuse_version(hello.version)
+        refused = refuse_version(hello.version)
         if refused is not None:
             self._state.counters.rejected_messages["version"] += 1
-        elif (problem := _misfit(hello, config)) is not None:
+        elif (problem := _misfit(hello, self._state.owner)) is not None:
             refused = Refused(problem)
         elif len(self._state.peers) >= _MAX_PEERS:
             self._state.counters.rejected_messages["crowded"] += 1
@@ -99,14 +104,14 @@ class Greeter:
             return Refused(f"rank {hello.rank}: {conflict}", final=False)
         segment, direct = cache.store.segment_of(hello.rank).ref(), cache.direct_files()
         welcome = WelcomeRank(
-            self._config.epoch, self._config.server_pid, segment,
+            self._state.epoch, os.getpid(), segment,
             self._state.engine(hello.engine).fence.path,
             cache.shards.sizes[cache.shards.of_rank(hello.rank)], cache.fingerprint,
             cache.shape.blocks_per_unit, may_skip=cache.model.has_tails,
             num_groups=max(1, len(cache.model.groups)), direct=direct,
         )  # fmt: skip
         rank = Rank(identity, hello.engine, hello.rank, hello.client, hello.pid, now)
-        self._state.add(rank)
+        self._add(rank)
         self._refused.pop((rank.engine, rank.rank), None)  # what was wrong with it may be over
         self._outbox.send(identity, welcome)
         if self._takes_place(rank):
@@ -206,7 +211,7 @@ class Greeter:
     def _refuse_engine(self, hello: HelloEngine, now: float) -> Refused | None:
         """Why the engine cannot use this cache. Opens the cache for the first engine, if the sizes
         of its blocks are known."""
-        owner = self._config.owner
+        owner = self._state.owner
         if owner is not None:
             return Refused(
                 f"this cache is engine {owner!r}'s alone; engines share one by `endpoint`"
@@ -231,18 +236,18 @@ class Greeter:
         fence = state.engine(name).fence
         fence.begin_session()
         session = state.open_session(name)
-        scratch = state.host.map_scratch(hello.pid, hello.scratch_fd)
+        scratch = Scratch.open(hello.pid, hello.scratch_fd, MAX_FRAME_BYTES)
         # While the scheduler is not known here: it learns by the Welcome.
         weights = state.weights.greeted(name, hello.client, hello.weights, hello.heard, now)
         scheduler = Scheduler(
             identity, hello.calls, name, hello.client, hello.pid, session, scratch, now
         )
-        state.add(scheduler)
+        self._add(scheduler)
         log_event(logger, logging.INFO, "session_began", engine=name, pid=hello.pid)
         is_dispute_news = self._takes_place(scheduler)
         missing, problems = self.missing(name), self.problems(name)
         welcome = WelcomeEngine(
-            session, self._config.server_pid, fence.path, missing, scratch is not None,
+            session, os.getpid(), fence.path, missing, scratch is not None,
             self._config.prompt_detail, weights,
         )  # fmt: skip
         self._outbox.send(identity, welcome)
@@ -272,7 +277,7 @@ class Greeter:
         """Whether the new peer begins or ends a dispute."""
         engine = self._state.engine(peer.engine)
         others = {place: p.client for place, p in engine.peers.items() if p is not peer}
-        if peer.engine == self._config.owner:
+        if peer.engine == self._state.owner:
             # A rank that takes a place over may be of another engine than this scheduler, too.
             others[Scheduler.place] = ""  # in this process
         return engine.claims.take(peer.place, peer.client, peer.pid, others)
@@ -297,7 +302,18 @@ class Greeter:
             self._dispute_changed(name, now)
         return bool(changed)
 
-    # -- leaving ---------------------------------------------------------------------------------
+    # -- coming and leaving ----------------------------------------------------------------------
+
+    def _add(self, peer: Peer) -> None:
+        """Give a peer its place, and watch its process."""
+        self._state.add(peer)
+        # A process of another pid namespace is not seen: heartbeats and deadlines have to do.
+        reactor = self._state.reactor
+        reactor.watch_process(peer.identity, peer.pid, partial(self._died, peer))
+
+    def _died(self, peer: Peer, now: float) -> None:
+        if self._state.peers.get(peer.identity) is peer:
+            self.lose(peer, "its process died", now)
 
     def expire(self, now: float) -> None:
         """Lose the peers that have been silent, except ranks that have ops, which may be copying,
@@ -445,10 +461,10 @@ def refuse_version(version: int) -> Refused | None:
     )
 
 
-def _misfit(hello: Hello, config: HubConfig) -> str | None:
+def _misfit(hello: Hello, owner: str | None) -> str | None:
     """Why the client is wrong at this server: its process cannot be seen, or its engine's name is
     impossible here."""
-    owner, ours, theirs = config.owner, config.pid_namespace, hello.pid_namespace
+    ours, theirs = pid_namespace(), hello.pid_namespace
     if theirs and ours and theirs != ours:  # it finds the server's memory by the process's id
         return (
             f"the client runs in pid namespace {theirs}, the server in {ours}: run both in one "

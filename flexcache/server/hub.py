@@ -49,6 +49,7 @@ from flexcache.server.outbox import BackgroundJob, problem_of
 from flexcache.server.reactor import Buffer, UnreadableError, log_failed, read_message
 from flexcache.server.state import LocalCaller, Rank, Scheduler, ServerState
 from flexcache.stats import CacheIdentity, EngineStats, ServerCounters, ServerStats, Stats, to_plain
+from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.instructions import (
     DISK,
     REMOTE,
@@ -68,6 +69,7 @@ logger = logging.getLogger(__name__)
 
 _WORKERS = frozenset((DISK, REMOTE))
 _DECODER = msgspec.msgpack.Decoder(ToServer)
+# For versions whose other fields are unknown here: no version may change these.
 _GREETING_DECODER = msgspec.msgpack.Decoder(Greeting)
 
 
@@ -129,6 +131,7 @@ class Hub:
         if peer is not None:
             peer.heard_s = now
         match message:
+            # Also without a session: `flexcache status` asks before any engine has greeted.
             case GetStats():
                 session = caller.session if caller is not None else None
                 plain = to_plain(self.stats(now, session))
@@ -137,6 +140,7 @@ class Hub:
                 if caller is not None:
                     self._calls.answer(caller, message, data, now)
                 else:
+                    # It was silent for too long, and has not heard yet that its session is over.
                     self.counters.rejected_messages["without_session"] += 1
                     failed = Failed(message.request_id, "session", "no such session")
                     self.outbox.send(identity, failed)
@@ -156,6 +160,7 @@ class Hub:
                 self.route(now)
                 self.greeter.weights_changed(peer, message, now)
                 self.outbox.send(identity, self.state.weights.of(peer.engine))
+            # By this the rank registers again, and gets the notices that it may have missed.
             case Ping() if isinstance(peer, Rank) and peer.has_missed:
                 self._reject(identity, "unread", "messages were dropped, as they were not read")
             case Ping() if peer is not None:
@@ -180,6 +185,7 @@ class Hub:
             return  # an impatient repetition
         if (problem := malformed_greeting(hello)) is not None:
             self._reject(identity, "malformed", problem)
+        # Replies go by identity: one of two clients would get those of both.
         elif isinstance(hello, HelloEngine) and self._is_known(hello.calls):
             self._reject(identity, "misplaced", "the identity for calls is in use already")
         else:
@@ -214,12 +220,6 @@ class Hub:
         elif peer is not None:
             peer.has_missed = True
 
-    def peer_died(self, identity: bytes, now: float) -> None:
-        """A peer's process has ended."""
-        peer = self.state.peers.get(identity)
-        if peer is not None:
-            self.greeter.lose(peer, "its process died", now)
-
     # -- workers ---------------------------------------------------------------------------------
 
     def worker_up(self, worker: str) -> None:
@@ -247,30 +247,37 @@ class Hub:
             if self._slot.failure is not None:
                 self.state.changed.notify_all()
             return
-        tasks, ending, has_news = cache.tasks, self.state.ending, False
-        for session, engine in ending.items():
-            found = self.state.engines.get(engine)
-            if found is None or not found.fence.is_counted_on:
-                tasks.end_session(session, now, is_counted_on=False)
+        tasks, has_news = cache.tasks, False
+        if self.state.ending:
+            self._end_promises(tasks, now)
+        # A look-up that has ended makes a task, which has instructions of its own.
         while instructions := tasks.take_instructions():
             for instruction in instructions:
                 has_news |= isinstance(instruction, LookUpEnded)
                 self._deliver(instruction, now)
-        for session, engine in list(ending.items()):  # its other notices were sent before
+        for session, engine in list(self.state.ending.items()):  # its other notices were sent
             if not tasks.sessions.uses_gpu_of(engine):
-                del ending[session]
+                del self.state.ending[session]
                 self.state.tell(engine, SessionOver(session))
         if (begun := tasks.begin_study()) is not None:
             policy, study = begun
-            # One that could not be run has learned nothing.
+            # It takes milliseconds, for which callers would wait. One that could not be run has
+            # learned nothing.
             job = BackgroundJob(study.run, lambda _: tasks.adopt_study(policy, study))
             self.outbox.begin(job)
         if has_news or self._seen_readiness != self.greeter.num_changes:
             self._seen_readiness = self.greeter.num_changes
             self.state.changed.notify_all()
-        feed, journal = self.state.feed, tasks.cache.tiers.journal
-        if feed is not None and journal:  # also of matches that had waited for a look-up
-            feed.pass_on(journal.take())
+        if journal := tasks.cache.tiers.journal:  # also of matches that had waited for a look-up
+            self.state.observers.pass_on(journal.take())
+
+    def _end_promises(self, tasks: KVTaskEngine, now: float) -> None:
+        """Cancel the loads that were promised to engines whose schedulers are gone, once no step
+        counts on them."""
+        for session, engine in self.state.ending.items():
+            found = self.state.engines.get(engine)
+            if found is None or not found.fence.is_counted_on:
+                tasks.end_session(session, now, is_counted_on=False)
 
     def _deliver(self, instruction: Instruction, now: float) -> None:
         match instruction:
@@ -315,8 +322,11 @@ class Hub:
 
     def _send_to_rank(self, executor: str, message: RunOp | Drop) -> None:
         rank = self.state.ranks.get(executor)
+        # Of a rank that has left all ops have ended.
         if rank is not None:
             if rank.weights and isinstance(message, RunOp):
+                # Those for which it was planned: all that is planned is routed before a new number
+                # counts. A later update is for the rank to notice.
                 message = replace(message, weights=rank.weights)
             self.outbox.give(rank.identity, message)
 

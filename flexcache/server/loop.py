@@ -33,6 +33,7 @@ _HANG_UP_POLL_S = 0.005
 _LONGEST_TURN_S = 0.005
 _MAX_MESSAGES_A_TURN = 256  # deadlines and answers are not to wait for a flood to end
 _CENSUSES_A_TIMEOUT = 8  # how often all clients are checked for silent ones
+# Nothing wakes the loop when the engine that started this server leaves.
 _IDLE_POLL_S = 0.1
 
 
@@ -87,6 +88,7 @@ class EventLoop:
 
     def _turn(self) -> None:
         """Wait for one batch of events and take it in."""
+        # Not under the lock: starting a process takes milliseconds.
         self._pool.start_due(time.monotonic())
         self._take_events(self._reactor.wait(self._next_due))
         if self._idle_exit is None:
@@ -130,7 +132,7 @@ class EventLoop:
                 self._hub.route(now)
                 self._availability_log.update(cache.tasks)
             to_peers, to_workers, jobs = self._hub.outbox.take()
-        # Without the lock from here on: callers of this process wait for it.
+        # From here on without the lock: callers in this process wait for it.
         self._socket.flush()
         for instruction in to_workers:
             self._pool.carry_out(instruction)
@@ -183,10 +185,12 @@ class EventLoop:
                 self._hub.route(now)
         if cache is not None:
             self._pool.hurry()  # there is little time for what is dirty
+            # Sends what closing down has decided.
             self._take_events([])
             while time.monotonic() < deadline and self._is_unfinished():
                 self._pool.start_due(time.monotonic())
                 self._take_events(self._reactor.wait(lambda now: now + 0.05))
+            # Not an error: a limit of writes may have allowed no more.
             self._report_dirty(cache.tasks)
         self._stop_peers()
         self._pool.stop(_DRAIN_TIMEOUT_S)
@@ -251,6 +255,7 @@ class IdleExit:
             return False
         if not self._had_client:
             patience_s = max(self._patience_s, _FIRST_CLIENT_PATIENCE_S)
+            # The engine that started it is gone, or has found another server.
             if not self._is_needed():
                 patience_s = _UNNEEDED_PATIENCE_S
             return now - self._started_s > patience_s
@@ -274,6 +279,7 @@ class AvailabilityLog:
                 log_event(logger, logging.INFO, "breaker_closed")
             else:
                 log_event(logger, logging.WARNING, "breaker_opened", reason=outage)
+        # Tiers whose workers were never up are logged when they come up, not as lost.
         if self._unavailable is None:
             self._unavailable = {tier.name for tier in tasks.cache.tiers.lower}
         unavailable = tasks.cache.tiers.unavailable

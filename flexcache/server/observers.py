@@ -26,41 +26,42 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+_MAX_WAITING_TOKENS = 8 << 20  # some 300 MB
+
 
 class Observers:
-    """The observers of one server.
+    """The observers of one server. `pass_on` and `take_changes` never wait, and need its lock.
 
     Attributes:
         absent: Names of those that could not start.
-        feed: Takes the changes of the tiers; None if nothing records them.
     """
 
     def __init__(self, config: CacheConfig) -> None:
         self._config = config
         self._http: HttpService | None = None
         self._tracer: Tracer | None = None
-        self.feed: ChangeFeed | None = None
+        self._publisher: KVEventPublisher | None = None
+        self._names: PublishedNames | None = None
+        self._waiting: deque[Sequence[Change]] = deque()
+        """Batches of changes that were not taken yet."""
+        self._num_tokens = 0
+        self._num_dropped = 0
         self.absent: list[str] = []
 
     def open_http(self, start: Callable[[], HttpService]) -> None:
         """Start HTTP."""
         self._http = self._start("HTTP", start)
 
-    def follow(self, cache: ServedCache) -> ChangeFeed | None:
-        """Start publishing and tracing what happens in a cache that has just been opened. Returns
-        what takes the changes of its tiers, if anything records them."""
+    def follow(self, cache: ServedCache) -> None:
+        """Start publishing and tracing what happens in a cache that has just been opened."""
         config = self._config
-        if config.records_changes:
-            publisher = None
-            if config.kv_events_endpoint is not None:
-                publisher = self._start("KV events", lambda: self._open_publisher(cache))
-            if config.http_endpoint is not None:
-                cache.published = PublishedNames(config.kv_events_hashes)
-            self.feed = ChangeFeed(config, publisher, cache.published)
+        if config.kv_events_endpoint is not None:
+            self._publisher = self._start("KV events", lambda: self._open_publisher(cache))
+        if config.records_changes and config.http_endpoint is not None:
+            self._names = cache.published = PublishedNames(config.kv_events_hashes)
         if config.trace_dir is not None:
             self._tracer = self._start("trace", lambda: self._open_tracer(cache))
             cache.tasks.recorder = self._tracer
-        return self.feed
 
     def _open_publisher(self, cache: ServedCache) -> KVEventPublisher:
         publisher = KVEventPublisher(
@@ -82,6 +83,7 @@ class Observers:
         """Start an optional observer. If it fails (port taken, say), run without it."""
         try:
             return start()
+        # Of any class, as it may come from optional packages: the cache runs without them.
         except Exception as error:
             log_event(
                 logger, logging.ERROR, "observer_not_started", observer=name, error=error,
@@ -90,12 +92,39 @@ class Observers:
             self.absent.append(name)
             return None
 
+    def pass_on(self, changes: Sequence[Change]) -> None:
+        """Queue changes of the tiers for the publisher and for `take_changes`."""
+        if self._names is not None:
+            self._names.apply(changes)
+        if self._publisher is not None:
+            self._publisher.publish(changes)
+        # No caller takes them: they would only be dropped later.
+        if not self._config.kv_events:
+            return
+        self._waiting.append(changes)
+        self._num_tokens += _num_tokens(changes)
+        # The last batch is kept, however large: a caller might never get any else.
+        while len(self._waiting) > 1 and (
+            len(self._waiting) > NUM_QUEUED or self._num_tokens > _MAX_WAITING_TOKENS
+        ):
+            self._num_tokens -= _num_tokens(self._waiting.popleft())
+            self._num_dropped += 1
+
     def take_changes(self) -> list[Change]:
-        """What the tiers have stored and lost since the last call, with ``kv_events``."""
-        return [] if self.feed is None else self.feed.take()
+        """What the tiers have stored and lost since the last call, with ``kv_events``. Beyond
+        `NUM_QUEUED` batches or eight million tokens the oldest were dropped."""
+        changes = [change for batch in self._waiting for change in batch]
+        self._waiting.clear()
+        self._num_tokens = 0
+        return changes
 
     def event_stats(self) -> EventStats | None:
-        return None if self.feed is None else EventStats(**self.feed.stats())
+        if not self._config.records_changes:
+            return None
+        published = {} if self._publisher is None else self._publisher.stats()
+        return EventStats(
+            **published, untaken_batches=len(self._waiting), lost_batches=self._num_dropped
+        )
 
     def trace_stats(self) -> TraceStats | None:
         return None if self._tracer is None else TraceStats(**self._tracer.stats())
@@ -107,69 +136,10 @@ class Observers:
 
     def close(self) -> None:
         """Publish and write what is queued, for a limited time. Idempotent."""
-        if self.feed is not None:
-            self.feed.close()
-        if self._tracer is not None:
-            self._tracer.close()
-
-
-_MAX_WAITING_TOKENS = 8 << 20  # some 300 MB
-
-
-class ChangeFeed:
-    """Changes of one server's tiers, in order. Not thread-safe; never waits.
-
-    Args:
-        config: Has whether callers take changes, and how many batches may wait for them.
-        publisher: A publisher that was started, if changes are published. Closed with the feed.
-        names: Follows what blocks are called, if they may be asked for by name.
-    """
-
-    def __init__(
-        self,
-        config: CacheConfig,
-        publisher: KVEventPublisher | None,
-        names: PublishedNames | None = None,
-    ) -> None:
-        self._publisher = publisher
-        self._names = names
-        self._is_taken = config.kv_events
-        self._max_waiting = NUM_QUEUED
-        self._waiting: deque[Sequence[Change]] = deque()
-        self._num_tokens = 0
-        self._num_dropped = 0
-
-    def pass_on(self, changes: Sequence[Change]) -> None:
-        """Queue changes for the publisher and for `take`."""
-        if self._names is not None:
-            self._names.apply(changes)
-        if self._publisher is not None:
-            self._publisher.publish(changes)
-        if not self._is_taken:
-            return
-        self._waiting.append(changes)
-        self._num_tokens += _num_tokens(changes)
-        while len(self._waiting) > 1 and (
-            len(self._waiting) > self._max_waiting or self._num_tokens > _MAX_WAITING_TOKENS
-        ):
-            self._num_tokens -= _num_tokens(self._waiting.popleft())
-            self._num_dropped += 1
-
-    def take(self) -> list[Change]:
-        """Take the changes since the last call. Beyond `NUM_QUEUED` batches or eight million
-        tokens the oldest were dropped."""
-        changes = [change for batch in self._waiting for change in batch]
-        self._waiting.clear()
-        self._num_tokens = 0
-        return changes
-
-    def stats(self) -> dict[str, int]:
-        report = {} if self._publisher is None else self._publisher.stats()
-        return report | {"untaken_batches": len(self._waiting), "lost_batches": self._num_dropped}
-
-    def close(self) -> None:
         if self._publisher is not None:
             self._publisher.close()
+        if self._tracer is not None:
+            self._tracer.close()
 
 
 def _num_tokens(changes: Sequence[Change]) -> int:

@@ -49,8 +49,10 @@ class LocalSession:
     ) -> Offer | None:  # fmt: skip
         """None if the caller may not wait, and the remote store has yet to answer, or what a get
         needs is being loaded early."""
+        # Before the ranks have told what there is to cache, every get is a miss.
         if not self.server.is_open:
-            task_id = self.server.next_id(self.ids)
+            with self.server.lock:
+                task_id = self.ids.next()
             return Offer(task_id, prompt.kind, prompt.num_tokens, prompt.start)
         if look_up and self._has_store and not self._look_up(prompt, may_wait):
             return None
@@ -74,7 +76,7 @@ class LocalSession:
         # On the server's condition: the caller's thread has nothing else to do.
         with self.server.lock, self.server.session() as tasks:
             while tasks.queries.is_looking_up(lookup):
-                self.server.wait_for_change(None)  # it has a deadline
+                self.server.state.changed.wait()  # it has a deadline
                 if self.server.stopping:
                     raise ClosedError("the cache was shut down")
         return True
@@ -160,12 +162,14 @@ class Operator:
         cache = self._require_cache()
         if sum(each is not None for each in (token_ids, block_keys, block_hash)) != 1:
             raise ValueError("give one of token_ids, block_keys and block_hash")
+        # Engines with different weights have stored the same tokens under different names.
         if block_hash is None:
-            versions = self._server.versions()
             prompts = [
-                _prompt(cache, token_ids, block_keys, namespace, version) for version in versions
+                _prompt(cache, token_ids, block_keys, namespace, version)
+                for version in self._versions()
             ]
         else:
+            # What an event has named is of one version already.
             keys = self._find_published(cache, block_hash)
             if keys is None:
                 return 0
@@ -203,7 +207,7 @@ class Operator:
         """
         if version is not None:
             check_version(version)
-        engines = self._server.engines()
+        engines = self._engines()
         if not engines:
             raise RegistrationError("no engine is attached")
         there = ", ".join(map(repr, engines))
@@ -212,6 +216,18 @@ class Operator:
         if client is not None and client not in engines:
             raise ValueError(f"client = {client!r}: no such engine here; there are {there}")
         return self._server.new_weights(client or engines[0], version or random_version()).version
+
+    def _engines(self) -> list[str]:
+        """Names of the engines in session."""
+        with self._server.lock:
+            return [name for name, _, _ in self._server.state.engines_in_session()]
+
+    def _versions(self) -> list[str]:
+        """What the weights of engines in session are called; the configured name without any."""
+        with self._server.lock:
+            weights = self._server.state.weights
+            versions = dict.fromkeys(weights.of(name).version for name in self._engines())
+        return list(versions) or [self._server.config.model_version or ""]
 
     def _find_published(self, cache: ServedCache, block_hash: int) -> IndexedKeys | None:
         """Return the prefix that ends with a block below DRAM, by its hash in KV events."""
@@ -222,10 +238,12 @@ class Operator:
             return None if block is None else find_prefix(*block, tasks.cache.tiers)
 
     def _open_session(self) -> LocalSession:
+        # Requests come on several threads.
         with self._opening:
             if self._session is None:
                 self._session = LocalSession(self._server)
-                self._session.ids = self._server.open_session(_NAME)
+                with self._server.lock:
+                    self._session.ids = self._server.state.open_local(_NAME)
             return self._session
 
     def _require_cache(self) -> ServedCache:

@@ -31,8 +31,7 @@ from flexcache.transfer.messages import (
 )
 
 if TYPE_CHECKING:
-    from flexcache.server.hub import Hub
-    from flexcache.server.reactor import Reactor
+    from flexcache.server.server import KVServer
 
 logger = logging.getLogger(__name__)
 
@@ -146,11 +145,13 @@ class BackgroundThread:
     def begin(self, job: BackgroundJob) -> None:
         """Queue a job; or end it at once with an error, if too many are waiting."""
         if self._thread is None:
+            # A daemon: a call that hangs in the kernel must not keep the process from ending.
             self._thread = threading.Thread(
                 target=self._run, name="flexcache-background", daemon=True
             )
             self._thread.start()
         try:
+            # Never waits: the caller is the event loop, and the disk may hang.
             self._waiting.put_nowait(job)
         except queue.Full:
             error = OSError(f"the disk is behind: {MAX_WAITING} jobs of this kind wait for it")
@@ -214,6 +215,17 @@ class LocalLine:
     """What a server has passed to one rank. `put` under the server's lock, the rest on the thread
     that drives the rank.
 
+        hub, under the server's lock --put--> LocalLine --take--> the rank's thread
+                                          +--start--> native threads that copy
+        hub, under the server's lock <--KVServer.take_reports-- the rank's thread
+
+    Ops, their reports and what becomes of tasks take the line. Over a socket each of them would
+    pass the event loop, another thread that wants the interpreter, which the engine's thread then
+    waits for. The rank's thread wants it too: an op whose copies need no thread of Python is queued
+    for those that make them as it is launched, up to a switch interval (5 ms) earlier. Greetings,
+    heartbeats and the end of the server stay on the socket, so that a rank whose server hangs or
+    ends learns of it as any other does.
+
     Args:
         identity: The rank's, as the server knows it from its socket.
         rank: Takes the messages.
@@ -222,9 +234,9 @@ class LocalLine:
         is_closed: Whether the rank takes nothing more.
     """
 
-    def __init__(self, lines: LocalLines, identity: bytes, rank: LinedRank) -> None:
+    def __init__(self, server: KVServer, identity: bytes, rank: LinedRank) -> None:
         self.identity = identity
-        self._lines = lines
+        self._server = server
         self._rank = rank
         self._messages: deque[RankMessage] = deque()
         self._is_reporting = False
@@ -241,6 +253,7 @@ class LocalLine:
                 return
             op = message if isinstance(message, RunOp) else None
             try:
+                # Ops begin in their order: none before those that lie here.
                 if op is not None and not self._messages:
                     self._rank.start(op)
             finally:  # also when it was interrupted
@@ -273,91 +286,37 @@ class LocalLine:
 
     def tell(self, message: WeightsChanged) -> None:
         """Pass a message to the server, which has taken it in when this returns."""
-        self._lines.take_reports(self.identity, [message])
+        self._server.take_reports(self.identity, [message])
 
     def report(self, reports: Sequence[Done]) -> None:
         """Report ops that have ended. What follows from it can be taken afterwards."""
         self._is_reporting = True
         try:
-            self._lines.take_reports(self.identity, reports)
+            self._server.take_reports(self.identity, reports)
         finally:
             self._is_reporting = False
 
 
-class LocalLines:
-    """The lines of one server.
-
-        hub, under the server's lock --put--> LocalLine --take--> the rank's thread
-                                          +--start--> native threads that copy
-        hub, under the server's lock <--LocalLines.take_reports-- the rank's thread
-
-    Ops, their reports and what becomes of tasks take the line. Over a socket each of them would
-    pass the event loop, another thread that wants the interpreter, which the engine's thread then
-    waits for. The rank's thread wants it too: an op whose copies need no thread of Python is queued
-    for those that make them as it is launched, up to a switch interval (5 ms) earlier. Greetings,
-    heartbeats and the end of the server stay on the socket, so that a rank whose server hangs or
-    ends learns of it as any other does.
-    """
-
-    def __init__(self, hub: Hub, reactor: Reactor) -> None:
-        self._hub = hub
-        self._reactor = reactor
-
-    def connect(self, line: LocalLine) -> None:
-        """Pass messages to a greeted rank by this line, until the hub forgets the rank."""
-        with self._hub.state.lock:
-            if line.identity in self._hub.state.peers:
-                self._hub.outbox.lines[line.identity] = line
-
-    def take_reports(self, identity: bytes, reports: Sequence[Done | WeightsChanged]) -> None:
-        """Take in that ops of a rank have ended, or that its weights are others. Ignored from a
-        rank that the hub has lost."""
-        with self._hub.state.lock:
-            if identity not in self._hub.outbox.lines:
-                return
-            now = time.monotonic()
-            try:
-                for report in reports:
-                    self._hub.take_message(identity, report, now)
-            finally:  # also when the engine's thread was interrupted
-                self.pass_on()
-        with self._hub.state.lock:
-            if (cache := self._hub.cache) is not None:
-                cache.tasks.record_lookups()  # the answers did not wait for it
-
-    def pass_on(self) -> None:
-        """Pass on what the task engine has decided, and wake the loop if it has a part in that.
-
-        Called under the lock, by other threads than the loop's.
-        """
-        self._hub.route(time.monotonic())
-        # Else it sleeps on: to wake it costs more than a match. It takes the interpreter from the
-        # caller, finds nothing to send, and holds the lock when the next match comes.
-        if self._reactor.stopping or not self._hub.outbox.is_empty:
-            self._reactor.wake()
-        elif (cache := self._hub.cache) is not None:
-            self._reactor.wake_by(cache.tasks.executors.next_deadline())
+_served: dict[str, KVServer] = {}
 
 
-_served: dict[str, LocalLines] = {}
-
-
-def serve_lines(endpoint: str, lines: LocalLines) -> None:
+def serve_lines(endpoint: str, server: KVServer) -> None:
     """Let ranks of this process find the server at ``endpoint``."""
-    _served[endpoint] = lines
+    _served[endpoint] = server
 
 
-def withdraw_lines(endpoint: str, lines: LocalLines) -> None:
+def withdraw_lines(endpoint: str, server: KVServer) -> None:
     """Let no rank find the server any more. Idempotent."""
-    if _served.get(endpoint) is lines:
+    if _served.get(endpoint) is server:
         del _served[endpoint]
 
 
 def open_line(endpoint: str, server_pid: int, identity: bytes, rank: LinedRank) -> LocalLine | None:
     """Open a rank's line to the server that has greeted it; None if that is another process."""
-    lines = _served.get(endpoint) if server_pid == os.getpid() else None
-    if lines is None:
+    # A fork has its parent's table, but not its server.
+    server = _served.get(endpoint) if server_pid == os.getpid() else None
+    if server is None:
         return None
-    line = LocalLine(lines, identity, rank)
-    lines.connect(line)
+    line = LocalLine(server, identity, rank)
+    server.connect(line)
     return line

@@ -20,13 +20,13 @@ logger = logging.getLogger(__name__)
 
 def run_server(
     config: ServerConfig,
-    starter: Starter | None = None,
+    starter_fd: int | None = None,
     began: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Serve until SIGTERM, SIGINT or idleness; then drain.
 
     Args:
-        starter: The engine that started this process, if one did.
+        starter_fd: As in `has_left`, if an engine started this process.
         began: Called with the address once it is bound.
 
     Raises:
@@ -34,8 +34,9 @@ def run_server(
     """
     server = KVServer(
         config.cache, model=config.model, idle_exit_s=config.idle_exit_s,
-        is_needed=lambda: starter is None or not starter.has_left(),
+        is_needed=lambda: starter_fd is None or not has_left(starter_fd),
     )  # fmt: skip
+    # It only wakes the loop, which then drains: bytes land, dirty blocks are written.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     server.serve(began)
@@ -51,23 +52,18 @@ def main() -> None:
     config = ServerConfig.from_layers(msgspec.json.decode(sys.stdin.buffer.read()))
     set_up_logging(config.cache.log_level, config.cache.log_format)
     try:
-        run_server(config, Starter(int(sys.argv[1])))
+        run_server(config, int(sys.argv[1]))
     except ConfigError as error:
         log_event(logger, logging.ERROR, "server_not_started", error=error)
         sys.exit(1)
 
 
-class Starter:
-    """Notices when the engine no longer needs the server that it started.
+def has_left(starter_fd: int) -> bool:
+    """Whether the engine that started this server has ended, or found another server.
 
     Args:
-        held_fd: This end of the pipe that the engine's `ServerLauncher` made.
+        starter_fd: This end of the pipe that the engine's `ServerLauncher` made.
     """
-
-    def __init__(self, held_fd: int) -> None:
-        self._poller = select.poll()
-        self._poller.register(held_fd, 0)
-
-    def has_left(self) -> bool:
-        """Whether the engine has ended, or found another server."""
-        return bool(self._poller.poll(0))
+    poller = select.poll()
+    poller.register(starter_fd, 0)
+    return bool(poller.poll(0))

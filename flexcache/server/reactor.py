@@ -153,6 +153,7 @@ class Reactor:
     def _patience_ms(self, due: float | None, now: float) -> int | None:
         if self.spins:  # a signal may come to another thread than this
             due = now + _LONGEST_SLEEP_S if due is None else min(due, now + _LONGEST_SLEEP_S)
+        # Rounded up: a wait that ends too early would be repeated until it is due.
         return None if due is None else max(0, int((due - now) * 1000) + 1)
 
     def close(self) -> None:
@@ -207,7 +208,9 @@ class RouterSocket:
         self._refused_users: set[int] = set()
         self.zmq_socket = socket = context.socket(zmq.ROUTER)
         socket.linger = _LINGER_MS
+        # A client may be back before the loss of its former connection is noticed.
         socket.router_handover = True
+        # To be told that a peer has left: messages to it would be dropped silently.
         socket.router_mandatory = True
         socket.maxmsgsize = 2 * MAX_FRAME_BYTES  # beyond it the connection is cut
         socket.rcvhwm = _RECEIVE_QUEUE
@@ -286,6 +289,7 @@ class RouterSocket:
                 if sent is not Sent.QUEUED:
                     break
                 unsent.num_bytes -= len(unsent.messages.popleft()) + _UNSENT_COST_BYTES
+            # All were sent, or the peer has left.
             if sent is not Sent.UNREAD:
                 del self._unsent[identity]
 
@@ -399,6 +403,7 @@ def read_message(
     Raises:
         UnreadableError: It is too large, incomplete, or no such message. Nothing else is raised.
     """
+    # libzmq bounds each frame, but not how many there are.
     if sum(len(frame) for frame in frames) > MAX_FRAME_BYTES:
         raise UnreadableError("oversized", f"more than {MAX_FRAME_BYTES} bytes")
     try:

@@ -21,20 +21,18 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from flexcache.cache.journal import Change
 from flexcache.cache.prompt import random_version
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ClosedError
-from flexcache.ids import SessionId, TaskId, TaskIds, __version__, new_epoch
+from flexcache.ids import SessionId, TaskIds, __version__
 from flexcache.logs import log_event
 from flexcache.processes import ServiceThread, tell_of_forks
 from flexcache.protocol.endpoints import check_endpoint, private_endpoint
-from flexcache.protocol.fence import Fence, Scratch
-from flexcache.protocol.messages import MAX_FRAME_BYTES, Weights, pid_namespace
+from flexcache.protocol.messages import Weights, WeightsChanged
 from flexcache.server.cache import ServedCache
 from flexcache.server.hub import Hub
 from flexcache.server.loop import EventLoop, IdleExit
@@ -43,17 +41,18 @@ from flexcache.server.operator import open_http
 from flexcache.server.outbox import (
     BackgroundJob,
     BackgroundThread,
-    LocalLines,
+    LocalLine,
     error_of,
     serve_lines,
     withdraw_lines,
 )
 from flexcache.server.reactor import Endpoint, Reactor
-from flexcache.server.state import Answers, HubConfig, ServerState
+from flexcache.server.state import Answers, ServerState
 from flexcache.server.workers import WorkerPool
 from flexcache.stats import ServerStats, Stats
 from flexcache.storage.shards import Shards
 from flexcache.tasks.engine import KVTaskEngine
+from flexcache.transfer.messages import Done
 
 logger = logging.getLogger(__name__)
 
@@ -98,22 +97,14 @@ class KVServer:
         self._is_needed = is_needed
         self._clearing = threading.Lock()  # held while a caller of `clear` erases files
         self._reactor = Reactor()
-        hub_config = HubConfig(
-            epoch=new_epoch(),
-            server_pid=os.getpid(),
-            pid_namespace=pid_namespace(),
-            client_timeout_s=config.client_timeout_s,
-            owner=engine,
-            prompt_detail=config.prompt_detail,
-        )
-        host = LocalHost(self._reactor, lambda identity, now: self.hub.peer_died(identity, now))
-        self._state = ServerState(hub_config, host, self._open_cache)
-        self.lock, self._changed = self._state.lock, self._state.changed
-        self.hub = Hub(self._state, self._own_stats)
-        if engine is not None:
-            self._state.weights.begin(engine, config.model_version or "")
-        self._lines = LocalLines(self.hub, self._reactor)
         self._observers = Observers(config)
+        self.state = ServerState(
+            config, self._reactor, self._observers, self._open_cache, owner=engine
+        )
+        self.lock, self._changed = self.state.lock, self.state.changed
+        self.hub = Hub(self.state, self._own_stats)
+        if engine is not None:
+            self.state.weights.begin(engine, config.model_version or "")
         self._pool = WorkerPool(self._reactor, self.hub)
         self._background = BackgroundThread(self._end_job)
         self._endpoint: Endpoint | None = None
@@ -145,6 +136,7 @@ class KVServer:
         """As `start`, but on the calling thread, until `stop` or idleness ends it. ``began`` is
         called with the address once that is bound."""
         loop, _ = self._open()
+        # This process has no other use for the interpreter.
         self._reactor.spins = True
         try:
             began(self.endpoint)
@@ -193,22 +185,23 @@ class KVServer:
         try:
             self._endpoint = Endpoint(self.endpoint, self.config.curve_keys)
             self.endpoint = self._endpoint.address
-            serve_lines(self.endpoint, self._lines)
+            serve_lines(self.endpoint, self)
             self._reactor.open(self._endpoint.socket)
             if self.config.has_workers:
                 self._pool.bind(self._endpoint.context, self._endpoint.worker_address)
             if self._model is not None:
                 with self.lock:
-                    self._state.slot.expect(
+                    self.state.slot.expect(
                         self._model, self.config.tokens_per_block, self._engine_name
                     )
                     if self._engine_name is not None:
-                        ids = self._state.open_local(self._engine_name, answers)
+                        ids = self.state.open_local(self._engine_name, answers)
             if self.config.http_endpoint is not None:
                 self._observers.open_http(partial(open_http, self))
         except BaseException:
             self._release()
             raise
+        # A child has neither its threads nor the right to its files.
         tell_of_forks(self)
         self._started_s = now = time.monotonic()
         idle_exit = None
@@ -234,24 +227,56 @@ class KVServer:
             self._pool.start_due(time.monotonic())
 
         try:
+            # Workers start while the blocks are indexed: both may take seconds.
             cache.open(begin_workers)
         except BaseException:
             self._pool.discard()  # they hold the directories' locks, and the next try makes others
             raise
         self._cache = cache
-        self._state.feed = self._observers.follow(cache)
+        self._observers.follow(cache)
         return cache
 
     # -- calls from this process -----------------------------------------------------------------
 
     def session(self) -> contextlib.AbstractContextManager[KVTaskEngine]:
-        """Use of the task engine, with `lock` held. At its end `LocalLines.pass_on` has the hub
+        """Use of the task engine, with `lock` held. At its end `pass_on` has the hub
         carry out what the engine has decided."""
         return _EngineUse(self)
 
-    def wait_for_change(self, timeout: float | None) -> None:
-        """Inside `session`: release the lock until a look-up has ended, or for ``timeout`` s."""
-        self._changed.wait(timeout)
+    def pass_on(self) -> None:
+        """Pass on what the task engine has decided, and wake the loop if it has a part in that.
+
+        Called under the lock, by other threads than the loop's.
+        """
+        self.hub.route(time.monotonic())
+        # Else it sleeps on: to wake it costs more than a match. It takes the interpreter from the
+        # caller, finds nothing to send, and holds the lock when the next match comes.
+        if self._reactor.stopping or not self.hub.outbox.is_empty:
+            self._reactor.wake()
+        elif (cache := self.hub.cache) is not None:
+            self._reactor.wake_by(cache.tasks.executors.next_deadline())
+
+    def connect(self, line: LocalLine) -> None:
+        """Pass messages to a greeted rank by this line, until the hub forgets the rank."""
+        with self.lock:
+            if line.identity in self.state.peers:
+                self.hub.outbox.lines[line.identity] = line
+
+    def take_reports(self, identity: bytes, reports: Sequence[Done | WeightsChanged]) -> None:
+        """Take in that ops of a rank have ended, or that its weights are others. Ignored from a
+        rank that the hub has lost."""
+        with self.lock:
+            if identity not in self.hub.outbox.lines:
+                return
+            now = time.monotonic()
+            try:
+                for report in reports:
+                    self.hub.take_message(identity, report, now)
+            finally:  # also when the engine's thread was interrupted
+                self.pass_on()
+        with self.lock:
+            if (cache := self.hub.cache) is not None:
+                cache.tasks.record_lookups()  # the answers did not wait for it
 
     @property
     def cache(self) -> ServedCache | None:
@@ -264,25 +289,9 @@ class KVServer:
         """Whether there are tiers: what an engine of this process asks for before is a miss."""
         return self._cache is not None
 
-    def fence_path(self, engine: str) -> str | None:
-        """Where others find the fence of an engine, if it has a peer."""
-        with self.lock:
-            found = self._state.engines.get(engine)
-            return None if found is None else found.fence.path
-
-    def next_id(self, ids: TaskIds) -> TaskId:
-        """Number a task of an engine in this process, before there are tiers."""
-        with self.lock:
-            return ids.next()
-
     @property
     def stopping(self) -> bool:
         return self._reactor.stopping
-
-    def missing(self, engine: str) -> list[str]:
-        """Ranks and workers that an engine still waits for."""
-        with self.lock:
-            return self.hub.greeter.missing(engine)
 
     def wait_ready(self, engine: str, timeout: float | None) -> None:
         """Wait until every rank of an engine and the disk worker serve. Raises what
@@ -297,22 +306,10 @@ class KVServer:
     def new_weights(self, engine: str, version: str) -> Weights:
         """Rename an engine's weights; return the name with its generation. At any time."""
         with self.lock:
-            weights = self._state.weights.rename(engine, version, time.monotonic())
+            weights = self.state.weights.rename(engine, version, time.monotonic())
             if self._thread is not None:
-                self._lines.pass_on()
+                self.pass_on()
         return weights
-
-    def engines(self) -> list[str]:
-        """Names of the engines in session."""
-        with self.lock:
-            return [name for name, _, _ in self._state.engines_in_session()]
-
-    def versions(self) -> list[str]:
-        """What the weights of engines in session are called; the configured name without any."""
-        with self.lock:
-            engines = [name for name, _, _ in self._state.engines_in_session()]
-            versions = dict.fromkeys(self._state.weights.of(name).version for name in engines)
-        return list(versions) or [self.config.model_version or ""]
 
     def clear(self, tier: str | None, engine: str | None = None) -> int:
         """Drop the blocks of one tier, or of all, that are not in use; how many.
@@ -326,7 +323,7 @@ class KVServer:
                 assert self._cache is not None
                 clearing = self._cache.clear(tier)
                 if tier is None and engine is not None:
-                    self._state.weights.rename(engine, random_version(), time.monotonic())
+                    self.state.weights.rename(engine, random_version(), time.monotonic())
             error = error_of(clearing.work)
             with self.lock:  # also while the cache is shut down: dirty blocks wait for it
                 return clearing.end(error)
@@ -343,16 +340,6 @@ class KVServer:
         with self.lock:
             missing = self._pool.missing() + self.hub.greeter.absentees() + self._observers.absent
             return {"serving": not self.stopping, "missing": missing}
-
-    def open_session(self, name: str) -> TaskIds:
-        """Open a session for calls from this process; there must be a model."""
-        with self.lock:
-            return self._state.open_local(name)
-
-    def take_changes(self) -> list[Change]:
-        """What the tiers have stored and lost since the last call, with ``kv_events``."""
-        with self.lock:
-            return self._observers.take_changes()
 
     def _own_stats(self) -> ServerStats:
         pids, restarts = self._pool.pids(), self._pool.restarts()
@@ -376,11 +363,13 @@ class KVServer:
             self._reactor.wake()
 
     def _release(self) -> None:
-        withdraw_lines(self.endpoint, self._lines)
+        # First: ranks and HTTP call what is closed after them.
+        withdraw_lines(self.endpoint, self)
         self._observers.close_http()
         jobs_are_done = self._background.close()
         with self.lock:
             self.hub.close()
+        # Before its context ends, which waits for sockets that are open.
         self._pool.close()
         if self._endpoint is not None:
             self._endpoint.close()
@@ -415,7 +404,7 @@ class _EngineUse:
         return server._cache.tasks
 
     def __exit__(self, *error: object) -> None:
-        self._server._lines.pass_on()
+        self._server.pass_on()
 
 
 @contextlib.contextmanager
@@ -431,28 +420,3 @@ def _given_away(lock: threading.RLock) -> Iterator[None]:
     finally:
         for _ in range(num_held):
             lock.acquire()
-
-
-class LocalHost:
-    """A `Host` that watches processes with the event loop and makes real shared memory.
-
-    Args:
-        died: Called with a peer's identity and the time when its process has ended.
-    """
-
-    def __init__(self, reactor: Reactor, died: Callable[[bytes, float], None]) -> None:
-        self._reactor = reactor
-        self._died = died
-
-    def watch(self, identity: bytes, pid: int) -> None:
-        # A process of another pid namespace is not seen: heartbeats and deadlines have to do.
-        self._reactor.watch_process(identity, pid, partial(self._died, identity))
-
-    def unwatch(self, identity: bytes) -> None:
-        self._reactor.unwatch_process(identity)
-
-    def make_fence(self) -> Fence:
-        return Fence.create()
-
-    def map_scratch(self, pid: int, fd: int) -> Scratch | None:
-        return Scratch.open(pid, fd, MAX_FRAME_BYTES)

@@ -7,66 +7,29 @@ client) and `server.calls` (what schedulers ask for) read and change it. All und
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
-from flexcache.config import ModelConfig
+from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import InternalError
-from flexcache.ids import MAX_TASK_ID, PromptDetail, SessionId, TaskId, TaskIds, make_session
+from flexcache.ids import MAX_TASK_ID, SessionId, TaskId, TaskIds, make_session, new_epoch
 from flexcache.protocol.fence import Fence, Scratch
 from flexcache.protocol.messages import Ended, SessionOver
 from flexcache.server.cache import CacheSlot, OpenCache, ServedCache
 from flexcache.server.claims import Claims
-from flexcache.server.observers import ChangeFeed
+from flexcache.server.observers import Observers
 from flexcache.server.outbox import Outbox
+from flexcache.server.reactor import Reactor
 from flexcache.server.weights import EngineWeights
 from flexcache.stats import ServerCounters
 from flexcache.storage.shards import Shards
 from flexcache.tasks.instructions import TaskResult, device
 
 _NUM_REPLAYED = 1024
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HubConfig:
-    """Facts about a server that do not change while it runs.
-
-    Attributes:
-        epoch: Part of the server's task ids.
-        server_pid: The server's process.
-        pid_namespace: Where that id counts; 0: not known.
-        client_timeout_s: A peer silent for this long is considered dead.
-        owner: The engine in this process, if it shares the cache with no other.
-        prompt_detail: How much of a prompt's metadata the observers need.
-        first_session: Number of the first session.
-    """
-
-    epoch: int
-    server_pid: int
-    pid_namespace: int = 0
-    client_timeout_s: float
-    owner: str | None = None
-    prompt_detail: PromptDetail = PromptDetail.NOTHING
-    first_session: int = 1
-
-
-class Host(Protocol):
-    """The machine that a server runs on: its processes and memory."""
-
-    def watch(self, identity: bytes, pid: int) -> None:
-        """Report the end of a process as the death of the peer."""
-
-    def unwatch(self, identity: bytes) -> None:
-        """Stop watching the peer's process; it may live on."""
-
-    def make_fence(self) -> Fence:
-        """Make the fence of an engine."""
-
-    def map_scratch(self, pid: int, fd: int) -> Scratch | None:
-        """Map a scheduler's scratch memory for reading; None if that is not possible."""
 
 
 class Answers(Protocol):
@@ -164,10 +127,12 @@ class ServerState:
     """What a server knows, while it runs.
 
     Attributes:
+        epoch: Part of the server's task ids.
+        owner: The engine in this process, if it shares the cache with no other.
         lock: Held by each thread that uses anything here, or the task engine.
         changed: Its waiters are notified when a look-up ends or an engine's readiness changes.
         slot: Has the cache, once that is known.
-        feed: Takes the changes of the tiers; None if nothing records them.
+        observers: Take the changes of the tiers.
         peers: By identity. Their processes are watched.
         callers: Schedulers by the identity that their calls come from.
         ranks: By executor.
@@ -175,18 +140,23 @@ class ServerState:
         ending: Sessions that are over except for copies under way, with their engines.
     """
 
-    def __init__(self, config: HubConfig, host: Host, open_cache: OpenCache) -> None:
+    def __init__(
+        self, config: CacheConfig, reactor: Reactor, observers: Observers, open_cache: OpenCache,
+        owner: str | None = None,
+    ) -> None:  # fmt: skip
         # Everything but config and lock is used under the lock, and sockets outside it: a test with
         # instrumented classes watches that (`tests/system/test_server_lock.py`).
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.config = config
-        self.host = host
+        self.epoch = new_epoch()
+        self.owner = owner
+        self.reactor = reactor
+        self.observers = observers
         self.counters = ServerCounters()
         self.outbox = Outbox()
         self._open_cache = open_cache
         self.slot = CacheSlot(self._open, self.outbox)
-        self.feed: ChangeFeed | None = None
         self.weights = EngineWeights(self._weights_changed)
         self.engines: dict[str, ServedEngine] = {}
         self.peers: dict[bytes, Peer] = {}
@@ -194,7 +164,7 @@ class ServerState:
         self.ranks: dict[str, Rank] = {}
         self.sessions: dict[SessionId, Scheduler | LocalCaller] = {}
         self.ending: dict[SessionId, str] = {}
-        self._numbers = itertools.count(config.first_session)
+        self.session_numbers = itertools.count(1)
 
     # -- clients ---------------------------------------------------------------------------------
 
@@ -202,7 +172,7 @@ class ServerState:
         """An engine one of whose peers is being added."""
         engine = self.engines.get(name)
         if engine is None:
-            engine = self.engines[name] = ServedEngine(self.host.make_fence(), Claims(name))
+            engine = self.engines[name] = ServedEngine(Fence.create(), Claims(name))
         return engine
 
     def add(self, peer: Peer) -> None:
@@ -213,12 +183,11 @@ class ServerState:
             self.ranks[peer.executor] = peer
         else:
             self.callers[peer.calls] = self.sessions[peer.session] = peer
-        self.host.watch(peer.identity, peer.pid)
 
     def remove(self, peer: Peer) -> None:
         """Free the peer's place. Fence, notices and disputes of an engine go with its last peer."""
         del self.peers[peer.identity]
-        self.host.unwatch(peer.identity)
+        self.reactor.unwatch_process(peer.identity)
         self.outbox.lines.pop(peer.identity, None)
         if isinstance(peer, Rank):
             del self.ranks[peer.executor]
@@ -231,7 +200,8 @@ class ServerState:
         if not engine.peers:
             del self.engines[peer.engine]
             engine.fence.close()
-            if peer.engine != self.config.owner:
+            # The engine in this process goes on without ranks, under the names that it has.
+            if peer.engine != self.owner:
                 self.weights.forget(peer.engine)
 
     def holder(self, engine: str, place: str) -> Peer | None:
@@ -252,9 +222,10 @@ class ServerState:
     def open_session(self, engine: str) -> SessionId:
         """Number a session, and let it make tasks as soon as there is a cache."""
         while True:
-            session = make_session(self.config.epoch, next(self._numbers))
+            session = make_session(self.epoch, next(self.session_numbers))
             if session not in self.sessions:  # numbers recur
                 break
+        # Without a cache yet, `_open` adds it.
         if self.slot.cache is not None:
             self.slot.tasks.add_session(session, engine)
         return session
@@ -274,8 +245,8 @@ class ServerState:
         for session, caller in self.sessions.items():
             if isinstance(caller, Scheduler):
                 yield caller.engine, caller.pid, session
-            elif caller.engine == self.config.owner:
-                yield caller.engine, self.config.server_pid, session
+            elif caller.engine == self.owner:
+                yield caller.engine, os.getpid(), session
 
     def _open(self, model: ModelConfig, tokens_per_block: int, shards: Shards) -> ServedCache:
         """Open the cache, and let it know what came before it."""

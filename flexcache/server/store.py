@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,6 @@ from flexcache.logs import log_event
 from flexcache.storage.compression import Codec, open_compressor
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.host_pool import HostSegment
-from flexcache.storage.pool_directory import DirectFilesRef
 from flexcache.storage.shards import KVIdentity, Shards
 from flexcache.storage.slot_index import Records
 from flexcache.transfer.disk_worker import DiskWorkerConfig
@@ -36,6 +36,7 @@ class CacheStore:
     Attributes:
         segments: The host pool, shard by shard.
         disk_pool: The SSD tier's files; None without such a tier.
+        has_packed_slots: Whether blocks are packed on SSD that `load_slots` has found.
     """
 
     def __init__(
@@ -45,12 +46,12 @@ class CacheStore:
         sizes: CacheSizes,
         memory: Sequence[HostSegment] = (),
     ) -> None:
-        self._config = config
+        self.config = config
         self._shards = shards
         self._sizes = sizes
         self.segments = list(memory)
         self.disk_pool: DiskPool | None = None
-        self._has_packed_slots = False
+        self.has_packed_slots = False
 
     def open(self) -> None:
         """Make the host pool and open the SSD files.
@@ -58,8 +59,9 @@ class CacheStore:
         Raises:
             ConfigError: A directory is another process's, cannot be used, or is refused.
         """
-        config = self._config
+        config = self.config
         try:
+            # Existing memory is that of the first shards.
             for shard_bytes in self._shards.sizes[len(self.segments) :]:
                 segment = HostSegment.create(
                     shard_bytes, self._sizes.num_host_blocks, config.hugepages
@@ -88,32 +90,18 @@ class CacheStore:
         is_packed = records["filled"] > 0
         if not is_packed.any():
             return records
-        if not self._sizes.keeps_on_host or self._config.ssd_past_dram == "always":
+        # Ranks cannot unpack: each load of such a block would fail.
+        if not self._sizes.keeps_on_host or self.config.ssd_past_dram == "always":
             log_event(
                 logger, logging.WARNING, "ssd_packed_blocks_not_used", blocks=int(is_packed.sum()),
                 reason="ranks read the SSD past DRAM, and only plain blocks",
             )  # fmt: skip
             return records[~is_packed]
+        # Fails at the start, rather than at each load of such a block.
         for codec in np.unique(records["codec"][is_packed]).tolist():
             open_compressor(Codec.numbered(codec))
-        self._has_packed_slots = True
+        self.has_packed_slots = True
         return records
-
-    def direct_files(self) -> DirectFilesRef | None:
-        """Return the files that ranks may move blocks to and from past the host pool, if any.
-
-        None while blocks on SSD may be packed: the disk worker unpacks them, into DRAM.
-        """
-        pool, packs = self.disk_pool, self._config.ssd_compression != "none"
-        if pool is None or self._config.ssd_past_dram == "never":
-            return None
-        if packs or self._has_packed_slots:
-            return None
-        has_dram = self._sizes.keeps_on_host
-        is_choice = has_dram and self._config.ssd_past_dram == "auto"
-        return DirectFilesRef.of(
-            pool.data_fds, pool.slot_bytes, is_writable=not has_dram, is_choice=is_choice
-        )
 
     def segment_of(self, rank: int) -> HostSegment:
         return self.segments[self._shards.of_rank(rank)]
@@ -124,30 +112,17 @@ class CacheStore:
         return [segment.fd for segment in self.segments]
 
     @property
-    def _strides(self) -> list[int]:
-        return [segment.stride for segment in self.segments]
-
-    @property
     def inherited_fds(self) -> list[int]:
         """Descriptors that the disk worker needs."""
         pool = self.disk_pool
         files = [] if pool is None else pool.data_fds + pool.index_fds
         return self.segment_fds + files
 
-    @property
-    def has_remote(self) -> bool:
-        """Whether a remote store is below."""
-        return self._config.remote_url is not None
-
     def disk_worker_config(self, endpoint: str, identity: str) -> DiskWorkerConfig:
-        pool, config = self.disk_pool, self._config
+        pool, config = self.disk_pool, self.config
         assert pool is not None
         return DiskWorkerConfig(
-            endpoint=endpoint,
-            identity=identity,
-            segment_fds=self.segment_fds,
-            segment_strides=self._strides,
-            num_host_blocks=self._sizes.num_host_blocks,
+            **self._worker_config(endpoint, identity),
             data_fds=pool.data_fds,
             index_fds=pool.index_fds,
             pool_id=pool.pool_id,
@@ -155,29 +130,33 @@ class CacheStore:
             slot_bytes=pool.slot_bytes,
             num_slots=pool.num_slots,
             io_engine=config.io_engine,
-            log_level=config.log_level,
-            log_format=config.log_format,
             sync=config.ssd_sync,
             compression=config.ssd_compression,
         )
 
     def remote_worker_config(self, endpoint: str, identity: str) -> RemoteWorkerConfig:
-        config = self._config
+        config = self.config
         assert config.remote_url is not None
         return RemoteWorkerConfig(
-            endpoint=endpoint,
-            identity=identity,
-            segment_fds=self.segment_fds,
-            segment_strides=self._strides,
-            num_host_blocks=self._sizes.num_host_blocks,
+            **self._worker_config(endpoint, identity),
             shard_bytes=list(self._shards.sizes),
             url=config.remote_url,
             compression=config.remote_compression,
             timeout_s=config.remote_timeout_s,
             concurrency=_REMOTE_CONCURRENCY,
-            log_level=config.log_level,
-            log_format=config.log_format,
         )
+
+    def _worker_config(self, endpoint: str, identity: str) -> dict[str, Any]:
+        """The fields of `WorkerConfig`."""
+        return {
+            "endpoint": endpoint,
+            "identity": identity,
+            "segment_fds": self.segment_fds,
+            "segment_strides": [segment.stride for segment in self.segments],
+            "num_host_blocks": self._sizes.num_host_blocks,
+            "log_level": self.config.log_level,
+            "log_format": self.config.log_format,
+        }
 
     def close(self) -> None:
         """Give memory and files back. Idempotent."""

@@ -103,6 +103,7 @@ class EngineWeights:
         """A rank registers, or its weights have changed: this is its update of that number."""
         state = self._state_of(engine)
         known = state.ranks.get(place, _Rank("", 0))
+        # It tells this by its line and by its socket, or has registered again.
         if (known.client, known.number) == (client, number):
             was_gone, known.is_gone = known.is_gone, False
             if was_gone and number == UNKNOWN_WEIGHTS:  # the engine may have got a name meanwhile

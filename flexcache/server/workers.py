@@ -80,7 +80,7 @@ class WorkerPool:
                 DISK, "flexcache.transfer.disk_worker",
                 partial(store.disk_worker_config, endpoint), store.inherited_fds,
             )  # fmt: skip
-        if store.has_remote:
+        if store.config.remote_url is not None:
             self._workers[REMOTE] = WorkerSupervisor(
                 REMOTE, "flexcache.transfer.remote_worker",
                 partial(store.remote_worker_config, endpoint), store.segment_fds,
@@ -245,6 +245,7 @@ class WorkerPool:
         worker.stop(patience_s)
 
 
+# A worker that fails at its start must not take a processor with its restarts.
 _FIRST_BACKOFF_S = 0.1
 _LONGEST_BACKOFF_S = 5.0
 _STABLE_AFTER_S = 30.0
@@ -292,6 +293,7 @@ class WorkerSupervisor:
             self._start(now)
         except OSError as error:
             log_event(logger, logging.ERROR, "worker_not_started", worker=self.name, error=error)
+            # It may run, but cannot be watched, or has not got its config.
             if self._process is not None:
                 self._process.kill()
                 self._process.wait()

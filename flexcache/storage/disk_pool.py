@@ -57,7 +57,7 @@ class DiskPool:
     ) -> None:
         self.slot_bytes = slot_bytes
         self.num_slots = num_slots
-        self._pool_id = b""
+        self.pool_id = b""
         self.era = 0
         """How often the pool was reset. Records of earlier eras are void."""
         self._has_void = False
@@ -93,10 +93,6 @@ class DiskPool:
     def record_id(self) -> bytes:
         """What the checks of the records of this era depend on."""
         return self._header(0).record_id
-
-    @property
-    def pool_id(self) -> bytes:
-        return self._pool_id
 
     @property
     def data_fds(self) -> list[int]:
@@ -199,25 +195,12 @@ class DiskPool:
 
         Checks everything that may be refused before it changes anything.
         """
-        headers: list[PoolHeader | None] = []
-        mismatches: dict[PoolDirectory, PoolMismatchError] = {}
-        for position, directory in enumerate(self._directories):
-            try:
-                headers.append(self._recognise(position))
-            except PoolMismatchError as mismatch:
-                headers.append(None)
-                mismatches[directory] = mismatch
-        found = dict.fromkeys(header.pool_id for header in headers if header is not None)
-        if len(found) > 1:
-            strangers = PoolMismatchError(
-                self._directories[0].path, "it and the other directories belong to different pools"
-            )
-            mismatches = {each: mismatches.get(each, strangers) for each in self._directories}
-            headers, found = [None] * len(headers), {}
+        headers, mismatches = self._recognise_all()
         self._clear_or_refuse(mismatches)
-        self._pool_id = next(iter(found), None) or os.urandom(16)
+        found = [header for header in headers if header is not None]
+        self.pool_id = found[0].pool_id if found else os.urandom(16)
         # They differ if a kill came between two headers.
-        self.era = max((header.era for header in headers if header is not None), default=0)
+        self.era = max((header.era for header in found), default=0)
         identities = {None if header is None else header.identity for header in headers}
         self.identity = identities.pop() if len(identities) == 1 else None
         for position, header in enumerate(headers):
@@ -226,6 +209,26 @@ class DiskPool:
                 directory.create(self._header(position))
             else:
                 directory.update(replace(header, era=self.era))
+
+    def _recognise_all(
+        self,
+    ) -> tuple[list[PoolHeader | None], dict[PoolDirectory, PoolMismatchError]]:
+        """Return each directory's header, None for one to be made, and which ones do not fit."""
+        headers: list[PoolHeader | None] = []
+        mismatches: dict[PoolDirectory, PoolMismatchError] = {}
+        for position, directory in enumerate(self._directories):
+            try:
+                headers.append(self._recognise(position))
+            except PoolMismatchError as mismatch:
+                headers.append(None)
+                mismatches[directory] = mismatch
+        if len({header.pool_id for header in headers if header is not None}) <= 1:
+            return headers, mismatches
+        strangers = PoolMismatchError(
+            self._directories[0].path, "it and the other directories belong to different pools"
+        )
+        mismatches = {each: mismatches.get(each, strangers) for each in self._directories}
+        return [None] * len(headers), mismatches
 
     def _recognise(self, position: int) -> PoolHeader | None:
         """Return the directory's header; None if the directory is empty.
@@ -244,7 +247,7 @@ class DiskPool:
 
     def _header(self, position: int) -> PoolHeader:
         return PoolHeader(
-            self._pool_id, self.slot_bytes, len(self._directories), position, self.identity,
+            self.pool_id, self.slot_bytes, len(self._directories), position, self.identity,
             self.era,
         )  # fmt: skip
 

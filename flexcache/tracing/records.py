@@ -70,7 +70,7 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_f
     time: TraceTime
 
 
-class Matched(_Line, frozen=True, kw_only=True, omit_defaults=True, tag="match"):
+class TaskMatched(_Line, frozen=True, kw_only=True, omit_defaults=True, tag="match"):
     """A match of blocks ``[start, stop)`` of a prompt, and what it found.
 
     Attributes:
@@ -137,7 +137,7 @@ class OpEnded(_Line, frozen=True, kw_only=True, omit_defaults=True, tag="op"):
     after: tuple[int, ...] = ()
 
 
-class Ended(_Line, frozen=True, kw_only=True, omit_defaults=True, tag="end"):
+class TaskEnded(_Line, frozen=True, kw_only=True, omit_defaults=True, tag="end"):
     """The final state of a task, with ``num_ok`` blocks moved."""
 
     task: int
@@ -164,7 +164,14 @@ class SessionEnded(_Line, frozen=True, kw_only=True, omit_defaults=True, tag="se
 
 
 Record = (
-    Matched | Launched | Cancelled | OpEnded | Ended | ClearedTier | SessionBegan | SessionEnded
+    TaskMatched
+    | Launched
+    | Cancelled
+    | OpEnded
+    | TaskEnded
+    | ClearedTier
+    | SessionBegan
+    | SessionEnded
 )
 
 

@@ -31,13 +31,13 @@ from flexcache.tracing.records import (
     SETTINGS,
     Cancelled,
     ClearedTier,
-    Ended,
     Launched,
-    Matched,
     OpEnded,
     Record,
     SessionBegan,
     SessionEnded,
+    TaskEnded,
+    TaskMatched,
     TraceHeader,
 )
 from flexcache.transfer.scheduler import TransferOp
@@ -145,7 +145,7 @@ class KeyWriter:
     def begin_file(self) -> None:
         self._bases.clear()
 
-    def complete(self, match: Matched, prompt: PackedPrompt) -> Matched:
+    def complete(self, match: TaskMatched, prompt: PackedPrompt) -> TaskMatched:
         keys = unpack_keys(
             prompt.root, memoryview(prompt.data), prompt.key_bytes, self._tokens_per_block
         )
@@ -162,7 +162,7 @@ class KeyWriter:
             keys=_rest(prompt, keys, base_blocks, match.stop),
         )
 
-    def _find_base(self, match: Matched, keys: BlockKeys) -> tuple[int, int]:
+    def _find_base(self, match: TaskMatched, keys: BlockKeys) -> tuple[int, int]:
         """Return an earlier task whose prompt this one begins with, and its number of blocks.
 
         Such a prompt ends where this one does, or where the cached part of this one does. A key
@@ -272,7 +272,7 @@ class Tracer:
 
     def matched(self, task: Task, prompt: Prompt) -> None:
         plan, owner, keys = task.plan, task.owner, prompt.keys
-        record = Matched(
+        record = TaskMatched(
             time=self._now(),
             task=task.task_id,
             kind=plan.kind,
@@ -326,7 +326,7 @@ class Tracer:
         self._add(record)
 
     def ended(self, task: Task, result: TaskResult) -> None:
-        record = Ended(
+        record = TaskEnded(
             time=self._now(),
             task=task.task_id,
             kind=task.plan.kind,
@@ -390,7 +390,7 @@ class Tracer:
         lines = bytearray()
         while self._queue and len(lines) < max_bytes:
             record, prompt = self._queue.popleft()
-            if prompt is not None and isinstance(record, Matched):
+            if prompt is not None and isinstance(record, TaskMatched):
                 self._bytes_written += len(prompt.data)
                 record = self._key_writer.complete(record, prompt)
             lines += self._encoder.encode(record)

@@ -129,6 +129,7 @@ class BlockOp:
             return
         where = f"{self.direction.value} of slot {self.slots[position]}"
         self.error = self.error or f"{where}: {problem}"
+        # I/O ends in any order: what counts is the first gap.
         if is_bad and (self.bad_block is None or position < self.bad_block):
             self.bad_block = position
         self.dropped = True  # nothing after the gap is useful

@@ -19,6 +19,7 @@ from flexcache.ids import BreakerState
 from flexcache.stats import BreakerStats
 
 _WINDOW = 32
+# Fewer say too little: a single failure is no outage.
 _MIN_CALLS = 4
 _MAX_FAILED_SHARE = 0.25
 _TRIALS_TO_CLOSE = 3
@@ -53,6 +54,7 @@ class CircuitBreaker:
         if self._num_good_trials >= _TRIALS_TO_CLOSE:
             self.state = BreakerState.CLOSED
             self._closed_at_s = now
+            # Its failures of before say nothing of how it is now.
             self._calls.clear()
 
     def failed(self, reason: str, now: float) -> None:
@@ -68,6 +70,7 @@ class CircuitBreaker:
         """Open at once, for example because the store's worker is gone."""
         if self.state is BreakerState.OPEN:
             return
+        # One that fails again soon is retried less and less often.
         if self.state is BreakerState.CLOSED and now - self._closed_at_s > _STABLE_AFTER_S:
             self._backoff_s = _FIRST_BACKOFF_S
         self.state = BreakerState.OPEN

@@ -104,17 +104,20 @@ def _make_copies(queue: int, permit: int, work: int, help: int, landed: int) -> 
         is_closing = shared_word(queue + CLOSING * WORD_BYTES)
         lane, number, num_looked, has_entry = 0, 0, 0, False
         while num_looked < NUM_LANES and not has_entry:
+            # Loads first; after some of them in a row a store has its turn.
             lane = (num_looked + (in_a_row >= EAGER_LOADS)) % NUM_LANES
             words = queue + (LANES + lane * LANE_WORDS) * WORD_BYTES
             number = types.int64(shared_word(words + TAKEN * WORD_BYTES))
             if number == types.int64(shared_word(words + GIVEN * WORD_BYTES)):
                 num_looked += 1
             else:
+                # The other thread may be faster.
                 has_entry = _replace(words + TAKEN * WORD_BYTES, number, number + 1)
         if unreported and (not has_entry or unreported >= _TOGETHER_BYTES):
             unreported = 0
             _write(landed, queue + ONE * WORD_BYTES, WORD_BYTES)
         if has_entry:
+            # Waking the other thread costs something: only for what this one would leave lying.
             if help != NO_HELP and _num_left(queue) > 0:
                 _write(help, queue + ONE * WORD_BYTES, WORD_BYTES)
             in_a_row = in_a_row + 1 if lane == 0 else 0

@@ -76,6 +76,7 @@ class OpCopies:
             else:
                 groups = [group.columns(slice(None)) for group in self.groups]
                 self._all = Runs(*map(np.concatenate, zip(*groups, strict=True)))
+            # Most ops are one piece: they need no sums of sizes.
             if self.num_bytes <= num_bytes:
                 self.num_started, self.is_over = len(self._all.sizes), True
                 return self._all
@@ -149,6 +150,7 @@ class OpAddresses:
             raise ValueError(f"{len(gpu)} GPU blocks do not pair with {num_units} host blocks")
         _require_range("host", host, self._segment.num_blocks)
         starts = self._segment.address + host * self._segment.stride
+        # Else each GPU block is one host block, in the same order.
         if self._may_skip or per_unit > 1:
             wanted = np.flatnonzero(gpu != -1) if self._may_skip else np.arange(len(gpu))
             gpu = gpu[wanted]
@@ -167,6 +169,7 @@ class OpAddresses:
         self, gpu: Addresses
     ) -> Iterable[tuple[BlockLayout, Addresses, Addresses | slice]]:
         """Return each group's layout, the ids of its blocks, and where in the list they are."""
+        # Names of blocks without groups are their ids.
         if len(self._layouts) == 1:
             _require_range("GPU", gpu, self._layouts[0].num_blocks)
             return [(self._layouts[0], gpu, slice(None))]

@@ -57,6 +57,7 @@ from flexcache.transfer.worker_process import (
 logger = logging.getLogger(__name__)
 
 _TRANSFER_THREADS = 3  # more threads would only compete for the processors
+# Apart from transfers: a look-up has milliseconds.
 _LOOKUP_THREADS = 2
 
 
@@ -224,6 +225,7 @@ class RemoteService:
                     self._changed.wait()
             try:
                 moved = self._move(op, mover)
+            # Not logged each time: the breaker opens, and that is logged once.
             except StoreUnavailableError as error:
                 moved = BlocksMoved(0, str(error))
             except Exception as error:
@@ -273,6 +275,7 @@ class RemoteService:
             for number, (num_needed, key) in enumerate(message.tails)
             if num_needed <= found.num_present
         ]
+        # After an error it is unknown which tails are of use.
         if found.error is not None or not tails:
             return found, -1
         at = store.first_present([name for _, name in tails], deadline)

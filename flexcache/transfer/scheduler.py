@@ -180,6 +180,7 @@ class TransferScheduler:
         if node.num_wanted == 0:
             self._end(node, 0, outcomes)
             return
+        # Only now is it known how much was delivered to it.
         node.op.truncate(node.num_wanted)
         node.running = True
         outcomes.append(StartOp(node.task_id, node.op))

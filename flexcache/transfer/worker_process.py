@@ -82,6 +82,7 @@ def serve(config: WorkerConfig, detail: str, messages: Any, worker: ServedWorker
     """
     decoder = msgspec.msgpack.Decoder(messages | Stop)
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        # A server that is gone reads no answers.
         socket.linger = 0
         socket.identity = config.identity.encode()
         socket.connect(config.endpoint)

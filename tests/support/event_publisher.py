@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from flexcache.events.publisher import Address, BatchPublisher
-from flexcache.events.wire import BatchEncoder, BlockRemoved, BlockStored, Event
+from flexcache.events.wire import BlockRemoved, BlockStored, Event, encode_batch
 
 
 def stored(hashes: Sequence[int], parent: int | None = None) -> BlockStored:
@@ -22,7 +22,7 @@ def stored(hashes: Sequence[int], parent: int | None = None) -> BlockStored:
 
 def main(endpoint: str, replay: str | None) -> None:
     publisher: BatchPublisher[Event] = BatchPublisher(
-        Address(endpoint, replay, "kv@pod@model"), BatchEncoder().encode, num_kept=9, num_queued=9
+        Address(endpoint, replay, "kv@pod@model"), encode_batch, num_kept=9, num_queued=9
     )
     publisher.start()
     for line in sys.stdin:

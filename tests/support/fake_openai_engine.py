@@ -34,10 +34,10 @@ from paths import ROOT
 from flexcache.events.publisher import Address, BatchPublisher
 from flexcache.events.wire import (
     AllBlocksCleared,
-    BatchEncoder,
     BlockRemoved,
     BlockStored,
     Event,
+    encode_batch,
 )
 
 BLOCK_SIZE = 16
@@ -200,7 +200,7 @@ class PrefixCache:
         if endpoint is not None:
             self._publisher = BatchPublisher(
                 Address(endpoint, replay, "kv-events"),
-                BatchEncoder().encode,
+                encode_batch,
                 num_kept=10_000,
                 num_queued=100_000,
             )

@@ -171,9 +171,9 @@ def source_of(publisher: BatchPublisher[Any]) -> EventSource:
 
 def source_of_cache(cache: Cluster) -> EventSource:
     """Return the publisher of a FlexCache with KV events."""
-    feed = cache.server._observers.feed
-    assert feed is not None and feed._publisher is not None
-    return source_of(feed._publisher)
+    publisher = cache.server._observers._publisher
+    assert publisher is not None
+    return source_of(publisher)
 
 
 def publish_gpu(publisher: BatchPublisher[Event], prompt: Sequence[int], name: int) -> None:

@@ -67,7 +67,8 @@ def test_the_routers_file_is_valid(tmp_path: Path) -> None:
 
 
 def test_the_routers_options_exist() -> None:
-    commands = "\n".join(blocks_of("guide/router.md", "bash"))
+    pages = ("guide/router.md", "operate/router.md")
+    commands = "\n".join(block for page in pages for block in blocks_of(page, "bash"))
     ours = re.findall(r"flexcache (router(?: simulate)?|status)((?:.|\\\n)*)", commands)
     assert len(ours) > 4
     for command, arguments in ours:

@@ -17,7 +17,7 @@ from cluster import PATIENCE_S, Cluster, running_cluster
 from flexcache import KVManager
 from flexcache.errors import ClosedError
 from flexcache.ids import KVStatus
-from flexcache.server.outbox import LocalLines
+from flexcache.server.server import KVServer
 
 TOKENS = np.arange(64)
 BLOCKS = [0, 1, 2, 3]
@@ -133,14 +133,14 @@ def test_a_signal_handler_may_shut_down_during_a_call(monkeypatch: pytest.Monkey
     with running_cluster() as cluster:
         manager = cluster.manager
         task_id, _ = manager.put_match(TOKENS)
-        pass_on = LocalLines.pass_on
+        pass_on = KVServer.pass_on
 
-        def shut_down_first(lines: LocalLines) -> None:
-            monkeypatch.setattr(LocalLines, "pass_on", pass_on)
+        def shut_down_first(server: KVServer) -> None:
+            monkeypatch.setattr(KVServer, "pass_on", pass_on)
             manager.shutdown()
-            pass_on(lines)
+            pass_on(server)
 
-        monkeypatch.setattr(LocalLines, "pass_on", shut_down_first)
+        monkeypatch.setattr(KVServer, "pass_on", shut_down_first)
         manager.launch([task_id], [cluster.slots(BLOCKS)])
         manager.shutdown()
         with pytest.raises(ClosedError):

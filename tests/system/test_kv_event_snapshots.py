@@ -26,7 +26,7 @@ from flexcache.events.subscriber import (
     Received,
     SnapshotPart,
 )
-from flexcache.events.wire import END_OF_REPLAY, BatchEncoder, BlockRemoved, BlockStored, Event
+from flexcache.events.wire import END_OF_REPLAY, BlockRemoved, BlockStored, Event, encode_batch
 from flexcache.ids import BlockKey, RootId
 from flexcache.server import observers
 
@@ -267,7 +267,7 @@ def test_a_publisher_that_restarts_between_pages_is_asked_again() -> None:
 
 def test_a_publisher_without_snapshots_is_followed_by_replay() -> None:
     publisher: BatchPublisher[Event] = BatchPublisher(
-        Address(ANY_PORT, ANY_PORT, "t"), BatchEncoder().encode, num_kept=9, num_queued=9
+        Address(ANY_PORT, ANY_PORT, "t"), encode_batch, num_kept=9, num_queued=9
     )
     publisher.start()
     publisher.publish([BlockStored([1], None, [1], 1, None, "CPU", None)])
@@ -333,7 +333,7 @@ def test_a_publisher_that_answers_nonsense_is_followed_by_replay() -> None:
         for frames in ([b"topic", b"\xfe" + bytes(7), b"not a page"], [b"", END_OF_REPLAY, b""]):
             peer, *_ = router.recv_multipart()
             if frames[1] == END_OF_REPLAY:
-                payload = BatchEncoder().encode(1.0, [BlockRemoved([5], "CPU")])
+                payload = encode_batch(1.0, [BlockRemoved([5], "CPU")])
                 router.send_multipart([peer, b"", b"topic", bytes(8), payload])
             router.send_multipart([peer, b"", *frames])
 
@@ -376,7 +376,7 @@ def test_a_snapshot_of_a_cache_is_what_its_tiers_hold(
         with running_cluster(
             [tmp_path], num_cpu_blocks=24, num_ssd_blocks=40, skip_slow_loads=False, **settings
         ) as cluster:
-            publisher = cluster.server._observers.feed._publisher
+            publisher = cluster.server._observers._publisher
             tiers = list(cluster.server.cache.tasks.cache.tiers)
             prompts = [rng.integers(0, 50_000, 160) for _ in range(12)]
             for tokens in prompts:

@@ -33,7 +33,7 @@ from flexcache.events.subscriber import (
     PublisherRestarted,
     Received,
 )
-from flexcache.events.wire import END_OF_REPLAY, BatchEncoder, BlockRemoved, BlockStored, Event
+from flexcache.events.wire import END_OF_REPLAY, BlockRemoved, BlockStored, Event, encode_batch
 from flexcache.ids import BlockKey, RootId
 
 PATIENCE_S = 60.0
@@ -50,7 +50,7 @@ class Gate:
     def encode(self, ts: float, events: Sequence[Event]) -> bytes:
         self.entered.set()
         assert self.release.wait(PATIENCE_S)
-        return BatchEncoder().encode(ts, events)
+        return encode_batch(ts, events)
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def publishing(
 ) -> Iterator[BatchPublisher[Event]]:  # fmt: skip
     publisher: BatchPublisher[Event] = BatchPublisher(
         Address(endpoint, replay_endpoint, "kv@pod@model"),
-        encode or BatchEncoder().encode,
+        encode or encode_batch,
         num_kept=num_kept,
         num_queued=num_queued,
         gather_s=gather_s,
@@ -453,7 +453,7 @@ def test_the_replays_of_older_versions_of_vllm_are_read() -> None:
         peer, empty, first = router.recv_multipart()
         assert (empty, first) == (b"", bytes(8))
         for number in range(2):
-            payload = BatchEncoder().encode(1.0, batch(number))
+            payload = encode_batch(1.0, batch(number))
             router.send_multipart([peer, b"", number.to_bytes(8, "big"), payload])
         router.send_multipart([peer, b"", END_OF_REPLAY, b""])
 
@@ -474,7 +474,7 @@ def test_invalid_messages_are_counted_and_an_unreadable_batch_is_lost() -> None:
         socket.send(b"one frame")
         socket.send_multipart([b"", b"short", b""])
         socket.send_multipart([b"", bytes(8), b"not msgpack \xc1"])
-        socket.send_multipart([b"", (1).to_bytes(8, "big"), BatchEncoder().encode(1.0, batch(1))])
+        socket.send_multipart([b"", (1).to_bytes(8, "big"), encode_batch(1.0, batch(1))])
         assert numbers(take(subscriber, 2)) == [Lost(0, 1), 1]
         assert subscriber.counters.malformed == 3
     socket.close()
@@ -509,7 +509,7 @@ def test_a_closed_publisher_has_sent_its_queue_and_drops_later_batches() -> None
 
 def test_batches_published_before_the_start_are_sent_at_the_start() -> None:
     publisher: BatchPublisher[Event] = BatchPublisher(
-        Address(ANY_PORT, ANY_PORT, "kv@pod@model"), BatchEncoder().encode, num_kept=9, num_queued=9
+        Address(ANY_PORT, ANY_PORT, "kv@pod@model"), encode_batch, num_kept=9, num_queued=9
     )
     publish(publisher, 2)
     publisher.start()
@@ -683,7 +683,7 @@ def test_following_the_events_of_a_cache_yields_what_it_holds(tmp_path: Path) ->
     with running_cluster(
         [tmp_path], num_cpu_blocks=24, num_ssd_blocks=40, skip_slow_loads=False, **settings
     ) as cluster:
-        publisher = cluster.server._observers.feed._publisher
+        publisher = cluster.server._observers._publisher
         tiers = list(cluster.server.cache.tasks.cache.tiers)
 
         def held(tier: Any) -> set[int]:
@@ -735,7 +735,7 @@ def test_blocks_stored_before_a_restart_are_published_without_tokens(tmp_path: P
     with running_cluster([tmp_path], **settings) as cluster:
         cluster.put(tokens, range(5))
     with running_cluster([tmp_path], **settings) as cluster:
-        publisher = cluster.server._observers.feed._publisher
+        publisher = cluster.server._observers._publisher
         settle(publisher)
         with following(publisher) as subscriber:
             (news,) = take(subscriber, 1)

@@ -19,7 +19,7 @@ from flexcache.client.rank import ClientState, KVTPClient
 from flexcache.client.rank_tasks import RankTasks
 from flexcache.ids import OpId, OpKind, TaskId
 from flexcache.server.loop import EventLoop
-from flexcache.server.outbox import LocalLine, LocalLines
+from flexcache.server.outbox import LocalLine
 from flexcache.tasks.instructions import RunOp
 from flexcache.transfer.device_worker import DeviceWorker
 from flexcache.transfer.messages import Done, Execute
@@ -148,11 +148,11 @@ def test_a_closed_client_is_not_woken_for_an_op_though_the_server_does_not_know_
         manager.check()
 
 
-class Lines(LocalLines):
+class Lines:
     """The server of a line: each report is answered at once."""
 
     def __init__(self) -> None:
-        self.line: LocalLine | None = None  # and nothing else of a server
+        self.line: LocalLine | None = None
 
     def take_reports(self, identity: bytes, reports: object) -> None:
         assert self.line is not None

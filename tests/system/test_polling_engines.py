@@ -11,7 +11,7 @@ from test_local_lines import BLOCKS, TOKENS, standing_rank, store_and_load
 
 from flexcache import KVStatus
 from flexcache.client.rank import KVTPClient
-from flexcache.server.outbox import LocalLines
+from flexcache.server.server import KVServer
 from flexcache.transfer.device_worker import DeviceWorker
 from flexcache.transfer.messages import Done
 
@@ -78,10 +78,10 @@ def test_what_follows_from_a_report_is_not_left_lying(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [client], manager, followers = cluster.clients, cluster.manager, list[int]()
-    take_reports, other = LocalLines.take_reports, TOKENS + 100
+    take_reports, other = KVServer.take_reports, TOKENS + 100
 
-    def launch_another(lines: LocalLines, identity: bytes, reports: list[Done]) -> None:
-        take_reports(lines, identity, reports)
+    def launch_another(server: KVServer, identity: bytes, reports: list[Done]) -> None:
+        take_reports(server, identity, reports)
         if not followers:
             task_id, _ = manager.put_match(other)
             followers.append(task_id)
@@ -94,7 +94,7 @@ def test_what_follows_from_a_report_is_not_left_lying(
         woken.extend(followers)
         wake()
 
-    monkeypatch.setattr(LocalLines, "take_reports", launch_another)
+    monkeypatch.setattr(KVServer, "take_reports", launch_another)
     with standing_rank(monkeypatch, client):
         monkeypatch.setattr(client._link, "wake", note_and_wake)
         put = launch_put(cluster)
@@ -151,22 +151,22 @@ def test_a_rank_whose_turn_was_interrupted_registers_again(
 def test_a_client_that_closes_meanwhile_is_not_driven_any_more(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    [client], take_reports = cluster.clients, LocalLines.take_reports
+    [client], take_reports = cluster.clients, KVServer.take_reports
     put, other, advance = launch_put(cluster), TOKENS + 100, DeviceWorker.advance
     is_closing = threading.Event()
 
-    def close_first(lines: LocalLines, identity: bytes, reports: list[Done]) -> None:
+    def close_first(server: KVServer, identity: bytes, reports: list[Done]) -> None:
         is_closing.set()
         client.close()
-        until(lambda: identity not in lines._hub.outbox.lines)  # the server knows, too
-        take_reports(lines, identity, reports)
+        until(lambda: identity not in server.hub.outbox.lines)  # the server knows, too
+        take_reports(server, identity, reports)
 
     def leave_it_to_the_engine(worker: DeviceWorker, may_copy: bool = True) -> list[Done]:
         """The rank's own thread, which may copy, would report if this one took long."""
         return [] if may_copy and not is_closing.is_set() else advance(worker, may_copy)
 
     with monkeypatch.context() as patched:
-        patched.setattr(LocalLines, "take_reports", close_first)
+        patched.setattr(KVServer, "take_reports", close_first)
         patched.setattr(DeviceWorker, "advance", leave_it_to_the_engine)
         client.open_gates([put])
         until(lambda: bool(client.take_ended([put])))

@@ -11,7 +11,7 @@ import pytest
 from router_peers import BLOCK, DynamoSelection, peer_python, source_of, wait
 
 from flexcache.events.publisher import Address, BatchPublisher
-from flexcache.events.wire import BatchEncoder, BlockStored, Event
+from flexcache.events.wire import BlockStored, Event, encode_batch
 from flexcache.router.dispatcher import GPU, Dispatcher, MatchedPrompt
 from flexcache.router.load import Load
 from flexcache.router.policy import make_policy
@@ -116,7 +116,7 @@ def both() -> Iterator[Both]:
         for _ in range(NUM_WORKERS):
             publisher = BatchPublisher[Event](
                 Address(ANY_PORT, ANY_PORT, ""),
-                BatchEncoder().encode,
+                encode_batch,
                 num_kept=10_000,
                 num_queued=10_000,
             )

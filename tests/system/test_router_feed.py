@@ -16,11 +16,11 @@ from flexcache.errors import ConfigError
 from flexcache.events.publisher import Address, BatchPublisher
 from flexcache.events.wire import (
     AllBlocksCleared,
-    BatchEncoder,
     BlockRemoved,
     BlockStored,
     Event,
     EventBatch,
+    encode_batch,
 )
 from flexcache.router.feed import MAX_BLOCKS, SILENT_REQUESTS, SILENT_TOKENS, Feed
 from flexcache.router.fleet import EventSource
@@ -70,7 +70,7 @@ def publishing(
 ) -> Iterator[tuple[BatchPublisher[Event], EventSource]]:
     publisher: BatchPublisher[Event] = BatchPublisher(
         Address(ANY_PORT, replay, "kv@pod@model"),
-        BatchEncoder().encode,
+        encode_batch,
         num_kept=num_kept,
         num_queued=1000,
     )

@@ -25,7 +25,7 @@ from router_peers import (
 )
 
 from flexcache.events.publisher import Address, BatchPublisher
-from flexcache.events.wire import BatchEncoder, Event
+from flexcache.events.wire import Event, encode_batch
 from flexcache.router.fleet import EventSource
 
 ANY_PORT = "tcp://127.0.0.1:0"
@@ -90,7 +90,7 @@ def test_prompts_go_to_the_engine_that_holds_them_on_its_gpu(
     rng = np.random.default_rng(6)
     publishers = [
         BatchPublisher[Event](
-            Address(ANY_PORT, ANY_PORT, ""), BatchEncoder().encode, num_kept=100, num_queued=100
+            Address(ANY_PORT, ANY_PORT, ""), encode_batch, num_kept=100, num_queued=100
         )
         for _ in range(2)
     ]

@@ -34,7 +34,7 @@ from scrapes import CHANGES, Expected, Is, Scrapes
 
 from flexcache import __version__
 from flexcache.events.publisher import Address, BatchPublisher
-from flexcache.events.wire import AllBlocksCleared, BatchEncoder, BlockStored, Event
+from flexcache.events.wire import AllBlocksCleared, BlockStored, Event, encode_batch
 
 PROMPT = list(range(100, 100 + 320))
 
@@ -223,10 +223,9 @@ def publish_badly() -> tuple[Watched, Expected]:
         return BlockStored([name], parent, ids, 16, None, medium, None)
 
     def make_publisher() -> BatchPublisher[Event]:
-        encoder = BatchEncoder()
         publisher: BatchPublisher[Event] = BatchPublisher(
             Address(endpoint, replay, "kv-events"),
-            lambda ts, events: b"garbage" if events == ["bad"] else encoder.encode(ts, events),
+            lambda ts, events: b"garbage" if events == ["bad"] else encode_batch(ts, events),
             num_kept=4,
             num_queued=100,
         )

@@ -187,6 +187,7 @@ def test_a_name_that_is_taken_is_disputed_and_free_again_when_its_holder_leaves(
         second.start()
         claimed = f"the scheduler of engine 'e/dp0' is claimed by process {os.getpid()} and process"
         until(lambda: re.search(claimed, why_not_ready(second)))
+        until(lambda: not holder.manager.is_ready())  # each hears of it in its own time
         with pytest.raises(RegistrationError, match=claimed):
             holder.manager.wait_ready(30)
         holder.manager.shutdown()

@@ -31,7 +31,7 @@ from flexcache.protocol.endpoints import is_served, private_endpoint
 from flexcache.replay.history import chrome_trace, histories, tell
 from flexcache.replay.replay import ReplayReport, replay, replay_config
 from flexcache.replay.traces import MooncakeTrace, RecordedTrace, read_requests
-from flexcache.tracing.records import Matched, TraceHeader
+from flexcache.tracing.records import TaskMatched, TraceHeader
 
 BLOCK = 16
 LONG = 40
@@ -455,7 +455,7 @@ def test_engines_at_a_server_are_traced_by_the_server(tmp_path: Path) -> None:
         for engine in engines:
             engine.close()
     trace = RecordedTrace([directory])
-    matches = [record for record in trace.records() if isinstance(record, Matched)]
+    matches = [record for record in trace.records() if isinstance(record, TaskMatched)]
     assert {match.engine for match in matches} == {"a/dp0", "b/dp0"}
     report = replayed(trace)
     assert report.differences == []

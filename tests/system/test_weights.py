@@ -32,7 +32,7 @@ def serving(has_lines: bool = False, **settings: object) -> Iterator[KVServer]:
     server = KVServer(config, private_endpoint("weights"))
     server.start()
     if not has_lines:
-        withdraw_lines(server.endpoint, server._lines)
+        withdraw_lines(server.endpoint, server)
     try:
         yield server
     finally:

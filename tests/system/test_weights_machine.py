@@ -79,7 +79,7 @@ class WeightsMachine(RuleBasedStateMachine):
         self.server = KVServer(config, self.endpoint)
         self.server.start()
         if not self.has_lines:
-            withdraw_lines(self.server.endpoint, self.server._lines)
+            withdraw_lines(self.server.endpoint, self.server)
 
     def start_engine(self, name: str) -> None:
         if name == OWN:

@@ -8,8 +8,8 @@ from flexcache.cache.journal import Change, Medium, Stored
 from flexcache.config import CacheConfig
 from flexcache.ids import BlockKey, RootId
 from flexcache.server import observers
-from flexcache.server import observers as change_feed
-from flexcache.server.observers import ChangeFeed
+from flexcache.server.observers import Observers
+from flexcache.stats import EventStats
 
 
 def stored(number: int, num_tokens: int = 4) -> Change:
@@ -17,8 +17,8 @@ def stored(number: int, num_tokens: int = 4) -> Change:
     return Stored(Medium.CPU, RootId(bytes(16)), None, [key], 4, range(num_tokens))
 
 
-def feed_of(**settings: object) -> ChangeFeed:
-    return ChangeFeed(CacheConfig(num_cpu_blocks=4, **settings), None)  # type: ignore[arg-type]
+def feed_of(**settings: object) -> Observers:
+    return Observers(CacheConfig(num_cpu_blocks=4, **settings))  # type: ignore[arg-type]
 
 
 def test_changes_are_taken_once_and_in_order() -> None:
@@ -26,9 +26,9 @@ def test_changes_are_taken_once_and_in_order() -> None:
     changes = [stored(number) for number in range(5)]
     feed.pass_on(changes[:2])
     feed.pass_on(changes[2:])
-    assert feed.take() == changes
-    assert feed.take() == []
-    assert feed.stats() == {"untaken_batches": 0, "lost_batches": 0}
+    assert feed.take_changes() == changes
+    assert feed.take_changes() == []
+    assert feed.event_stats() == EventStats(untaken_batches=0, lost_batches=0)
 
 
 def test_beyond_the_bound_the_oldest_batches_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,25 +37,26 @@ def test_beyond_the_bound_the_oldest_batches_are_dropped(monkeypatch: pytest.Mon
     changes = [stored(number) for number in range(5)]
     for change in changes:
         feed.pass_on([change])
-    assert feed.stats() == {"untaken_batches": 3, "lost_batches": 2}
-    assert feed.take() == changes[2:]
+    assert feed.event_stats() == EventStats(untaken_batches=3, lost_batches=2)
+    assert feed.take_changes() == changes[2:]
 
 
 def test_large_batches_are_bounded_by_tokens_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(change_feed, "_MAX_WAITING_TOKENS", 10)
+    monkeypatch.setattr(observers, "_MAX_WAITING_TOKENS", 10)
     feed = feed_of(kv_events=True)
     for round_ in range(2):  # what was taken does not count any more
         changes = [stored(3 * round_ + number) for number in range(3)]
         for change in changes:
             feed.pass_on([change])
-        assert feed.take() == changes[1:]
+        assert feed.take_changes() == changes[1:]
     feed.pass_on([stored(7, 100)])
-    assert feed.stats() == {"untaken_batches": 1, "lost_batches": 2}  # the last is always kept
+    # The last is always kept.
+    assert feed.event_stats() == EventStats(untaken_batches=1, lost_batches=2)
     feed.pass_on([stored(8)])
-    assert feed.take() == [stored(8)]
+    assert feed.take_changes() == [stored(8)]
 
 
 def test_nothing_is_kept_without_a_consumer() -> None:
     feed = feed_of()
     feed.pass_on([stored(1)])
-    assert feed.take() == []
+    assert feed.take_changes() == []

@@ -59,6 +59,14 @@ def test_a_rank_in_the_place_of_one_with_other_weights_makes_the_name_doubtful()
     assert world.told(0, 0, client="new").version != "v2"
 
 
+def test_a_rank_in_the_place_of_one_with_as_many_updates_has_other_weights() -> None:
+    world = World()
+    before = world.told(0, 1, "v2")
+    after = world.told(0, 1, client="new")
+    assert after.version != before.version
+    assert after.generation > before.generation
+
+
 def test_a_rank_that_comes_back_with_its_weights_changes_nothing() -> None:
     world = World()
     before = world.told(0, 1, "v2")

@@ -28,7 +28,9 @@ from flexcache.ids import BlockKey, OpKind
 from flexcache.protocol.messages import PROTOCOL_VERSION, Refused
 from flexcache.replay.traces import RecordedTrace
 from flexcache.server.hub import Hub
-from flexcache.server.state import HubConfig, ServerState
+from flexcache.server.observers import Observers
+from flexcache.server.reactor import Reactor
+from flexcache.server.state import ServerState
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.pool_directory import DATA_FILE, FORMAT_VERSION, INDEX_FILE, PoolHeader
 from flexcache.storage.remote import objects
@@ -276,24 +278,13 @@ ENGINE_2 = (
 )
 
 
-class NoHost:
-    """A host that no client gets to use."""
-
-    def watch(self, identity: bytes, pid: int) -> None: ...
-
-    def unwatch(self, identity: bytes) -> None: ...
-
-    def make_fence(self) -> Any: ...
-
-    def map_scratch(self, pid: int, fd: int) -> Any: ...
-
-
 def answers(frame: bytes) -> list[Any]:
     def never(model: ModelConfig, tokens_per_block: int, shards: Shards) -> Any:
         raise AssertionError("no store is made for a client of another version")
 
-    config = HubConfig(epoch=1, server_pid=1, client_timeout_s=30.0)
-    hub = Hub(ServerState(config, NoHost(), never), lambda: SERVER_STATS)
+    config = CacheConfig(num_cpu_blocks=1)
+    state = ServerState(config, Reactor(), Observers(config), never)
+    hub = Hub(state, lambda: SERVER_STATS)
     hub.take(b"client", [frame], 1.0)
     return [message for _, message in hub.outbox.take().to_peers]
 

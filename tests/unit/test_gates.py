@@ -72,7 +72,7 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 70_950,
+    "lines of the package": 70_830,
     "files of the package": 253,
     "lines of the router": 15_000,
     "modules under 120 lines with one importer": 2,
@@ -82,12 +82,12 @@ CEILINGS = {
     "types of messages": 54,
     "settings of the cache": 47,
     "settings of the router": 36,
-    "metrics": 120,
+    "metrics": 119,
 }
 """What the package has at most. A ceiling falls with the code. It rises only for a feature that
 needs it, with a line in CHANGELOG.md that names the feature."""
 
-MIN_COMMENTS_PER_100_LINES = 3.8
+MIN_COMMENTS_PER_100_LINES = 4.5
 """In cache, tasks, transfer and server: why a line is as it is, beside the line."""
 
 STILL_UPWARD: dict[str, str] = {}

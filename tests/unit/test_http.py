@@ -124,7 +124,7 @@ def ask(
     headers: Mapping[str, str] = {},
 ) -> tuple[int, str, http.client.HTTPMessage]:
     host, port = service.address.removeprefix("http://").rsplit(":", 1)
-    connection = http.client.HTTPConnection(host, int(port), timeout=30)
+    connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=30)
     try:
         connection.request(method, path, body, dict(headers))
         answer = connection.getresponse()
@@ -136,6 +136,16 @@ def ask(
 def address_of(service: HttpService) -> tuple[str, int]:
     host, port = service.address.removeprefix("http://").split(":")
     return host, int(port)
+
+
+def test_an_ipv6_address_is_served(server: PlayedServer) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with serving(server, "[::1]:0") as service:
+        assert service.address.startswith("http://[::1]:")
+        assert ask(service, "GET", "/healthz")[0] == 200
 
 
 def post(service: HttpService, path: str, content: object) -> tuple[int, Any]:

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from server_stats import SERVER_STATS
 from flexcache.cache.journal import Stored
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ConfigError, InternalError, RegistrationError
-from flexcache.ids import KVStatus, PromptDetail, RequestInfo, TaskIds, TaskKind, last_id
-from flexcache.protocol.fence import Fence, Scratch
+from flexcache.ids import KVStatus, RequestInfo, TaskIds, TaskKind, last_id
+from flexcache.protocol.fence import Fence
 from flexcache.protocol.messages import (
     MAX_FRAME_BYTES,
     UNKNOWN_WEIGHTS,
@@ -58,8 +59,10 @@ from flexcache.protocol.messages import (
 from flexcache.server.cache import ServedCache
 from flexcache.server.claims import CLAIM_TTL_S
 from flexcache.server.hub import Hub
+from flexcache.server.observers import Observers
 from flexcache.server.outbox import make_execute
-from flexcache.server.state import HubConfig, ServerState
+from flexcache.server.reactor import EndReport, Reactor
+from flexcache.server.state import ServerState
 from flexcache.stats import CacheStats, TierStats
 from flexcache.storage.shards import Shards
 from flexcache.tasks.instructions import REMOTE, RunLookUp, RunOp, device
@@ -74,25 +77,31 @@ BLOCKS = 12
 TIMEOUT_S = 30.0
 
 
+class Watching(Reactor):
+    """Watches processes that do not exist; they end when a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watched: dict[bytes, EndReport] = {}
+
+    def watch_process(self, name: bytes, pid: int, ended: EndReport) -> None:
+        self.watched[name] = ended
+
+    def unwatch_process(self, name: bytes) -> None:
+        del self.watched[name]
+
+
 class World:
     """A hub with a clock, whose answers are collected by peer."""
 
-    def __init__(
-        self,
-        owner: str | None = None,
-        prompt_detail: PromptDetail = PromptDetail.NOTHING,
-        first_session: int = 1,
-        **settings: Any,
-    ) -> None:
-        self.config = CacheConfig(num_cpu_blocks=BLOCKS, **settings)
-        self.watched: dict[bytes, int] = {}
-        self.fences: list[Fence] = []
+    def __init__(self, owner: str | None = None, **settings: Any) -> None:
+        self.config = CacheConfig(num_cpu_blocks=BLOCKS, client_timeout_s=TIMEOUT_S, **settings)
+        self.reactor = Watching()
         self.open: Callable[[ModelConfig, int, Shards], ServedCache] = self.open_cache
-        hub_config = HubConfig(
-            epoch=7, server_pid=1, client_timeout_s=TIMEOUT_S, owner=owner,
-            prompt_detail=prompt_detail, first_session=first_session,
+        state = ServerState(
+            self.config, self.reactor, Observers(self.config), lambda *known: self.open(*known),
+            owner,
         )  # fmt: skip
-        state = ServerState(hub_config, self, lambda *known: self.open(*known))
         self.hub = Hub(state, lambda: SERVER_STATS)
         self.caches: list[ServedCache] = []
         self.now = 100.0
@@ -114,19 +123,6 @@ class World:
 
     def tier(self) -> TierStats:
         return self.cache_stats().tiers["CPU"]
-
-    def watch(self, identity: bytes, pid: int) -> None:
-        self.watched[identity] = pid
-
-    def unwatch(self, identity: bytes) -> None:
-        self.watched.pop(identity, None)
-
-    def make_fence(self) -> Fence:
-        self.fences.append(Fence.create())
-        return self.fences[-1]
-
-    def map_scratch(self, pid: int, fd: int) -> Scratch | None:
-        return Scratch.open(pid, fd, MAX_FRAME_BYTES)
 
     def send(
         self, peer: bytes, message: ToServer, data: bytes | memoryview | None = None
@@ -158,7 +154,7 @@ class World:
         self.hub.check()
 
     def die(self, peer: bytes) -> None:
-        self.hub.peer_died(peer, self.now)
+        self.reactor.watched[peer](self.now)
         self.settle()
 
     def last(self, peer: bytes) -> Any:
@@ -434,7 +430,7 @@ def test_a_silent_scheduler_expires_and_one_that_pings_does_not(world: World) ->
     world.hub.greeter.expire(world.now + 2)
     assert list(world.hub.stats(world.now).engines) == ["lively"]
     assert world.hub.counters.expired_clients == 1
-    assert quiet.events not in world.watched
+    assert quiet.events not in world.reactor.watched
 
 
 def test_a_silent_rank_expires_unless_it_may_be_copying(world: World) -> None:
@@ -565,12 +561,9 @@ def test_every_request_is_answered_even_if_it_cannot_be_carried_out(world: World
 
 
 def test_request_info_is_passed_on_with_stored_blocks() -> None:
-    world = World(prompt_detail=PromptDetail.TOKENS)
+    world = World(kv_events=True)
     engine = Engine(world)
     engine.register()
-    assert world.hub.cache is not None
-    cache = world.hub.cache.tasks.cache
-    cache.keep_journal(16)
     tokens = np.arange(40, dtype="<i8")  # two blocks and a half
     info = RequestInfo("a-request", 7, "an-adapter", [["x"], ["y"]])
     task_id = engine.ids.next()
@@ -583,8 +576,7 @@ def test_request_info_is_passed_on_with_stored_blocks() -> None:
     data[:] = bytes(len(data))  # the client may use its memory for something else by now
     engine.launch(task_id, 2)
     engine.work()
-    assert cache.tiers.journal is not None
-    [stored] = cache.tiers.journal.take()
+    [stored] = world.hub.state.observers.take_changes()
     assert isinstance(stored, Stored)
     assert (stored.token_ids, stored.info) == (list(range(32)), info)
     assert stored.extra_keys == [["x"], ["y"]]
@@ -703,19 +695,21 @@ def test_a_failing_handler_is_answered_and_affects_no_other_engine(world: World)
 
 
 def test_fences_and_problems_do_not_outlive_their_engines(world: World) -> None:
+    fences = []
     for turn in range(50):
         engine = Engine(world, f"engine-{turn}")
         engine.register()
+        fences.append(world.hub.state.engines[engine.name].fence.path)
         world.send(engine.rank, Goodbye())
         world.send(engine.events, Goodbye())
-    assert len(world.fences) == 50
-    assert not any(Path(fence.path).exists() for fence in world.fences)
+    assert not any(Path(fence).exists() for fence in fences)
     assert world.hub.state.peers == {}
-    assert world.watched == {}
+    assert world.reactor.watched == {}
 
 
 def test_a_task_answered_over_a_late_rank_is_revoked_and_the_next_session_is_not() -> None:
-    world = World(first_session=0xFFFF)  # the next one has the lowest number
+    world = World()
+    world.hub.state.session_numbers = count(0xFFFF)  # the next one has the lowest number
     engine = Engine(world)
     [welcome] = world.send(engine.rank, HelloRank(engine.name, 0, engine.name, 2))
     world.send(engine.rank, Register("layout", 99))
@@ -1003,7 +997,7 @@ class HubHistories(RuleBasedStateMachine):
         for name in NAMES:
             assert hub.cache.tasks.executors.is_up(device(name, 0)) == (name in self.ranks)
         expected = {e[1] for e in self.engines.values()} | {r[1] for r in self.ranks.values()}
-        assert set(hub.state.peers) == set(self.world.watched) == expected
+        assert set(hub.state.peers) == set(self.world.reactor.watched) == expected
         tier = self.world.tier()
         assert tier.free + tier.indexed + tier.leased == BLOCKS
 
@@ -1221,7 +1215,7 @@ def num_calls_to_end(num_engines: int) -> int:
     sys.setprofile(count)
     try:
         for engine in engines:
-            world.hub.peer_died(engine.events, world.now)
+            world.reactor.watched[engine.events](world.now)
         world.hub.route(world.now)
     finally:
         sys.setprofile(None)

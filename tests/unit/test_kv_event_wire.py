@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from flexcache.cache.journal import Change, Cleared, Medium, Removed, Stored
 from flexcache.events.wire import (
     AllBlocksCleared,
-    BatchEncoder,
     BlockRemoved,
     BlockStored,
     Event,
     decode_batch,
     describe,
+    encode_batch,
     low_64_bits,
 )
 from flexcache.ids import BlockKey, RequestInfo
@@ -57,7 +57,7 @@ GOLDEN = {
 
 
 def test_a_batch_is_encoded_byte_for_byte_as_vllm_does() -> None:
-    assert BatchEncoder(0).encode(1.5, EVENTS).hex() == GOLDEN["map"]
+    assert encode_batch(1.5, EVENTS, 0).hex() == GOLDEN["map"]
 
 
 @pytest.mark.parametrize("layout", GOLDEN)
@@ -142,7 +142,7 @@ def test_changes_become_events_with_all_known_fields() -> None:
         Removed(Medium.STORAGE, ROOT, [key(1), key(BIG)]),
         Cleared(),
     ]
-    payload = BatchEncoder().encode(1.0, [describe(change, "int") for change in changes])
+    payload = encode_batch(1.0, [describe(change, "int") for change in changes])
     batch = decode_batch(payload)
     assert batch.data_parallel_rank is None
     assert batch.events == [
@@ -159,7 +159,7 @@ def test_hashes_are_whole_keys_on_request_and_name_the_same_blocks() -> None:
     assert isinstance(event, BlockStored)
     assert event.block_hashes == [key(1), key(BIG)] and event.parent_block_hash == key(9)
     assert [low_64_bits(block) for block in event.block_hashes] == [1, BIG]
-    assert decode_batch(BatchEncoder().encode(1.0, [event])).events == [event]
+    assert decode_batch(encode_batch(1.0, [event])).events == [event]
 
 
 def test_sglangs_hashes_are_the_first_bytes_with_a_sign() -> None:

@@ -13,7 +13,7 @@ import pytest
 from flexcache.client import remote as launcher
 from flexcache.client.remote import ServerLauncher
 from flexcache.config import CacheConfig, ServerConfig
-from flexcache.server.process import Starter
+from flexcache.server.process import has_left
 
 SLOW = """
 import os, sys, time
@@ -75,10 +75,9 @@ def test_a_server_that_died_before_it_came_up_is_replaced(slow: Path) -> None:
 
 def test_a_server_sees_that_the_engine_that_started_it_has_left(slow: Path) -> None:
     engine_fd, server_fd = os.pipe()
-    starter = Starter(server_fd)
-    assert not starter.has_left()
+    assert not has_left(server_fd)
     os.close(engine_fd)
-    assert starter.has_left()
+    assert has_left(server_fd)
     os.close(server_fd)
 
 

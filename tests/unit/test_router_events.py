@@ -17,13 +17,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from flexcache.cache.journal import Change, Cleared, Medium, Removed, Stored
 from flexcache.events.wire import (
     AllBlocksCleared,
-    BatchEncoder,
     BlockRemoved,
     BlockStored,
     Event,
     EventBatch,
     decode_batch,
     describe,
+    encode_batch,
 )
 from flexcache.ids import BlockKey, RequestInfo
 from flexcache.router.events import TIER_OF, EventApplier
@@ -524,11 +524,10 @@ def test_events_of_this_cache(hashes: str) -> None:
         Removed(Medium.CPU, ROOT, keys[5:]),
     ]
     applier = EventApplier(KVIndexer())
-    encoder = BatchEncoder()
 
     def publish(changes: list[Change]) -> None:
         events = [describe(change, hashes) for change in changes]
-        applier.apply("cache", decode_batch(encoder.encode(1.0, events)))
+        applier.apply("cache", decode_batch(encode_batch(1.0, events)))
         applier.check()
 
     publish(changes)

@@ -29,7 +29,7 @@ from flexcache.router.simulate.workload import (
     read_trace,
     tool_agents,
 )
-from flexcache.tracing.records import Matched, TraceHeader
+from flexcache.tracing.records import TaskMatched, TraceHeader
 
 BLOCK = 512
 SPEC = EngineSpec()
@@ -185,11 +185,11 @@ def test_bailian_traces_have_seconds_small_blocks_and_sessions(tmp_path: Path) -
 
 def test_our_own_traces_have_prompts_and_answers(tmp_path: Path) -> None:
     keys = bytes(range(24))
-    matched = Matched(
+    matched = TaskMatched(
         time=2.0, task=1, kind=TaskKind.GET, engine="e", request="r", start=0, stop=3,
         num_tokens=50, keys=keys, found_start=0, num_blocks=0,
     )  # fmt: skip
-    stored = Matched(
+    stored = TaskMatched(
         time=3.0, task=2, kind=TaskKind.PUT, engine="e", request="r", start=0, stop=4,
         num_tokens=64, base=1, base_blocks=3, keys=keys[:8], found_start=3, num_blocks=1,
     )  # fmt: skip

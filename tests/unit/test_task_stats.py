@@ -8,7 +8,17 @@ from server_stats import SERVER_STATS
 from task_builders import World
 
 from flexcache.errors import FlexCacheError
-from flexcache.stats import EngineStats, EventStats, ServerCounters, Stats, from_plain, to_plain
+from flexcache.ids import OpKind, TaskKind
+from flexcache.stats import (
+    EngineStats,
+    EventStats,
+    HitRateStats,
+    ServerCounters,
+    Stats,
+    from_plain,
+    to_plain,
+)
+from flexcache.transfer.messages import Done
 
 SERVER = msgspec.structs.replace(
     SERVER_STATS,
@@ -54,6 +64,14 @@ def test_plain_statistics_are_flat_and_omit_absent_parts() -> None:
     assert plain["remote"]["breaker"]["state"] == "closed"
 
 
+def test_the_recent_hit_rate_is_of_the_blocks_that_were_asked_for() -> None:
+    world = World()
+    world.put("ab")
+    world.finish_all()
+    world.match(TaskKind.GET, "abcd", start=1)
+    assert world.stats().hit_rate["1m"] == HitRateStats(asked_blocks=3, hit_blocks=1, rate=1 / 3)
+
+
 def test_before_the_first_engine_there_are_no_tiers() -> None:
     plain = to_plain(EMPTY)
     assert (plain["tiers"], plain["tasks"]) == ({}, {})
@@ -65,3 +83,15 @@ def test_statistics_of_another_version_are_refused_with_its_name() -> None:
     del plain["ops"]
     with pytest.raises(FlexCacheError, match=r"version 1\.2 cannot be read: .*ops"):
         from_plain(plain)
+
+
+def test_a_gated_load_took_as_long_as_the_copies_of_the_slowest_rank() -> None:
+    world = World(load_ranks=(0, 1))
+    world.put("ab")
+    world.finish_all()
+    world.launch(world.match(TaskKind.GET, "ab"), gated=True)
+    world.now += 5.0
+    for run, seconds in zip(world.ops(OpKind.H2D), (2.0, 0.5), strict=True):
+        done = Done(run.op.op_id, len(run.op), seconds=seconds)
+        world.engine.op_done(run.executor, done, world.now)
+    assert world.stats().op_seconds["H2D"].sum == 2.0

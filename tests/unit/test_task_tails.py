@@ -230,6 +230,14 @@ def test_a_tail_that_ssd_lacks_is_written_when_it_is_put_again(policy: str, behi
     world.check(["abcd"])
 
 
+def test_a_tail_that_ssd_has_is_as_recent_as_the_last_put_of_it() -> None:
+    world = TailWorld(STATES_ONLY, cpu=30, ssd=4)
+    for word in ("ab", "cd", "ab", "ef"):
+        world.put(word, 2)
+        world.finish_all()
+    assert [world.has_tail(SSD, word) for word in ("ab", "cd", "ef")] == [True, False, True]
+
+
 def test_a_tail_whose_blocks_have_no_room_is_not_stored() -> None:
     world = TailWorld(STATE, cpu=3)
     put = world.put("abcdef", 6)

@@ -16,14 +16,14 @@ from msgspec import structs
 from flexcache.cache.block_keys import TokenBlockKeys
 from flexcache.ids import RootId, TaskKind
 from flexcache.replay.traces import KeyReader
-from flexcache.tracing.records import KEY_BYTES, Matched
+from flexcache.tracing.records import KEY_BYTES, TaskMatched
 from flexcache.tracing.tracer import KeyWriter, PackedPrompt
 
 ROOTS = (RootId(b"one model's root"), RootId(b"another's root.."))
 
 
-def match_of(task: int, stop: int, found: int = 0, start: int = 0) -> Matched:
-    return Matched(
+def match_of(task: int, stop: int, found: int = 0, start: int = 0) -> TaskMatched:
+    return TaskMatched(
         time=0.0, task=task, kind=TaskKind.GET, start=0, stop=stop, num_tokens=16 * stop,
         found_start=start, num_blocks=found - start,
     )  # fmt: skip

@@ -30,10 +30,10 @@ from flexcache.tracing import tracer as tracer_module
 from flexcache.tracing.records import (
     KEY_BYTES,
     ClearedTier,
-    Matched,
     OpEnded,
     SessionBegan,
     SessionEnded,
+    TaskMatched,
     TraceHeader,
 )
 from flexcache.tracing.tracer import RotatingFiles, Tracer
@@ -229,7 +229,7 @@ def test_a_file_can_be_read_without_those_before_it(tmp_path: Path) -> None:
     tracer.close()
     last = RecordedTrace([max(tmp_path.iterdir())])
     assert last.header.file > 1
-    matches = [r for r in last.records(with_keys=True) if isinstance(r, Matched)]
+    matches = [r for r in last.records(with_keys=True) if isinstance(r, TaskMatched)]
     assert matches[-1].task == task_ids[-1]
     assert {match.keys for match in matches} == {b"".join(key[-KEY_BYTES:] for key in KEYS)}
 
@@ -258,7 +258,7 @@ def test_prompts_that_wait_to_be_written_are_bounded_in_bytes(
         world.engine.match(world.ids.next(), engine_prompt(), world.now)
     tracer.close()
     records = list(RecordedTrace([tmp_path]).records())
-    assert sum(isinstance(record, Matched) for record in records) == 3
+    assert sum(isinstance(record, TaskMatched) for record in records) == 3
     assert tracer.stats()["dropped_lines"] == 2
 
 
@@ -278,7 +278,7 @@ def test_prompts_dropped_by_a_full_queue_do_not_count_towards_the_bound(
     monkeypatch.setattr(tracer_module, "_MAX_QUEUED", 100)
     match()
     tracer.close()
-    assert sum(isinstance(r, Matched) for r in RecordedTrace([tmp_path]).records()) == 1
+    assert sum(isinstance(r, TaskMatched) for r in RecordedTrace([tmp_path]).records()) == 1
 
 
 _FILLS_THE_DISK = """

@@ -32,6 +32,7 @@ from vllm.v1.kv_cache_interface import (
 from flexcache.config import ModelConfig
 from flexcache.config.model import KVGroup
 from flexcache.errors import ConfigError
+from flexcache.integration.adapter import VLLM_COUNTERS
 from flexcache.integration.vllm import calls, groups
 from flexcache.integration.vllm.calls import CacheCalls, Hints, read_hints
 from flexcache.integration.vllm.engine import describe_layout, read_model_config
@@ -41,7 +42,7 @@ from flexcache.integration.vllm.groups import (
     read_layers,
     read_position,
 )
-from flexcache.integration.vllm.scheduler import _COUNTERS, FlexCacheStats
+from flexcache.integration.vllm.scheduler import FlexCacheStats
 from flexcache.integration.vllm.step_loads import find_obstacle
 from flexcache.router.fleet import EventSource
 from flexcache.router.listing import WorkerEntry, WorkerUrl
@@ -377,7 +378,7 @@ def test_what_is_ignored_is_logged_once_as_a_warning(caplog: pytest.LogCaptureFi
 # -- statistics ------------------------------------------------------------------------------------
 
 
-@given(st.dictionaries(st.sampled_from(sorted(_COUNTERS)), st.integers(1, 1 << 50)))
+@given(st.dictionaries(st.sampled_from(sorted(VLLM_COUNTERS)), st.integers(1, 1 << 50)))
 @example({"load_seconds": 1, "failed_loads": 1})  # all loads of the interval failed
 def test_any_counters_of_an_interval_can_be_reduced(gains: dict[str, int]) -> None:
     reduced = FlexCacheStats(dict(gains)).reduce()

@@ -13,7 +13,7 @@ from flexcache.ids import OpKind, TaskKind
 from flexcache.replay.history import chrome_trace, histories, tell
 from flexcache.replay.replay import replay, replay_config
 from flexcache.replay.traces import RecordedTrace
-from flexcache.tracing.records import Matched
+from flexcache.tracing.records import TaskMatched
 
 pytestmark = pytest.mark.whole
 
@@ -49,7 +49,7 @@ def test_a_replay_of_an_engines_run_reproduces_its_hits(tmp_path: Path, together
     assert report.now.hit_blocks == report.then.hit_blocks
     assert report.then.hit_blocks["CPU"] > 0
     assert report.then.hit_blocks.total() * 32 >= sum(seen["cached"])
-    gets = [r for r in trace.records() if isinstance(r, Matched) and r.kind is TaskKind.GET]
+    gets = [r for r in trace.records() if isinstance(r, TaskMatched) and r.kind is TaskKind.GET]
     assert len({get.request for get in gets}) >= 2 * len(prompts)
     if together:
         return

@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.integration.adapter import (
-    COUNTERS,
+    VLLM_COUNTERS,
     LayerwiseRule,
     PrefillRate,
     await_ready,
@@ -57,14 +58,6 @@ from flexcache.manager import KVManager
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
-
-
-_COUNTERS = {
-    **COUNTERS,
-    "early_look_ups": "Look-ups at the remote store that began when a request arrived.",
-    "early_loads": "Loads to DRAM that began before vLLM asked about their request.",
-    "cancelled_look_ups": "Requests that went away before vLLM asked about them.",
-}
 
 
 @dataclass
@@ -108,7 +101,7 @@ class FlexCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 self._counter_cls(f"vllm:flexcache_{name}", text, labelnames=labelnames),
                 per_engine_labelvalues,
             )
-            for name, text in _COUNTERS.items()
+            for name, text in VLLM_COUNTERS.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -152,6 +145,7 @@ class FlexCacheScheduler:
         self.puts = Puts(self._cache, self._tables, PutPoints(block_size, interval))
         self._publishes = config.kv_events and place.endpoint is None
         self._prefill = PrefillRate() if config.skip_slow_loads else None
+        self.counts: Counter[str] = Counter()  # by hooks of the connector, as `VLLM_COUNTERS`
         self._reported: Mapping[str, float] = {}
         self._has_news = False
         self._stats_due_s = 0.0
@@ -268,6 +262,7 @@ class FlexCacheScheduler:
             return None
         counters = {
             **counters,
+            **self.counts,
             "early_look_ups": self.gets.early.num_begun,
             "early_loads": self.gets.early_loads.num_begun,
             "cancelled_look_ups": self.gets.early.num_cancelled,

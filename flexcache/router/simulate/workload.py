@@ -12,7 +12,7 @@ from typing import Protocol
 from flexcache.errors import TraceError
 from flexcache.ids import TaskKind
 from flexcache.replay.traces import MooncakeRequest, RecordedTrace, read_requests
-from flexcache.tracing.records import KEY_BYTES, Matched
+from flexcache.tracing.records import KEY_BYTES, TaskMatched
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,10 +285,10 @@ def _session_of(line: MooncakeRequest, chats: dict[int, int]) -> Hashable | None
 def _recorded(paths: Sequence[Path]) -> tuple[int, Iterator[SimRequest]]:
     """Return the prompts that were looked up; what was stored beyond one is its answer."""
     trace = RecordedTrace(paths)
-    asked: dict[tuple[str, str], Matched] = {}
+    asked: dict[tuple[str, str], TaskMatched] = {}
     most: dict[tuple[str, str], int] = {}
     for record in trace.records(with_keys=True):
-        if isinstance(record, Matched):
+        if isinstance(record, TaskMatched):
             request = record.engine, record.request or f"task {record.task}"
             if record.kind is TaskKind.GET:
                 asked.setdefault(request, record)
@@ -305,6 +305,6 @@ def _recorded(paths: Sequence[Path]) -> tuple[int, Iterator[SimRequest]]:
     )
 
 
-def _keys_of(record: Matched) -> list[Hashable]:
+def _keys_of(record: TaskMatched) -> list[Hashable]:
     keys = record.keys
     return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]

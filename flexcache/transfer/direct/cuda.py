@@ -114,6 +114,7 @@ class CudaDirectIO:
         for transfer in transfers:
             transfer.place = self._free.pop()
             self._on_their_way.append(transfer)
+            # It fills the buffer alone: its task is asked about before the bytes go on.
             if transfer.direction is Direction.READ:
                 self._files.start(transfer)
         writes = [each for each in transfers if each.direction is Direction.WRITE]
@@ -250,6 +251,7 @@ class CudaDirectIO:
 
     def _end(self, transfer: Transfer) -> None:
         if transfer.error is not None:
+            # Of bytes that are not in the file.
             transfer.checksum = 0
         self._on_their_way.remove(transfer)
         self._free.append(transfer.place)

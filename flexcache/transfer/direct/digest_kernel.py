@@ -115,6 +115,7 @@ def start(addresses: npt.NDArray[np.int64], length: int, space: torch.Tensor) ->
         For `finish`, in page-locked memory that the stream has not written yet.
     """
     on_host = space.device.type == "cpu"
+    # Page-locked: from other memory the copy would not be asynchronous.
     staged = torch.empty(len(addresses), dtype=torch.int64, pin_memory=not on_host)
     staged.numpy()[:] = addresses
     pieces = staged.to(space.device, non_blocking=True)
@@ -162,6 +163,7 @@ def add_up_groups(  # type: ignore[no-untyped-def]
     """Sum up each group's products and words by lane."""
     piece = tl.program_id(1)
     start = tl.load(pieces + piece).to(tl.pointer_type(tl.int64))
+    # Lets Triton load 16 bytes at once.
     start = tl.multiple_of(start, 16)
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     stripe = tl.arange(0, STRIPES)[None, :, None]
@@ -170,6 +172,7 @@ def add_up_groups(  # type: ignore[no-untyped-def]
     is_group = tl.broadcast_to(group_of < num_groups, (GROUPS, STRIPES, LANES))
     words = tl.load(start + (group_of * STRIPES + stripe) * LANES + lane, mask=is_group, other=0)
     is_last = (group_of == num_groups - 1) & (stripe == STRIPES - 1)
+    # The last stripe of a piece has keys of its own.
     row = stripe + is_last.to(tl.int32)
     keyed = (words ^ tl.load(keys + row * LANES + lane)).to(tl.uint64, bitcast=True)
     product = (keyed & 0xFFFFFFFF) * (keyed >> 32)

@@ -187,6 +187,7 @@ class CpuDirectIO:
     def _judge(self, transfer: Transfer, completion: Completion) -> None:
         problem, result = completion.problem(transfer.length), completion.result
         if problem is not None:
+            # A read that ended early has found the file too short.
             transfer.fail(problem, is_bad=result >= 0 or -result in BAD_BLOCK_ERRORS)
             return
         found = checksum([self._room(transfer)])
@@ -195,6 +196,7 @@ class CpuDirectIO:
         elif found != transfer.expected:
             transfer.fail("checksum mismatch", is_bad=True)
         else:
+            # Again, as its task may have been revoked while it was on its way.
             self._require_permit(transfer)
             runs = self._runs_in_buffer(transfer)
             self._copy(transfer.addresses, runs, transfer.sizes, self._permit)
@@ -329,6 +331,7 @@ class DirectOps:
         """Queue the ops whose blocks are no longer used by the engine's compute."""
         behind, self._behind = self._behind, []
         for op, after in behind:
+            # One that was dropped touches no block: it need not wait.
             if op.dropped or after.query():
                 self._queue.add(op)
             else:
