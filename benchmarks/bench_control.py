@@ -137,9 +137,9 @@ class Caller:
 
     def store(self, prompt: Prompt) -> None:
         """Make the prompt's blocks cached."""
-        keys = self.manager._prompts.make(TaskKind.PUT, prompt.tokens, block_keys=prompt.keys).keys
+        put = self.manager._prompts.make(TaskKind.PUT, prompt.tokens, block_keys=prompt.keys)
         with self._server.lock, self._server.session() as tasks:
-            plan = tasks.cache.stores.plan_put(keys, 0, keys.num_blocks)
+            plan = tasks.cache.stores.plan_put(put)
             tasks.cache.publish_staging(plan, plan.num_blocks)
             tasks.cache.finish(plan)
 

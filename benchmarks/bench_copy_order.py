@@ -31,7 +31,7 @@ import search_path  # noqa: F401
 import torch
 from engine_memory import DeviceMemory, device_memory
 
-from flexcache.client.rank_tasks import EVENT_POLL_S
+from flexcache.client.rank_ops import EVENT_POLL_S
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import bytes_per_block, describe_kv_caches

@@ -28,7 +28,8 @@ from typing import Annotated, Any
 
 import search_path  # noqa: F401
 import typer
-from engines import ENGINE_ENV, Engine, Settings, llm_arguments
+from engine_systems import Settings, llm_arguments
+from engines import ENGINE_ENV, Engine
 from reporting import Say, computing_threads, run_and_show
 
 from flexcache.bench.suite import Case, Result
@@ -75,7 +76,7 @@ class Bench:
 
         def note(request: Any, tables: Any, num_external: int) -> None:
             if num_external:
-                sources = self._side.gets.hit_sources(request.request_id)
+                sources = self._side.hit_sources(request.request_id)
                 self._found[request.request_id.split("-")[0]] = {tier.value for tier in sources}
             record = self._side.gets._requests.get(request.request_id)
             self.num_in_step += bool(num_external and record and record.get.promised)

@@ -23,7 +23,7 @@ from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.instructions import DISK, RunOp, TaskAnswered, device
 from flexcache.tasks.model import TaskLimits
 from flexcache.transfer.messages import Done
-from flexcache.transfer.scheduler import StartOp, TransferOpGraph, TransferScheduler
+from flexcache.transfer.scheduler import StartOp, TransferOp, TransferOpGraph, TransferScheduler
 
 CHUNK_BLOCKS = 8
 """As many 2 MiB blocks as one op moves between DRAM and SSD with the default settings."""
@@ -119,8 +119,9 @@ def _graph(first_id: int, num_ops: int) -> TransferOpGraph:
     graph, blocks = TransferOpGraph(), np.arange(CHUNK_BLOCKS, dtype=np.int64)
     for chunk in range(num_ops // 2):
         read, first = OpId(first_id + 2 * chunk), chunk * CHUNK_BLOCKS
-        graph.add(read, OpKind.DISK2H, first, blocks, blocks)
-        graph.add(OpId(read + 1), OpKind.H2D, first, blocks, blocks, depends_on=[read])
+        graph.ops.append(TransferOp(read, OpKind.DISK2H, first, blocks, blocks))
+        upload = TransferOp(OpId(read + 1), OpKind.H2D, first, blocks, blocks, (read,))
+        graph.ops.append(upload)
     return graph
 
 

@@ -96,7 +96,7 @@ def run(
     if trace_dir is not None:
         config = CacheConfig(num_cpu_blocks=1, trace_dir=str(trace_dir), trace_file_mb=1e6)
         tracer = Tracer(config, TraceHeader(block_bytes=1, tokens_per_block=TOKENS_PER_BLOCK))
-        engine.recorder = tracer
+        engine.accounts.recorder = tracer
     ids, times = TaskIds(SESSION), []
     prompts = [make_keys(number * is_new) for number in range(num_calls)]
     began_s = time.process_time()

@@ -34,10 +34,11 @@ from flexcache.cache.admission import Selective
 from flexcache.cache.block_keys import EngineBlockKeys, make_root
 from flexcache.cache.eviction_policy import EvictionPolicy, make_policy
 from flexcache.cache.plan import PlannerSettings
+from flexcache.cache.prompt import Prompt
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.cache.tiers import Tiers
-from flexcache.ids import TierName
+from flexcache.ids import TaskKind, TierName
 from flexcache.replay.traces import TOKENS_PER_ID, hash_key, read_requests
 
 TRACE = Path(__file__).parents[2] / "shared" / "traces" / "conversation_trace.jsonl"
@@ -137,9 +138,9 @@ def replay_behind_dram(trace: list[Request], capacity: int, policy: str) -> Outc
     )  # fmt: skip
     cache, hits = TieredCache(tiers, settings), 0
     for request in trace:
-        keys, stop = request.keys, request.keys.num_blocks
+        keys = request.keys
         cache.tiers.advance(request.time_s)
-        load = cache.loads.plan_get(keys, 0, stop)
+        load = cache.loads.plan_get(Prompt(TaskKind.GET, keys, 0, keys.num_blocks, 0))
         hits += load.num_blocks
         cache.publish_staging(load, len(load.staging) if load.staging else 0)
         cache.finish(load)
@@ -151,10 +152,11 @@ def replay_behind_dram(trace: list[Request], capacity: int, policy: str) -> Outc
 
 def store(cache: TieredCache, keys: EngineBlockKeys) -> None:
     """Store a prompt in all tiers, at once."""
-    put = cache.stores.plan_put(keys, 0, keys.num_blocks)
+    prompt = Prompt(TaskKind.PUT, keys, 0, keys.num_blocks, 0)
+    put = cache.stores.plan_put(prompt)
     if put.num_blocks == 0:  # DRAM has it all, a lower tier perhaps not
         cache.finish(put)
-        put = cache.stores.plan_store(keys, keys.num_blocks)
+        put = cache.stores.plan_store(prompt)
     cache.publish_staging(put, put.num_blocks)
     for name, lease in put.stores.items():
         cache.publish_store(put, name, len(lease))

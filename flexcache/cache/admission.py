@@ -20,16 +20,13 @@ Pure: no I/O, no clock. Not thread-safe.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Protocol
-
-import numpy as np
 
 from flexcache.cache.block_keys import BlockKeys, PromptKeys, SampledKeys
 from flexcache.cache.plan import Plan
-from flexcache.cache.prefix_index import PrefixIndex, PrefixMatch
+from flexcache.cache.prefix_index import Shadow
 from flexcache.cache.tiers import Tiers
-from flexcache.ids import BlockKey, RootId, TierName
+from flexcache.ids import TierName
 
 SAMPLED_BLOCKS = 4096
 """A tier of this many blocks is judged whole; a larger one by a sample of at least as many."""
@@ -60,40 +57,6 @@ class Admission(Protocol):
         """Return counters since construction."""
 
 
-class GhostTier:
-    """Keys, without bytes, that an LRU tier of ``capacity`` blocks would hold."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.index = PrefixIndex()
-        self._now = 0
-
-    def has(self, keys: BlockKeys) -> bool:
-        """Whether a prompt's first block is there."""
-        return bool(keys.num_blocks) and self.index.contains(keys.root, keys.key(0))
-
-    def see(self, keys: BlockKeys, admitted: int) -> int:
-        """Return how many of the blocks were there; afterwards the first ``admitted`` are.
-
-        O(log n) probes, and O(1) per block stored or evicted.
-        """
-        self._now += 1
-        match = self.index.match(keys)
-        self.index.touch(match, self._now)
-        start, stop = match.num_blocks, min(admitted, self.capacity)
-        if start < stop:
-            self._store(match, keys.root, keys.slice(start, stop))
-        return start
-
-    def _store(self, parent: PrefixMatch, root: RootId, keys: list[BlockKey]) -> None:
-        there = map(partial(self.index.contains, root), keys)
-        if len(set(keys)) < len(keys) or any(there):
-            return  # keys of an engine that do not chain: seeing them implies nothing
-        no_ids = np.zeros(len(keys), dtype=np.int64)
-        self.index.insert(parent, root, keys, no_ids, self._now)
-        self.index.evict(self.index.num_blocks - self.capacity)
-
-
 class Selective:
     """Admits blocks that are seen for the second time.
 
@@ -108,7 +71,7 @@ class Selective:
 
     def __init__(self, capacity: int) -> None:
         self._stride = stride_for(capacity)
-        self._seen = GhostTier(SIGHTINGS_PER_BLOCK * (capacity // self._stride))
+        self._seen = Shadow(SIGHTINGS_PER_BLOCK * (capacity // self._stride))
         self._seen_blocks = 0
         self._refused_blocks = 0
 
@@ -168,7 +131,7 @@ class ReuseWatch:
         self._tier = tiers.by_name[TierName.SSD]
         self._stride = stride_for(self._tier.capacity)
         self._is_paused = False
-        self._noted: GhostTier | None = None
+        self._noted: Shadow | None = None
         """What the last pause left out, while the tier would have it."""
         self._has_cost = False
         """Whether any of that has come back."""
@@ -193,6 +156,7 @@ class ReuseWatch:
             self._has_cost = True
             self._go_on()
         else:
+            # Counted from the first miss: what was evicted while prompts were found says nothing.
             if not self._num_missed:
                 self._evicted_before = self._tier.counters.evicted_blocks
             self._num_missed += stop
@@ -213,7 +177,7 @@ class ReuseWatch:
         # quota's room. To write every eighth put instead costs an eighth and loses seven of eight
         # first returns.
         if self._noted is None:
-            self._noted = GhostTier(self._tier.capacity // self._stride)
+            self._noted = Shadow(self._tier.capacity // self._stride)
         self._is_paused = True
         self._noted.see(sample, sample.num_blocks)
         return 0
@@ -253,7 +217,9 @@ class ReuseWatch:
     def _has_noted(self, keys: BlockKeys, stop: int) -> bool:
         """Whether the beginning of a prompt was noted; it is then no longer."""
         sample = sample_of(keys, stop, self._stride)
-        if self._noted is None or not self._noted.has(sample):
+        if self._noted is None or not sample.num_blocks:
+            return False
+        if not self._noted.index.contains(sample.root, sample.key(0)):
             return False
         self._noted.index.discard(sample.root, sample.key(0))
         return True

@@ -46,6 +46,7 @@ class PromptContent:
         if begin < 0 or len(self.token_ids) < end:
             return []
         piece = self.token_ids[begin:end]
+        # The last tells for all: those after an unknown token are unknown.
         if len(piece) and piece[-1] < 0:
             return []
         return piece.tolist() if isinstance(piece, np.ndarray) else list(piece)
@@ -169,6 +170,7 @@ class EngineBlockKeys:
         """
         size = len(self._keys[0]) if stop else 1
         data = b"".join(self._keys if stop == len(self._keys) else self._keys[:stop])
+        # Their sum and a sample: to look at each of 8,192 takes longer than to join them.
         if len(data) != size * stop or any(len(key) != size for key in self._keys[:stop:97]):
             raise ValueError("block_keys must all have the same size to be sent to a server")
         return size, data
@@ -190,6 +192,7 @@ class SampledKeys:
         return self._keys.key(self.positions[index])
 
     def slice(self, start: int, stop: int) -> list[BlockKey]:
+        # One pass of the hash, where key by key would copy a hasher for each.
         if self.positions.step == 1:
             first = self.positions.start
             return self._keys.slice(first + start, first + stop)
@@ -225,6 +228,7 @@ class TokenBlockKeys:
         self._probed: dict[int, BlockKey] = {}
 
     def key(self, index: int) -> BlockKey:
+        # Several tiers and the history probe the same few blocks.
         known = self._probed.get(index)
         if known is not None:
             return known
@@ -345,6 +349,7 @@ class LayoutRoots:
             return
         root = self._roots.get(keys.prompt_root)
         if root is None:
+            # Namespaces come from requests, so the table needs a bound.
             if len(self._roots) >= _MAX_ROOTS:
                 self._roots.clear()
             digest = xxhash.xxh3_128_digest(keys.prompt_root + self.layout)

@@ -25,6 +25,7 @@ class BlockIdPool:
         self.capacity = capacity
         self._stack: BlockIds = np.arange(capacity - 1, -1, -1, dtype=np.int64)
         self.num_free = capacity
+        # Beside the stack: a block that is freed twice would be given to two prompts.
         self._is_free = np.ones(capacity, dtype=np.bool_)
 
     def take(self, count: int) -> BlockIds:
@@ -115,6 +116,7 @@ class Quotas:
 
     def tenant(self, root: RootId) -> int:
         """Return the number of a root's tenant. O(1)."""
+        # No quota pays for what is withheld, or not known yet.
         if root == NO_ROOT:
             return len(self._names)
         return self._tenants.get(tenant_of(root), OTHERS)
@@ -159,6 +161,7 @@ class Quotas:
             spared: Those that have nothing left to evict.
         """
         worst, most = tenant, 0
+        # The missing count as its own already: who is at its quota takes from itself.
         for other, part in enumerate(self._parts):
             excess = part.used - part.quota + (missing if other == tenant else 0)
             if excess > most and other not in spared:

@@ -48,7 +48,7 @@ from flexcache.cache.eviction_policy import (
     SortedTails,
     Study,
 )
-from flexcache.cache.prefix_index import PrefixIndex, PrefixMatch, Run
+from flexcache.cache.prefix_index import PrefixMatch, Run, Shadow
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId
 
@@ -210,6 +210,7 @@ class DensityQueue(EvictionQueue):
                     continue
                 tails = self._tails[end % self._num_kinds]
                 while entry := tails.oldest if end < self._num_kinds else tails.youngest:
+                    # What may not go must not hide the worst that may.
                     if self.leaves.is_evictable(entry[1]):
                         break
                     tails.remove(entry)
@@ -332,40 +333,6 @@ def unshared(match: PrefixMatch) -> Iterator[tuple[PrefixMatch, int]]:
         run = run.parent
 
 
-class Shadow:
-    """What a tier of ``capacity`` stretches would hold in the order of a ranking."""
-
-    def __init__(self, capacity: int, make_queue: MakeQueue) -> None:
-        self._capacity = capacity
-        self.index = PrefixIndex(make_queue)
-
-    def see(self, seen: Seen) -> int:
-        """Return how many stretches of a prompt are there, and store the others."""
-        index, keys = self.index, EngineBlockKeys(seen.root, seen.keys, len(seen.keys))
-        match = index.match(keys)
-        index.touch(match, seen.time, outlook=seen.outlook)
-        missing = min(len(seen.keys), self._capacity) - match.num_blocks
-        if missing > 0:
-            index.pin(match)
-            room = self._capacity - index.num_blocks
-            if room < missing:
-                bar = index.queues[0].bar(seen.outlook)
-                room += len(index.evict(missing - room, below=bar))
-            index.unpin(match)
-            new = seen.keys[match.num_blocks : match.num_blocks + min(room, missing)]
-            count = index.num_insertable(seen.root, new)
-            if count:
-                no_ids = np.zeros(count, dtype=np.int64)
-                index.insert(match, seen.root, new[:count], no_ids, seen.time, outlook=seen.outlook)
-        return match.num_blocks
-
-    def retire(self, seen: Seen) -> None:
-        """Have what only this prompt uses go first."""
-        match = self.index.match(EngineBlockKeys(seen.root, seen.keys, len(seen.keys)))
-        for run, start in unshared(match):
-            self.index.retire(run, start)
-
-
 class Guard:
     """Compares the shadows of one tier.
 
@@ -393,13 +360,20 @@ class Guard:
 
     def see(self, seen: Seen) -> None:
         """Show both shadows a prompt. O(its stretches), at C speed mostly."""
+        # Whole lines: in a sample of prompts no turn would be seen to return.
         if seen.line % self._share:
             return
-        if seen.is_over:
-            self._density.retire(seen)
-            self._lru.retire(seen)
+        keys = EngineBlockKeys(seen.root, seen.keys, len(seen.keys))
+        if seen.is_over:  # what only this prompt uses goes first
+            for index in (self._density.index, self._lru.index):
+                for run, start in unshared(index.match(keys)):
+                    index.retire(run, start)
             return
-        lead = self._density.see(seen) - self._lru.see(seen)
+        density, lru = (
+            shadow.see(keys, keys.num_blocks, seen.time, seen.outlook)
+            for shadow in (self._density, self._lru)
+        )
+        lead = density - lru
         if not seen.num_compared:
             return
         remaining = 0.5 ** (seen.num_compared / (_HALF_LIFE * self._size))
@@ -537,6 +511,7 @@ class DensityPolicy(EvictionPolicy):
         visit, stretches = stored
         outlook = self._outlook(visit)
         in_stretches = Outlook(outlook.front, outlook.rear, visit.num_seen)
+        # A request may store in parts; it was looked up once.
         num_compared = 0 if visit.is_shown else visit.length
         self._seen.append(
             Seen(keys.root, stretches, in_stretches, visit.time, visit.line, num_compared)
@@ -556,6 +531,7 @@ class DensityPolicy(EvictionPolicy):
     def begin_study(self) -> DensityStudy | None:
         if not self.wants_study:
             return None
+        # One at a time: it changes the guards on another thread until it is adopted.
         self._is_studying = True
         is_fit_due = self.history.num_visits >= self._next_fit
         if is_fit_due:

@@ -115,6 +115,7 @@ def fit_hazards(spells: Spells, num_levels: Sequence[int]) -> Hazards:
             due = np.stack(
                 [np.bincount(levels, column, count) for column in (expected * multipliers).T], 1
             )
+            # With the prior, a level that was seen rarely stays near one.
             factors[feature] = (seen[feature] + _PRIOR) / (due + _PRIOR)
             multipliers *= factors[feature][levels]
     return Hazards(base, [np.log(factor) for factor in factors])
@@ -147,6 +148,7 @@ def _falling_from_peak(returns: npt.NDArray[np.int64], lived: Floats) -> Floats:
         lived: Time that spells lived in the bin, all together.
     """
     hazards = returns / np.maximum(lived, _SELDOM)
+    # A bin of few returns may be the highest by chance.
     peak = int(np.argmax(np.where(returns >= _MIN_PEAK, hazards, 0.0)))
     pools: list[tuple[float, float, int]] = []  # returns, time, number of bins
     for count, time in zip(returns[peak:].tolist(), lived[peak:].tolist(), strict=True):
@@ -339,6 +341,7 @@ def _divide(
     worths = before
     if worths is None:
         worths = worth_by_age(np.tile(hazards.mean(0), (len(counts), 1))).tolist()
+    # Kinds with fewer keep the last fit's worth: the mean of two prompts says nothing.
     known = np.flatnonzero(counts >= _MIN_EXAMPLES).tolist()
     means = np.array([hazards[kinds == kind].mean(0) for kind in known]).reshape(-1, NUM_BINS)
     for kind, of_kind in zip(known, worth_by_age(means).tolist(), strict=True):

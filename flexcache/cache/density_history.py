@@ -152,6 +152,7 @@ class History:
         match = self._match(stretches, near)
         before = self._last_visit(match)
         length, num_seen = stretches.num_blocks, match.num_blocks
+        # A request that is preempted, or waits for the store, asks again. It is no return.
         if (
             before is not None and not before.is_stored and before.length == length
             and num_seen >= min(before.num_seen + 1, length) and now < before.time + _RETRY_S
@@ -247,6 +248,7 @@ class History:
         for ends in (self._front_ends, self._rear_ends):
             end = np.array(ends)[slots]
             exists = ~np.isnan(end)
+            # A spell that lasts still is evidence too: of no return up to now.
             lasted = np.minimum(end, self._now)[exists] - times[exists]
             returned = np.isfinite(end[exists])
             spells.append(Spells(levels[exists], np.maximum(lasted, 1e-3), returned))
@@ -282,6 +284,7 @@ class History:
         if before is None:
             return
         is_rear = visit.num_seen > before.num_seen
+        # A prompt that shares the predecessor's front only is another branch, no continuation.
         if is_rear or (not before.num_new and visit.num_seen >= before.length):
             visit.line = before.line
             visit.num_returns = before.num_returns + 1
@@ -323,6 +326,7 @@ class History:
             return parent
         no_ids = np.zeros(count, dtype=np.int64)
         match = self._index.insert(parent, root, keys[:count], no_ids, time)
+        # Its own prompt must not go to make room for it.
         if self._index.num_blocks > MAX_STRETCHES:
             self._index.pin(match)
             self._index.evict(self._index.num_blocks - MAX_STRETCHES)

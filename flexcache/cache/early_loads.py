@@ -97,6 +97,7 @@ class _Experience:
     def _add(self, held_s: float, used: float, now: float) -> None:
         past_held_s, past_used = self._remembered(now)
         self._held_s = _KEEP * past_held_s + (1 - _KEEP) * held_s
+        # Never zero: `hold_s` divides by it.
         self._used = max(_KEEP * past_used + (1 - _KEEP) * used, _LEAST_USED)
         self._learned_s = now
 
@@ -191,6 +192,7 @@ class EarlyLoads:
                 self.counters.wasted += load.num_blocks
                 continue
             load.has_landed, load.until_s = True, now + self._ttl_s
+            # Else other early loads, or new blocks, would evict what was just read.
             self._host.index.pin(load.match)
             if load.plan.tail is not None:
                 load.tail = self._host.tails.find(load.root, load.plan.tail.key)
@@ -210,6 +212,7 @@ class EarlyLoads:
 
     def find(self, keys: BlockKeys) -> list[EarlyLoad]:
         """Return the loads for a prompt that its get makes use of, if it is launched."""
+        # Each get asks, and mostly there is none.
         if not self.num_open:
             return []
         return [load for load in (*self._under_way(), *self._landed) if _is_of(load, keys)]
@@ -245,6 +248,7 @@ class EarlyLoads:
             self._experience.used(load.begun_s, now)
             if load.asked_s is None:
                 self._experience.asked(now - load.begun_s)
+            # One whose request had to wait did not come early, however soon it came then.
             if load.has_landed and load.asked_s is None:
                 self.counters.early += load.num_blocks
             else:
@@ -280,6 +284,7 @@ class EarlyLoads:
         """Return a load that has been on its way for too long, each once; None if there is none."""
         for load in self._moving.values():
             if load.until_s <= now:
+                # Told once: what is being read by then ends by itself.
                 load.until_s = math.inf
                 return load
         return None

@@ -122,6 +122,7 @@ class TierJournal:
         first: int = 0,
     ) -> None:
         """Record that blocks were indexed, the first at position ``first`` of its prompt."""
+        # Readers know media, not tiers: of SSD and remote store only the first copy is news.
         start, stop = self._only_here(root, keys)
         if start == stop:
             return

@@ -62,11 +62,13 @@ class LoadCost:
         """Record that an op has started."""
         lane = self._lanes.setdefault(kind, _Lane())
         if lane.running == 0:
+            # A load past DRAM waits at its rank for a gate: when its first op began is not known.
             lane.busy_since_s = None if kind.is_direct else now
         lane.running += 1
 
     def ended(self, kind: OpKind, now: float, num_blocks: int, seconds: float) -> None:
         """Record that an op ended after ``seconds`` with ``num_blocks`` moved."""
+        # Over the time in which any was running: ops that overlap share the bandwidth.
         lane = self._lanes[kind]
         lane.running -= 1
         since, lane.busy_since_s = lane.busy_since_s, now
@@ -106,6 +108,7 @@ class LoadCost:
             wait_s: Of an early load: how long its request is likely to wait before it asks.
         """
         seconds = self.seconds(kind, num_blocks, now, wait_s is not None)
+        # Only a load can show how fast loads are.
         if seconds is None:
             return True
         return (seconds - (wait_s or 0.0)) * prefill_blocks_per_s <= num_blocks

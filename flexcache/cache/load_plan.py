@@ -30,13 +30,16 @@ from flexcache.cache.plan import (
     chunks,
 )
 from flexcache.cache.prefix_index import PrefixMatch
+from flexcache.cache.prompt import Prompt
 from flexcache.cache.retention import Seconds
 from flexcache.cache.tail_index import TAIL_FIRST, Tail, last_tail_key
 from flexcache.cache.tier import BlockIds, Tier
 from flexcache.cache.tiers import RemoteTier, Tiers
 from flexcache.config.model import UnitShape
-from flexcache.ids import BlockKey, OpKind, TaskKind, TierName
+from flexcache.ids import BlockKey, OpId, OpKind, TaskKind, TierName
+from flexcache.transfer.scheduler import TransferOp
 
+# Mostly the last tail is near the end, and each key of a long prompt costs a hash.
 _KEYS_AT_ONCE = 256
 _MAX_ASKED = 1024  # of one look-up: those behind most of the prompt count
 
@@ -133,6 +136,7 @@ class TailLoads:
         count = len(found.tail.units)
         is_use = plan.kind is TaskKind.GET  # a prefetch may be for nothing
         tier.use_tail(found.tail, is_use=is_use)
+        # What another task brings is read into units of its own: to wait would tie it to that task.
         if tier is not self._host:
             if not self._host.is_tail_in_flight(keys.root, planned.key, count):
                 planned.staging = self._host.reserve_tail(keys.root, planned.key, count)
@@ -155,16 +159,17 @@ class TailLoads:
     ) -> None:
         """Load some of the tail's units to the host tier, if they are below, and to the GPU."""
         first, landing = TAIL_FIRST + chunk.start, planned.units[chunk.start : chunk.stop]
-        depends_on = []
+        depends_on: tuple[OpId, ...] = ()
         if tier is not self._host:
             source = at_tier[chunk.start : chunk.stop]
             names = planned.names(tier, plan.root, chunk) if isinstance(tier, RemoteTier) else None
             op = next(self._op_ids)
-            plan.graph.add(op, LOAD_OP[tier.name], first, source, landing, names=names)
-            depends_on.append(op)
+            load = TransferOp(op, LOAD_OP[tier.name], first, source, landing, names=names)
+            plan.graph.ops.append(load)
+            depends_on = (op,)
         if plan.kind is TaskKind.GET:
-            upload = next(self._op_ids)
-            plan.graph.add(upload, OpKind.H2D, first, landing, None, depends_on)
+            op = next(self._op_ids)
+            plan.graph.ops.append(TransferOp(op, OpKind.H2D, first, landing, None, depends_on))
 
 
 _SSD_LOAD = {LoadWay.STAGED: LOAD_OP[TierName.SSD], LoadWay.DIRECT: OpKind.DISK2D}
@@ -196,16 +201,16 @@ class LoadPlanner:
             self.tails = TailLoads(tiers, settings, shape)
 
     def plan_get(
-        self, keys: BlockKeys, start: int, stop: int, prefill_blocks_per_s: float = 0.0,
-        may_go_direct: bool = False,
-    ) -> Plan:  # fmt: skip
-        """Plan to load the cached part of blocks ``[start, stop)`` to the GPU.
+        self, prompt: Prompt, prefill_blocks_per_s: float = 0.0, may_go_direct: bool = False
+    ) -> Plan:
+        """Plan to load the cached part of a prompt's blocks to the GPU.
 
         Args:
             prefill_blocks_per_s: How fast the engine computes; 0 if unknown. Blocks that it
                 computes faster than they load are not loaded.
             may_go_direct: As in `Plan`.
         """
+        keys, start, stop = prompt.keys, prompt.start, prompt.stop
         plan = Plan(TaskKind.GET, keys.root, start, start, may_go_direct=may_go_direct)
         plan.prefill_blocks_per_s = prefill_blocks_per_s
         self._fill(plan, keys, start, stop)
@@ -220,10 +225,9 @@ class LoadPlanner:
         return plan
 
     def plan_prefetch(
-        self, keys: BlockKeys, start: int, stop: int, prefill_blocks_per_s: float = 0.0,
-        terms: EarlyTerms | None = None,
-    ) -> Plan:  # fmt: skip
-        """Plan to load the cached part of blocks ``[start, stop)`` to the host tier.
+        self, prompt: Prompt, prefill_blocks_per_s: float = 0.0, terms: EarlyTerms | None = None
+    ) -> Plan:
+        """Plan to load the cached part of a prompt's blocks to the host tier.
 
         Blocks that are on their way there already are left to the tasks that bring them. Nothing is
         loaded behind a gap: the tier keeps no block without those before it.
@@ -232,10 +236,12 @@ class LoadPlanner:
             prefill_blocks_per_s: As for `plan_get`.
             terms: What it may take; None: as many blocks as fit.
         """
+        keys, start, stop = prompt.keys, prompt.start, prompt.stop
         have = self._host.index.match(keys).num_blocks
         if awaited := self._host.num_in_flight(keys, have, stop):
             have += awaited
             start = min(max(start, have), stop)
+        # Blocks behind a gap could not be found: the index is closed under prefixes.
         if start > have:
             stop = start
         if terms is not None:
@@ -269,6 +275,7 @@ class LoadPlanner:
             if plan.stop == found.position and tails.add(plan, keys, found):
                 return
             stop = min(plan.stop, found.position - 1)
+            # The next tail is asked for as if this one had not been: half of it is of no use.
             plan.take_back(self._host)
 
     def _add_blocks(self, plan: Plan, keys: BlockKeys, start: int, stop: int) -> None:
@@ -289,6 +296,7 @@ class LoadPlanner:
             begin, end = max(covered, start), min(match.num_blocks, stop)
             if begin >= end:
                 continue
+            # A lower tier may still have more of it, and be worth its time.
             if not self._is_loaded(plan, tier.name, end - begin):
                 plan.skipped[why_recomputed(tier.name)] = end - begin
                 continue
@@ -297,6 +305,7 @@ class LoadPlanner:
         plan.num_cached = num_cached
         if covered <= start:
             return
+        # Before anything is reserved: room is made by eviction.
         if on_host.num_blocks:
             plan.pin(self._host, on_host)
         for segment in segments:
@@ -307,7 +316,8 @@ class LoadPlanner:
             plan.sources[TierName.CPU] = host_stop - start
             if plan.kind is TaskKind.GET:
                 source = self._host.index.blocks(on_host, start)[: host_stop - start]
-                plan.graph.add(next(self._op_ids), OpKind.H2D, start, source, None)
+                op = TransferOp(next(self._op_ids), OpKind.H2D, start, source, None)
+                plan.graph.ops.append(op)
         if segments:
             self._add_loads(plan, keys, on_host, segments, covered)
 
@@ -333,7 +343,8 @@ class LoadPlanner:
             slots = tier.index.blocks(match, low)
             for chunk in chunks(low, high, self._chunk_blocks):
                 source = slots[chunk.start - low : chunk.stop - low]
-                plan.graph.add(next(self._op_ids), OpKind.DISK2D, chunk.start, source, None)
+                op = TransferOp(next(self._op_ids), OpKind.DISK2D, chunk.start, source, None)
+                plan.graph.ops.append(op)
             plan.sources[tier.name] = high - low
             plan.stop = high
         if segments:
@@ -378,10 +389,13 @@ class LoadPlanner:
                 if isinstance(tier, RemoteTier):
                     names = block_names(tier, keys, chunk.start, chunk.stop)
                 op = next(self._op_ids)
-                plan.graph.add(op, LOAD_OP[tier.name], chunk.start, source, landing, names=names)
+                load = TransferOp(op, LOAD_OP[tier.name], chunk.start, source, landing, names=names)
+                plan.graph.ops.append(load)
                 if plan.kind is TaskKind.GET:
                     upload = next(self._op_ids)
-                    plan.graph.add(upload, OpKind.H2D, chunk.start, landing, None, [op])
+                    plan.graph.ops.append(
+                        TransferOp(upload, OpKind.H2D, chunk.start, landing, None, (op,))
+                    )
 
 
 def _last_used(segments: list[_Segment]) -> Seconds | None:

@@ -198,6 +198,7 @@ class Plan:
     @property
     def tail_at(self) -> int:
         """Blocks of the prompt before the tail that is copied from or to the GPU; 0 for none."""
+        # A tail that the host has already, or that only goes below it, concerns no GPU block.
         return 0 if self.tail is None or not self.tail.num_copied else self.tail.position
 
     @property
@@ -212,6 +213,7 @@ class Plan:
     def bind_gpu_blocks(self, gpu_blocks: BlockIds) -> None:
         """Assign the GPU blocks that a launch brings to the ops."""
         size = self.blocks_per_unit
+        # A launch lists them in one array: those of the blocks, then those of the tail.
         split = self.num_blocks * size if self.has_dense else 0
         self.graph.bind_gpu_blocks(gpu_blocks[:split], self.start, size)
         if self.tail is not None:

@@ -219,6 +219,7 @@ class Run:
         if self.keys:
             listed = self._listed_keys()
             self.front = self.segments
+            # `truncate` may have left ids of blocks that are gone.
             self.ids = self.ids[: ID_BYTES * len(listed)] + blocks.tobytes()
             listed.extend(keys)
         else:
@@ -347,6 +348,7 @@ class PrefixIndex:
     def num_insertable(self, root: RootId, keys: Sequence[BlockKey]) -> int:
         """Return how many of the first keys are neither here nor among those before them."""
         directory, distinct = self._directories.get(root, {}), set(keys)
+        # At C speed, since nearly always all of them are new.
         if len(distinct) == len(keys) and directory.keys().isdisjoint(distinct):
             return len(keys)
         seen = set[BlockKey]()
@@ -577,6 +579,7 @@ class PrefixIndex:
         `queue_restored` must follow.
         """
         before = EMPTY_MATCH if parent is None else self.locate(root, parent)
+        # Recency never grows along a path: else what stands behind would stay, and not be found.
         if before.run is not None and segments[0][1] > (due := self.due(before)):
             recent = sum(time >= due for _, time, _ in segments)
             segments = [(segments[recent - 1][0], due, 0), *segments[recent:]]
@@ -670,6 +673,7 @@ class PrefixIndex:
             return NO_BLOCKS
         tenant = self._tenant_of(root)
         tails = [(self._runs[code & NUMBER_MASK], code >> NUMBER_BITS)]
+        # The list grows in the loop: a recursion would be as deep as the tree of runs.
         for run, offset in tails:  # grows by the runs behind each, however deep
             children = (run.children or {}).values()
             tails += [(child, 0) for child in children if child.parent_length > offset]
@@ -717,6 +721,7 @@ class PrefixIndex:
     def _add_run(self, root: RootId, parent: Run | None, parent_length: int) -> Run:
         queue = self.queues[self._tenant_of(root)] if parent is None else parent.queue
         run = Run(self._next_run_id, root, parent, parent_length, queue)
+        # Never used twice: an entry of the eviction queue names its run by number only.
         self._next_run_id += 1
         self._runs[run.run_id] = run
         if parent is not None:
@@ -803,6 +808,7 @@ class PrefixIndex:
         if run.length > run.held_length and run.queued is None:
             raise InternalError(f"{name} could be evicted and is not queued")
         attached = [child.parent_length for child in (run.children or {}).values()]
+        # Pins hold too, so there may be more holds than children, never fewer.
         for length in set(attached):
             if run.holds is None or run.holds.get(length, 0) < attached.count(length):
                 raise InternalError(f"{name} does not hold its children")
@@ -811,3 +817,42 @@ class PrefixIndex:
                 raise InternalError(f"{name} hangs off a run that is gone")
             if run.segments[0][1] > run.parent.segments[0][1]:
                 raise InternalError(f"{name} is more recent than its parent")
+
+
+class Shadow:
+    """Keys, without bytes, that a tier of ``capacity`` blocks would hold in a queue's order."""
+
+    def __init__(self, capacity: int, make_queue: MakeQueue = LruQueue) -> None:
+        self._capacity = capacity
+        self._num_seen = 0
+        self.index = PrefixIndex(make_queue)
+
+    def see(
+        self, keys: BlockKeys, stop: int, now: float | None = None, outlook: Outlook | None = None
+    ) -> int:
+        """Return how many of a prompt's blocks are there, and store what of the first ``stop`` is
+        not. O(log n) probes, and O(1) per block stored or evicted.
+
+        Args:
+            now: As in `PrefixIndex.touch`; None to count the calls.
+        """
+        self._num_seen += 1
+        index, now = self.index, self._num_seen if now is None else now
+        match = index.match(keys)
+        index.touch(match, now, outlook=outlook)
+        missing = min(stop, self._capacity) - match.num_blocks
+        if missing > 0:
+            # Its own beginning must not make room for its end.
+            index.pin(match)
+            room = self._capacity - index.num_blocks
+            if room < missing:
+                bar = math.inf if outlook is None else index.queues[0].bar(outlook)
+                room += len(index.evict(missing - room, below=bar))
+            index.unpin(match)
+            new = keys.slice(match.num_blocks, match.num_blocks + min(room, missing))
+            # Keys of an engine may not chain: then seeing the last implies nothing.
+            count = index.num_insertable(keys.root, new)
+            if count:
+                no_ids = np.zeros(count, dtype=np.int64)
+                index.insert(match, keys.root, new[:count], no_ids, now, outlook=outlook)
+        return match.num_blocks

@@ -49,6 +49,7 @@ class SessionReturns:
         """Fetch a session's blocks at this time, and at no other that was set before."""
         self._times[session_id] = fetch_at_s
         heapq.heappush(self._heap, (fetch_at_s, session_id))
+        # A session may say so again and again, and each time leaves a stale entry.
         if len(self._heap) > 2 * len(self._times) + _SPARE_ENTRIES:
             self._heap = sorted((time, name) for name, time in self._times.items())
 
@@ -181,6 +182,7 @@ class PromptSessions:
         return session
 
     def _add(self, session: _PromptSession, end: End, stop: int, floor: int) -> None:
+        # Taken out and put in again: the order is that of the last use.
         known = session.ends.pop(end, None)
         if known is not None:
             session.ends[end] = _Reach(stop, min(floor, known.floor))
@@ -255,7 +257,7 @@ class PromptSessions:
                 num_kept += match.num_blocks if tier is self._tiers.host else 0
         return num_kept
 
-    def take_returning(self, now: float) -> BlockKeys | None:
+    def take_returning(self, now: float) -> EngineBlockKeys | None:
         """Return the last prompt of a session that returns soon, as far as it is cached."""
         while (session_id := self.returns.take_due(now)) is not None:
             for root, key in reversed(self._sessions[session_id].ends):

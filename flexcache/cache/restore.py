@@ -57,6 +57,7 @@ def whole_tails(records: Records, written_s: npt.NDArray[np.float64] | None = No
     roots, keys = records["root"].tolist(), _keys(records, "key")
     positions, slots = records["position"].tolist(), records["slot"]
     after: dict[tuple[bytes, bytes], int] = {}
+    # In the order of age, so that the record written last is the one that is kept.
     for number, behind in enumerate(zip(roots, _keys(records, "parent"), strict=True)):
         after.pop(behind, None)  # the order is that of the records that count
         after[behind] = number
@@ -67,6 +68,7 @@ def whole_tails(records: Records, written_s: npt.NDArray[np.float64] | None = No
         while following is not None and positions[following] == TAIL_FIRST + len(found):
             found.append(following)
             following = after.get((root, keys[following]))
+        # Names have the number of units: part of a longer tail does not pass for a shorter one.
         if found and [keys[n] for n in found] == tail_keys(BlockKey(key), len(found)):
             tail = Tail(RootId(root), BlockKey(key), slots[found].astype(np.int64))
             tail.used = float(written_s[found].max())
@@ -347,6 +349,7 @@ class Restoration:
         self._runs = restored_runs(records, layout)
         num_restored = len(layout.rows) + sum(len(tail.units) for tail in tails)
         self.report = RestoreReport(num_restored, num_records - num_restored)
+        # All at once, before any is indexed: a put that came first could be given their slots.
         tier.expect(_slots(records, layout.rows))
         with _uncollected():
             self.go_on(_ALL if tails or tier.retention_s is not None else at_once)

@@ -31,11 +31,13 @@ from flexcache.cache.prefix_index import (
 from flexcache.cache.tail_index import Tail, TailIndex
 from flexcache.errors import InternalError
 
+# With the time of a sweep, a sixteenth, a stamp makes less than the promised tenth.
 _STAMPS = 64
 _SWEEPS = 16
 """Sweeps per retention time."""
 _PAUSE_S = 0.05
 """Time between the turns of a sweep."""
+# Turns are short since the server answers nothing meanwhile.
 _LOOKS = 1024
 """Runs and tails that a turn looks at."""
 _DROPS = 4096
@@ -123,6 +125,7 @@ class Retention:
         while run is not None:
             if run.uses is None:
                 run.uses = []
+            # Nothing changes here, so nothing does further up: what is before was used as late.
             if not cover(run.uses, (length, stamp)):
                 return
             length, run = run.parent_length, run.parent
@@ -157,6 +160,7 @@ class Retention:
             if tail.is_indexed and self._stamp(tail.used) < oldest:
                 freed.append(self._tails.discard(tail.root, tail.key))
                 drops -= len(freed[-1])
+        # Between turns others have the lock.
         self.next_turn = now + _PAUSE_S
         if not self._runs_left and not self._tails_left:
             self.next_turn = max(self.next_turn, self._next_sweep)

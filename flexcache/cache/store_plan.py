@@ -11,29 +11,28 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from flexcache.cache.block_keys import BlockKeys, EngineBlockKeys
+from flexcache.cache.block_keys import EngineBlockKeys
 from flexcache.cache.plan import STORE_OP, Plan, PlannedTail, PlannerSettings, block_names, chunks
 from flexcache.cache.prefix_index import PrefixMatch
+from flexcache.cache.prompt import Prompt
 from flexcache.cache.tail_index import TAIL_FIRST
 from flexcache.cache.tier import Lease, Tier
 from flexcache.cache.tiers import RemoteTier, Tiers
 from flexcache.cache.write_back import StoreBacklog, WriteBack
 from flexcache.ids import BlockKey, OpId, OpKind, RootId, TaskKind, TierName
-from flexcache.transfer.scheduler import BlockIds
+from flexcache.transfer.scheduler import TransferOp
 
 
-def begin_put(
-    tiers: Tiers, tier: Tier, keys: BlockKeys, stop: int, retain_s: float
-) -> tuple[Plan, PrefixMatch]:
-    """Begin to plan a put of a prompt's first ``stop`` blocks; the prompt counts as used.
+def begin_put(tiers: Tiers, tier: Tier, prompt: Prompt) -> tuple[Plan, PrefixMatch]:
+    """Begin to plan a put of a prompt; the prompt counts as used.
 
     Args:
         tier: Takes the blocks from the GPU.
-        retain_s: The prompt counts as used this much later.
 
     Returns:
         An empty plan, behind the blocks that the tier has or awaits, and those that it has.
     """
+    keys, stop = prompt.keys, prompt.stop
     cached = tier.index.match(keys)
     first = cached.num_blocks
     first += tier.num_in_flight(keys, first, stop)
@@ -44,7 +43,7 @@ def begin_put(
         plan.outlook = tiers.store(keys, stop)
     else:
         tiers.store_nothing(keys, stop)
-    tier.use(cached, plan.outlook, retain_s)
+    tier.use(cached, plan.outlook, prompt.retain_s)
     return plan, cached
 
 
@@ -68,17 +67,14 @@ class DirectStores:
         self._op_ids = settings.op_ids
         self._chunk_blocks = settings.chunk_blocks
 
-    def plan_put(
-        self, keys: BlockKeys, start: int, stop: int, retain_s: float = 0.0, era: int = 0
-    ) -> Plan:
-        """Plan to store the blocks ``[start, stop)`` that the SSD tier neither has nor awaits.
+    def plan_put(self, prompt: Prompt, era: int = 0) -> Plan:
+        """Plan to store the blocks of a prompt that the SSD tier neither has nor awaits.
 
         Args:
-            retain_s: The prompt counts as used this much later.
             era: See `StorePlanner`.
         """
-        plan, _ = begin_put(self._tiers, self.tier, keys, stop, retain_s)
-        first = plan.start
+        plan, _ = begin_put(self._tiers, self.tier, prompt)
+        keys, start, stop, first = prompt.keys, prompt.start, prompt.stop, plan.start
         if first >= stop:
             plan.start = plan.stop = stop
         elif start > first:
@@ -87,19 +83,18 @@ class DirectStores:
             plan.drop("ssd_unavailable", stop - first)
         else:
             end = stop if self._admission is None else self._admission.admit(keys, stop, start)
-            self._add_blocks(plan, keys, first, end, retain_s, era)
+            self._add_blocks(plan, prompt, end, era)
         return plan
 
-    def _add_blocks(
-        self, plan: Plan, keys: BlockKeys, first: int, end: int, retain_s: float, era: int
-    ) -> None:
+    def _add_blocks(self, plan: Plan, prompt: Prompt, end: int, era: int) -> None:
+        keys, first = prompt.keys, plan.start
         room = end - first if self._budget is None else self._budget.room(self._tiers.now)
         if room < end - first:
             plan.drop("ssd_write_throttled", end - first - room)
             end = first + room
         if first >= end:
             return
-        lease = self.tier.reserve(keys, first, end, plan.outlook, retain_s)
+        lease = self.tier.reserve(keys, first, end, plan.outlook, prompt.retain_s)
         plan.stores[self.tier.name] = lease
         plan.store_starts[self.tier.name] = first
         plan.stop = first + len(lease)
@@ -110,18 +105,12 @@ class DirectStores:
         for chunk in chunks(first, plan.stop, self._chunk_blocks):
             slots = lease.blocks[chunk.start - first : chunk.stop - first]
             names = block_names(self.tier, keys, chunk.start, chunk.stop, era=era)
-            write = plan.graph.add(next(self._op_ids), OpKind.D2DISK, chunk.start, None, slots)
-            commit = next(self._op_ids)
-            plan.graph.add(commit, OpKind.COMMIT, chunk.start, slots, slots, [write], names)
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """An op that copies the blocks of a chunk from the GPU to ``landing``."""
-
-    op: OpId
-    chunk: range
-    landing: BlockIds
+            # A slot is recorded by an op of its own, once all ranks have written their parts of it.
+            write, commit = next(self._op_ids), next(self._op_ids)
+            plan.graph.ops += [
+                TransferOp(write, OpKind.D2DISK, chunk.start, None, slots),
+                TransferOp(commit, OpKind.COMMIT, chunk.start, slots, slots, (write,), names),
+            ]
 
 
 @dataclass(slots=True)
@@ -129,22 +118,19 @@ class _Offer:
     """What a plan has for the tiers below the host.
 
     Attributes:
+        prompt: An earlier put of the request has offered the blocks before its ``start``.
         cached: The blocks of the prompt that the host tier has.
         copies: Ops that copy blocks ``[plan.start, plan.stop)`` to the host.
         tail_copies: Ops that copy the plan's tail to the host, and which of its units each copies.
         max_backlog: At most this many blocks are written to a tier.
-        retain_s: The prompt counts as used this much later.
-        start: The blocks before it were offered by an earlier put of the request.
     """
 
     plan: Plan
-    keys: BlockKeys
+    prompt: Prompt
     cached: PrefixMatch
-    copies: list[_Copy] = field(default_factory=list)
+    max_backlog: int | None
+    copies: list[TransferOp] = field(default_factory=list)
     tail_copies: dict[OpId, range] = field(default_factory=dict)
-    max_backlog: int | None = None
-    retain_s: float = 0.0
-    start: int = 0
 
 
 class StorePlanner:
@@ -181,24 +167,20 @@ class StorePlanner:
         for late in self._write_back.values():
             late.tokens_per_block = tokens_per_block
 
-    def plan_put(
-        self, keys: BlockKeys, start: int, stop: int, max_backlog: int | None = None,
-        retain_s: float = 0.0, tail_at: int = 0,
-    ) -> Plan:  # fmt: skip
-        """Plan to store the blocks ``[start, stop)`` that the host tier neither has nor awaits.
+    def plan_put(self, prompt: Prompt, max_backlog: int | None = None) -> Plan:
+        """Plan to store the blocks of a prompt that the host tier neither has nor awaits, and its
+        tail.
 
         Blocks whose prefix is not cached are not stored: no lookup could find them.
 
         Args:
             max_backlog: At most this many are written below.
-            retain_s: In every tier the prompt counts as used this much later.
-            tail_at: Store the tail behind this many blocks too, unless it is 0.
         """
-        plan, cached = begin_put(self._tiers, self._host, keys, stop, retain_s)
-        first = plan.start
+        plan, cached = begin_put(self._tiers, self._host, prompt)
+        start, stop, tail_at, first = prompt.start, prompt.stop, prompt.tail_at, plan.start
         if self._shape is not None:
             plan.take_shape(self._shape)
-        offer = _Offer(plan, keys, cached, [], {}, max_backlog, retain_s, start)
+        offer = _Offer(plan, prompt, cached, max_backlog)
         if first >= stop or not plan.has_dense:
             plan.start = plan.stop = stop
             if not tail_at:
@@ -209,7 +191,9 @@ class StorePlanner:
         else:
             # Also what the SSD has: copying off the GPU is cheap, and the host stays closed under
             # prefixes.
-            plan.staging = self._host.reserve(keys, first, stop, plan.outlook, retain_s)
+            plan.staging = self._host.reserve(
+                prompt.keys, first, stop, plan.outlook, prompt.retain_s
+            )
             plan.stop = first + len(plan.staging)
             if plan.stop < stop:
                 plan.dropped[plan.staging.why_short("host")] = stop - plan.stop
@@ -222,24 +206,24 @@ class StorePlanner:
         return plan
 
     def plan_store(
-        self, keys: BlockKeys, stop: int, max_backlog: int | None = None, retain_s: float = 0.0,
-        tiers: Iterable[Tier] | None = None, tail_at: int = 0, start: int = 0,
-    ) -> Plan:  # fmt: skip
-        """Plan to write what the host has of a prompt's first blocks to the tiers that lack it.
+        self, prompt: Prompt, max_backlog: int | None = None, tiers: Iterable[Tier] | None = None
+    ) -> Plan:
+        """Plan to write what the host has of a prompt up to its ``stop``, and of its tail, to the
+        tiers that lack it.
 
         Does not touch the GPU. The graph is empty if no tier lacks anything.
 
         Args:
+            max_backlog: As in `plan_put`.
             tiers: Write back to these only, whatever their write policy: no use of the blocks.
-            tail_at: Write the tail behind this many blocks too, unless it is 0.
-            start: The blocks before it were offered by an earlier put of the same request.
         """
+        keys, stop, tail_at = prompt.keys, prompt.stop, prompt.tail_at
         cached = self._host.index.match(keys)
         if self._shape is None or self._shape.dense_blocks:
             stop = min(stop, cached.num_blocks)
         plan = Plan(TaskKind.STORE, keys.root, stop, stop, is_write_back=tiers is not None)
         self._tiers.num_holders += 1
-        offer = _Offer(plan, keys, cached, [], {}, max_backlog, retain_s, start)
+        offer = _Offer(plan, prompt, cached, max_backlog)
         if self._tail_shape is not None and 0 < tail_at <= plan.stop:
             self._find_tail(offer, tail_at)
         self._add_stores(offer, tiers)
@@ -264,7 +248,8 @@ class StorePlanner:
                 root, content, last = prompt.root, prompt.content, next(reversed(prompt.keys))
                 path = self._host.index.path_keys(self._host.index.locate(root, last))
                 keys = EngineBlockKeys(root, path, len(path), content)
-                plan = self.plan_store(keys, len(path), tiers=[tier])
+                due = Prompt(TaskKind.STORE, keys, 0, len(path), 0)
+                plan = self.plan_store(due, tiers=[tier])
                 beyond = [f"{name.value.lower()}_write_{why}" for why in ("backlog", "throttled")]
                 num_beyond = sum(plan.dropped.pop(why, 0) for why in beyond)
                 if num_beyond:
@@ -321,15 +306,16 @@ class StorePlanner:
         stats = self._admissions[name].stats() if name in self._admissions else {}
         return stats | {"dirty_blocks": self.num_dirty(name)} if name in self._write_back else stats
 
-    def _add_copies(self, plan: Plan) -> list[_Copy]:
+    def _add_copies(self, plan: Plan) -> list[TransferOp]:
         """Copy the staged blocks off the GPU, in chunks."""
         assert plan.staging is not None
         staged = plan.staging.blocks.copy()
         copies = []
         for chunk in chunks(plan.start, plan.stop, self._chunk_blocks):
             landing = staged[chunk.start - plan.start : chunk.stop - plan.start]
-            op = plan.graph.add(next(self._op_ids), OpKind.D2H, chunk.start, None, landing)
-            copies.append(_Copy(op, chunk, landing))
+            op = TransferOp(next(self._op_ids), OpKind.D2H, chunk.start, None, landing)
+            copies.append(op)
+        plan.graph.ops += copies
         return copies
 
     def _add_stores(self, offer: _Offer, tiers: Iterable[Tier] | None = None) -> None:
@@ -338,7 +324,8 @@ class StorePlanner:
         Args:
             tiers: None for all, each by its own policy.
         """
-        plan, keys, cached, retain_s = offer.plan, offer.keys, offer.cached, offer.retain_s
+        plan, keys, cached, start = offer.plan, offer.prompt.keys, offer.cached, offer.prompt.start
+        retain_s = offer.prompt.retain_s
         tail_end = 0 if plan.tail is None else plan.tail.position
         for tier in self._tiers.lower if tiers is None else tiers:
             begin = tier.match(keys, plan.outlook, retain_s, not plan.is_write_back).num_blocks
@@ -346,8 +333,8 @@ class StorePlanner:
             late = self._write_back.get(tier.name) if tiers is None else None
             end = plan.stop if late is None else 0
             if tiers is None and (admission := self._admissions.get(tier.name)) is not None:
-                end = admission.admit(keys, plan.stop, offer.start, retain_s)
-                num_refused = plan.stop - max(begin, offer.start, end)
+                end = admission.admit(keys, plan.stop, start, retain_s)
+                num_refused = plan.stop - max(begin, start, end)
                 if admission.why_refused is not None and num_refused > 0:
                     plan.drop(admission.why_refused, num_refused)
             is_admitted = late is not None or tail_end <= end
@@ -366,7 +353,7 @@ class StorePlanner:
 
     def _add_blocks(self, offer: _Offer, tier: Tier, begin: int, end: int) -> None:
         """Write blocks ``[begin, end)`` to a tier, as far as there is room."""
-        plan, keys, cached = offer.plan, offer.keys, offer.cached
+        plan, keys, cached = offer.plan, offer.prompt.keys, offer.cached
         if begin < plan.start and cached.num_blocks < plan.start:
             return  # earlier blocks are still being copied to the host: their put writes them
         is_paid = self._tail_shape is not None and tier.name not in self._write_back
@@ -377,11 +364,12 @@ class StorePlanner:
             return
         end = begin + room
         outlook = self._tiers.recall(keys) if plan.outlook is None else plan.outlook
-        lease = tier.reserve(keys, begin, end, outlook, offer.retain_s)
+        lease = tier.reserve(keys, begin, end, outlook, offer.prompt.retain_s)
         lease.used_s = self._host.last_used(cached, begin) if plan.is_write_back else None
         plan.stores[tier.name] = lease
         plan.store_starts[tier.name] = begin
         self._backlog.reserve(plan, tier.name, len(lease))
+        # Noted now: what a clear renames meanwhile was written under the former name.
         if isinstance(tier, RemoteTier):
             plan.remote_root = tier.root_at_store(plan.root)
         if begin + len(lease) < end:
@@ -391,7 +379,7 @@ class StorePlanner:
 
     def _add_ops(self, offer: _Offer, tier: Tier, lease: Lease, begin: int, end: int) -> None:
         """Write blocks ``[begin, end)`` into a lease on a tier."""
-        plan, keys, cached = offer.plan, offer.keys, offer.cached
+        plan, keys, cached = offer.plan, offer.prompt.keys, offer.cached
         filled = min(end, plan.start)
         if begin < filled:  # blocks that the host tier has and this one lacks
             plan.pin(self._host, cached)
@@ -400,50 +388,54 @@ class StorePlanner:
                 part = slice(chunk.start - begin, chunk.stop - begin)
                 used_s = None if lease.used_s is None else float(lease.used_s[part.stop - 1])
                 names = block_names(tier, keys, chunk.start, chunk.stop, used_s, self.era)
-                plan.graph.add(
+                write = TransferOp(
                     next(self._op_ids), STORE_OP[tier.name], chunk.start, blocks[part],
-                    lease.blocks[part], [], names,
+                    lease.blocks[part], names=names,
                 )  # fmt: skip
+                plan.graph.ops.append(write)
         for copy in offer.copies:
-            low, high = max(copy.chunk.start, begin), min(copy.chunk.stop, end)
+            assert copy.dst is not None
+            low, high = max(copy.first, begin), min(copy.first + len(copy), end)
             if low < high:
-                source = copy.landing[low - copy.chunk.start : high - copy.chunk.start]
+                source = copy.dst[low - copy.first : high - copy.first]
                 target = lease.blocks[low - begin : high - begin]
                 names = block_names(tier, keys, low, high, era=self.era)
-                plan.graph.add(
-                    next(self._op_ids), STORE_OP[tier.name], low, source, target, [copy.op], names
-                )
+                op_id, after = next(self._op_ids), (copy.op_id,)
+                write = TransferOp(op_id, STORE_OP[tier.name], low, source, target, after, names)
+                plan.graph.ops.append(write)
 
     # -- tails ----------------------------------------------------------------------------------
 
     def _find_tail(self, offer: _Offer, position: int) -> bool:
         """Plan for a tail that the host tier has, without copying it; whether it has it."""
-        keys, host = offer.keys, self._host
+        keys, host = offer.prompt.keys, self._host
         tail = host.tails.find(keys.root, keys.key(position - 1))
         if tail is None:
             return False
-        host.use_tail(tail, offer.retain_s)
+        host.use_tail(tail, offer.prompt.retain_s)
         host.tails.pin(tail)
         offer.plan.tail = PlannedTail(position, tail.key, tail.units, pins=[(host, tail)])
         return True
 
     def _copy_tail(self, offer: _Offer, position: int, count: int) -> None:
         """Copy a tail of so many units off the GPU unless the host tier has or awaits it."""
-        plan, keys, key = offer.plan, offer.keys, offer.keys.key(position - 1)
+        plan, keys = offer.plan, offer.prompt.keys
+        key = keys.key(position - 1)
         if self._find_tail(offer, position) or self._host.is_tail_in_flight(keys.root, key, count):
             return
         lease = self._host.reserve_tail(keys.root, key, count)
         if lease is None:
             plan.drop("host_tier_full", count)
             return
-        lease.retain_s = offer.retain_s
+        lease.retain_s = offer.prompt.retain_s
         units = lease.blocks.copy()
         plan.tail = PlannedTail(position, key, units, num_copied=count, staging=lease)
         for chunk in chunks(0, count, self._chunk_blocks):
             landing = units[chunk.start : chunk.stop]
             first = TAIL_FIRST + chunk.start
-            op = plan.graph.add(next(self._op_ids), OpKind.D2H, first, None, landing)
-            offer.tail_copies[op] = chunk
+            op = TransferOp(next(self._op_ids), OpKind.D2H, first, None, landing)
+            plan.graph.ops.append(op)
+            offer.tail_copies[op.op_id] = chunk
 
     def _are_throttled(self, offer: _Offer, tier: Tier, num_blocks: int, has_tail: bool) -> bool:
         """Whether a tier's budget does not allow the blocks and the tail of a put, which it drops.
@@ -475,30 +467,31 @@ class StorePlanner:
         if lease is None:
             plan.drop(reason or f"{tier.name.value.lower()}_tier_full", count)
             return
-        lease.retain_s = offer.retain_s
+        lease.retain_s = offer.prompt.retain_s
         tail.stores[tier.name] = lease
         self._backlog.reserve(plan, tier.name, count)
-        pieces: Iterable[tuple[list[OpId], range]]
+        pieces: Iterable[tuple[tuple[OpId, ...], range]]
         if isinstance(tier, RemoteTier):
             plan.remote_root = tier.root_at_store(plan.root)
             # In order, by one op: its last unit tells others that all are there.
-            pieces = [(list(offer.tail_copies), range(count))]
+            pieces = [(tuple(offer.tail_copies), range(count))]
         elif offer.tail_copies:
-            pieces = [([op], chunk) for op, chunk in offer.tail_copies.items()]
+            pieces = [((op,), chunk) for op, chunk in offer.tail_copies.items()]
         else:
-            pieces = [([], chunk) for chunk in chunks(0, count, self._chunk_blocks)]
+            pieces = [((), chunk) for chunk in chunks(0, count, self._chunk_blocks)]
         for depends_on, chunk in pieces:
             part = slice(chunk.start, chunk.stop)
-            plan.graph.add(
+            write = TransferOp(
                 next(self._op_ids), STORE_OP[tier.name], TAIL_FIRST + chunk.start,
                 tail.units[part], lease.blocks[part], depends_on,
                 tail.names(tier, plan.root, chunk, self.era),
             )  # fmt: skip
+            plan.graph.ops.append(write)
 
     def _is_tail_stored(self, offer: _Offer, tier: Tier, planned: PlannedTail) -> bool:
         """Whether a tier has or awaits the plan's tail, which then counts as used."""
         tail = tier.tails.find(offer.plan.root, planned.key)
         if tail is not None:
-            tier.use_tail(tail, offer.retain_s)
+            tier.use_tail(tail, offer.prompt.retain_s)
             return True
         return tier.is_tail_in_flight(offer.plan.root, planned.key, len(planned.units))

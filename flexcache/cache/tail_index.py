@@ -165,6 +165,7 @@ class TailIndex:
         queue = self._queues[tenant]
         while queue:
             due, _, tail = queue[0]
+            # Corrected here, not at each use: most are used often and evicted once.
             if tail.is_indexed and not tail.num_pins and tail.due == due:
                 return due
             heapq.heappop(queue)

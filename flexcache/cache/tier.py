@@ -166,6 +166,7 @@ class Tier:
 
     def advance(self, now: float) -> None:
         """Set the time: recency is counted in seconds."""
+        # `_tick` may be ahead of the clock. Recency must not fall: the index counts on it.
         self._now = max(self._now, now)
 
     def match(
@@ -255,6 +256,7 @@ class Tier:
         below = math.inf
         if hold_s is not None:
             below = self.index.queues[0].worth_of_hold(hold_s, self._now)
+        # What its caller asks to keep is stored whatever it is worth.
         elif self._bypasses and retain_s <= 0.0 and outlook is not None:
             below = self.index.queues[0].bar(outlook)
         lease = self._reserve(
@@ -395,6 +397,7 @@ class Tier:
 
     def clear(self) -> BlockIds:
         """Drop every unheld block, and those that are expected; return their ids."""
+        # Each tenant has an order of eviction of its own.
         tenants = range(1 if self.quotas is None else self.quotas.num_tenants)
         freed = np.concatenate(
             [self._evict_with_tails(self.capacity, math.inf, tenant) for tenant in tenants]
@@ -519,6 +522,7 @@ class Tier:
             quotas.pass_on(victim, tenant, evicted)
             missing -= len(evicted)
             pieces.append(evicted)
+            # It has nothing more that may go: asked again it would be named again, for ever.
             if len(evicted) < most:
                 spared.add(victim)
                 if is_own and below < math.inf:  # not worth the room of others either
@@ -553,6 +557,7 @@ class Tier:
             due = self.tails.next_due(tenant)
             pieces.append(self.index.evict(count, due, below, tenant))
             count -= len(pieces[-1])
+            # Without a tail that may go, the index has given all that it can.
             if due == math.inf:
                 break
             if count > 0:
@@ -566,6 +571,7 @@ class Tier:
 
     def _try_publish(self, leases: list[Lease]) -> None:
         """Publish each lease whose parent is indexed; those that waited for it follow."""
+        # A loop, no recursion: leases may wait for each other in a chain deeper than the stack.
         while leases:
             lease = leases.pop()
             parent = EMPTY_MATCH
@@ -634,6 +640,7 @@ class Tier:
             return
         lease.num_published, lease.blocks = len(lease), NO_BLOCKS  # before the index gets them
         self.num_leased -= lease.num_published
+        # As recent as its prefix: without that it is useless, and must not outlast it.
         self.tails.insert(tail, self._tail_due(tail, lease.retain_s))
         tail.used = self._now if lease.used_s is None else float(lease.used_s[-1])
         self.tails.pin(tail)
@@ -649,6 +656,7 @@ class Tier:
         if flight.num_leases == 0 and not flight.waiting:
             del self._flights[lease.root]
             return []
+        # Another lease may have the same key in flight: who waits for that one waits on.
         ours = [key for key in lease.keys if flight.owners.get(key) is lease]
         followers: list[Lease] = []
         if flight.waiting:
@@ -688,6 +696,7 @@ class Tier:
         self.pool.take_exactly(blocks)
         self._charge(NO_ROOT, blocks)
         self._expected = blocks
+        # Indexed later, they must count as older than what has been used since.
         self._expected_s = self._tick()
 
     def _give_up(self, count: int) -> BlockIds:

@@ -152,6 +152,7 @@ class TieredCache:
         ssd = self.tiers.by_name[TierName.SSD]
         self.tiers.advance(now)
         restoration = Restoration(ssd, records, now - ages_s, _RESTORED_AT_ONCE)
+        # At once, not in turns: what is too old must not be found after a restart.
         ssd.expire_all(now)
         self._restoration = None if restoration.is_over else restoration
         self._restore_at = now + _RESTORE_PAUSE_S
@@ -173,6 +174,7 @@ class TieredCache:
         Raises:
             ValueError: There is no such tier.
         """
+        # First, since what they pin would outlast the clear.
         self.early.forget()
         num_dropped = sum(len(blocks) for blocks in self.tiers.clear(tier).values())
         self.early.settle(self.tiers.now)  # what they waited for may not come any more
@@ -183,6 +185,7 @@ class TieredCache:
         self.tiers.advance(now)
         expiry_s = self.tiers.host.next_expiry
         self.tiers.expire(now)
+        # Only then something may have gone: to look at all loads at each tick costs their number.
         if expiry_s is not None and expiry_s <= now:
             self.early.let_go_expired(now)
 

@@ -69,6 +69,7 @@ class RemoteTier(Tier):
         """Call a root at the store what others call it: it belongs to weights that were named since
         the last `clear`, so nothing from before it is found."""
         if self._salt and root not in self._plain:
+            # Each update of the weights adds roots, so the table needs a bound.
             if len(self._plain) >= _MAX_PLAIN:
                 del self._plain[next(iter(self._plain))]
             self._plain[root] = None
@@ -76,6 +77,7 @@ class RemoteTier(Tier):
     def first_unknown(self, keys: BlockKeys, stop: int, now: float) -> int | None:
         """Return the first unknown block of a prompt; None if there is nothing to ask."""
         position = self.index.match(keys).num_blocks
+        # What is being written to the store needs no question.
         position += self.num_in_flight(keys, position, stop)
         if position >= stop:
             return None

@@ -54,6 +54,7 @@ class WriteBudget:
 
     def next_room(self, count: int, now: float) -> float:
         """Return when it will allow this many blocks, if no others are written. Not now."""
+        # More than it ever holds is allowed once it is full: else it would wait for ever.
         missing = min(count, int(self._most)) - self._blocks
         return now + max(_SHORTEST_WAIT_S, missing / self._blocks_per_s)
 
@@ -175,6 +176,7 @@ class DirtyQueue:
 
     def __init__(self, high: int) -> None:
         self._high = max(1, high)
+        # With one bound each new block would have one written: small writes, always.
         self._low = self._high * 3 // 4
         self._prompts: OrderedDict[DirtyPrompt, None] = OrderedDict()
         self._by_key: dict[RootId, dict[BlockKey, DirtyPrompt]] = {}
@@ -198,6 +200,7 @@ class DirtyQueue:
             return
         self._by_key.setdefault(root, known).update(dict.fromkeys(prompt.keys, prompt))
         self._prompts[prompt] = None
+        # DRAM evicts old blocks first: at the young end they would be gone before their turn.
         if is_old:
             self._prompts.move_to_end(prompt, last=False)
         self.num_blocks += len(prompt.keys)
@@ -229,6 +232,7 @@ class DirtyQueue:
     def pop(self) -> DirtyPrompt:
         """Remove and return the oldest prompt."""
         prompt = next(iter(self._prompts))
+        # A copy, as `discard` empties the prompt's own table.
         popped = DirtyPrompt(prompt.root, prompt.keys.copy(), prompt.content)
         self.discard(prompt.root, list(popped.keys))
         return popped

@@ -13,6 +13,7 @@ from numbers import Integral, Real
 from operator import index
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -261,7 +262,7 @@ class GroupTable:
         if not self._has_states:
             return prompt
         stop = min(prompt.stop, max(0, prompt.num_tokens - 1) // self._tokens)
-        return prompt._replace(start=min(prompt.start, stop), stop=stop)
+        return msgspec.structs.replace(prompt, start=min(prompt.start, stop), stop=stop)
 
     def with_tail(self, prompt: Prompt, tail_at: int | None) -> Prompt:
         """Have a put also store the tail behind ``tail_at`` tokens. Raises `ValueError`."""
@@ -272,7 +273,7 @@ class GroupTable:
         if rest or not 0 < position <= prompt.stop or not self._has_tails:
             allowed = "must be the end of a block offered, in a model with tails"
             raise refusal("tail_at", tail_at, allowed)
-        return prompt._replace(tail_at=position)
+        return msgspec.structs.replace(prompt, tail_at=position)
 
     def require_slots(self, instead: str) -> None:
         """Raise `ValueError` if the model has groups."""

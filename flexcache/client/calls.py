@@ -17,7 +17,7 @@ import zmq
 
 from flexcache.cache.prompt import Prompt
 from flexcache.errors import InternalError, ServerLostError
-from flexcache.ids import PromptDetail, SessionId, TaskIds, TierName
+from flexcache.ids import PromptDetail, SessionId, TaskIds
 from flexcache.protocol.fence import Scratch
 from flexcache.protocol.messages import (
     MAX_FRAME_BYTES,
@@ -152,13 +152,7 @@ class Calls:
             except ServerLostError:
                 return Offer(task_id, prompt.kind, prompt.num_tokens, start)
         assert isinstance(reply, Matched)
-        if reply.is_pending:
-            return None
-        return Offer(
-            task_id, prompt.kind, prompt.num_tokens, reply.start, reply.num_blocks,
-            {TierName(name): count for name, count in reply.sources.items()},
-            reply.num_gpu_blocks, reply.tail_at,
-        )  # fmt: skip
+        return reply.offer
 
     def request(
         self, request: Promise | Clear | SessionHint | NewWeights | GetStats | CheckInvariants

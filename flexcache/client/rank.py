@@ -29,14 +29,8 @@ from flexcache.cache.prompt import check_version
 from flexcache.client import arguments
 from flexcache.client.lent_tensors import Attachment, LentTensors
 from flexcache.client.link import ServerLink
-from flexcache.client.rank_ops import RankOps
-from flexcache.client.rank_tasks import RankTasks
-from flexcache.errors import (
-    ClosedError,
-    RegistrationError,
-    ServerLostError,
-    UntrustedError,
-)
+from flexcache.client.rank_ops import RankOps, RankTasks
+from flexcache.errors import ClosedError, RegistrationError, ServerLostError, UntrustedError
 from flexcache.ids import OpKind
 from flexcache.logs import log_event
 from flexcache.processes import ServiceThread, tell_of_forks

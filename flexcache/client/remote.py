@@ -65,7 +65,7 @@ from flexcache.protocol.messages import (
     WelcomeEngine,
     pid_namespace,
 )
-from flexcache.tasks.instructions import Offer, PromisedLoad, TaskResult
+from flexcache.tasks.instructions import Offer, PromisedLoad
 from flexcache.transfer.messages import Stop, pack_ids
 
 logger = logging.getLogger(__name__)
@@ -435,7 +435,8 @@ class RemoteTransport:
 
     def look_up(self, prompt: Prompt) -> None:
         # The server asks the store before it matches; a match of no blocks has ended at once.
-        self._calls.match(prompt._replace(start=prompt.stop), True, False, False)
+        nothing = msgspec.structs.replace(prompt, start=prompt.stop)
+        self._calls.match(nothing, True, False, False)
 
     def launch(self, task_ids: Sequence[int], gpu_blocks: Sequence[BlockIds], gated: bool) -> None:
         self._calls.tell(
@@ -564,8 +565,7 @@ class RemoteTransport:
         match message:
             case WelcomeEngine() if self._life.state is SessionState.CONNECTING:
                 self._begin_session(message)
-            case TaskAnswer(task_id, status, start, num_ok, num_tokens, error, is_final):
-                result = TaskResult(status, start, num_ok, num_tokens, error, is_final)
+            case TaskAnswer(task_id, result):
                 self._tasks.answer(task_id, result)
             case Weights():
                 with self._naming:

@@ -1,4 +1,4 @@
-"""The settings as a user sees them: what there is, what is in effect, and where it comes from."""
+"""Settings as a user sees them: what there is, what is in effect, and where it comes from."""
 
 from __future__ import annotations
 

@@ -1,20 +1,17 @@
-"""Adapter parts that all engines share: calls about tasks, loads by layer, counters."""
+"""Parts that the engines' adapters share: calls about tasks, loads by layer, counters."""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from enum import Enum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import msgspec
-import numpy as np
 
-from flexcache.cache.prompt import Span, Tokens
 from flexcache.client.arguments import GroupBlocks
-from flexcache.errors import ConfigError, FlexCacheError, RegistrationError
-from flexcache.ids import KVStatus, TierName
+from flexcache.errors import ConfigError, FlexCacheError
+from flexcache.ids import KVStatus
 from flexcache.logs import log_event
 from flexcache.manager import KVManager
 from flexcache.stats import TotalsStats
@@ -22,58 +19,14 @@ from flexcache.tasks.instructions import PromisedLoad
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 
-_FAILURES = (FlexCacheError, TimeoutError, ValueError, KeyError)
-
-
-def safely(call: Callable[..., T], *arguments: Any, **options: Any) -> T | None:
-    """Make a call and return its answer; log a failure, and return None."""
+def safely(call: Callable[..., Any], *arguments: Any, if_failed: Any = None, **options: Any) -> Any:
+    """Make a call and return its answer; log a failure, and return ``if_failed``."""
     try:
         return call(*arguments, **options)
-    except _FAILURES as error:
+    except (FlexCacheError, TimeoutError, ValueError, KeyError) as error:
         log_event(logger, logging.WARNING, "call_failed", call=call.__name__, error=error)
-        return None
-
-
-_READY_TIMEOUT_S = 60.0
-
-
-def await_ready(manager: KVManager) -> None:
-    """Wait until a cache serves. An engine whose ranks are missing or refused runs without it."""
-    try:
-        manager.wait_ready(_READY_TIMEOUT_S)
-    except (TimeoutError, RegistrationError) as error:
-        event = "workers_missing" if isinstance(error, TimeoutError) else "cache_refused"
-        effect = "the engine runs without a cache"
-        log_event(logger, logging.ERROR, event, error=error, server=manager.endpoint, effect=effect)
-
-
-class TierMatch(NamedTuple):
-    """A matched get.
-
-    Attributes:
-        num_blocks: Blocks that it would load.
-        num_in_dram: How many of them DRAM has.
-        sources: Tokens that each tier supplies.
-    """
-
-    task_id: int
-    num_blocks: int
-    num_in_dram: int
-    sources: dict[TierName, int]
-
-    @property
-    def is_in_dram(self) -> bool:
-        """Whether DRAM has all that it would load, tails included."""
-        return self.sources.keys() <= {TierName.CPU}
-
-
-class NoMatch(Enum):
-    """Why there is no task."""
-
-    FAILED = "the call failed"
-    UNDECIDED = "the remote store has yet to answer"
+        return if_failed
 
 
 _ANSWER_PATIENCE_S = 0.1
@@ -109,70 +62,6 @@ class TaskCalls:
         self.manager = manager
         self.is_open = True
 
-    def find(
-        self, request_id: object, token_ids: Tokens, mask: Span | None = None, **options: Any
-    ) -> TierMatch | NoMatch:
-        """Match a get.
-
-        Args:
-            request_id: For the log.
-            options: As for `KVManager.get_match_by_tier`.
-        """
-        try:
-            found = self.manager.get_match_by_tier(token_ids, mask, **options)
-        except _FAILURES as error:
-            log_event(logger, logging.WARNING, "match_failed", request=request_id, error=error)
-            return NoMatch.FAILED
-        if found is None:
-            return NoMatch.UNDECIDED
-        (task_id, supplied, sources), size = found, self._block_size
-        num_in_dram = sources.get(TierName.CPU, 0) // size
-        return TierMatch(task_id, int(np.count_nonzero(supplied)) // size, num_in_dram, sources)
-
-    def pin(self, match: Callable[[int], TierMatch | NoMatch], num_blocks: int) -> TierMatch | None:
-        """Find the longest prefix that DRAM has, which is pinned until the task ends.
-
-        For engines that cannot take back what a load was to bring.
-
-        Args:
-            match: Matches so many blocks of a prompt.
-        """
-        former: int | None = None
-        while num_blocks > 0:
-            found = match(num_blocks)
-            if former is not None:  # it has kept blocks in DRAM until now
-                self.cancel(former)
-            if isinstance(found, NoMatch) or not found.num_blocks:  # such a task has ended
-                return None
-            if found.is_in_dram:
-                return found
-            former = found.task_id
-            num_blocks = min(found.num_in_dram, found.num_blocks - 1)  # a tail was not in DRAM
-        if former is not None:
-            self.cancel(former)
-        return None
-
-    def find_put(
-        self, request_id: object, token_ids: Tokens, mask: Span | None = None, **options: Any
-    ) -> tuple[int, range] | None:
-        """Match a put.
-
-        Args:
-            request_id: For the log.
-            options: As for `KVManager.put_match`.
-
-        Returns:
-            The task, and which blocks it copies besides a tail, maybe none. None if it failed.
-        """
-        try:
-            task_id, wanted = self.manager.put_match(token_ids, mask, **options)
-        except _FAILURES as error:
-            log_event(logger, logging.WARNING, "put_failed", request=request_id, error=error)
-            return None
-        count = int(np.count_nonzero(wanted)) // self._block_size
-        first = int(wanted.argmax()) // self._block_size if count else 0
-        return task_id, range(first, first + count)
-
     def launch(self, task_id: int, blocks: GroupBlocks, gated: bool = True) -> bool:
         """Launch a matched task; return whether it was launched. Else it has ended, or is
         cancelled.
@@ -207,7 +96,8 @@ class TaskCalls:
 
     def promise(self, task_id: int) -> PromisedLoad | None:
         """Start a matched get that cannot be lost any more, if that can be promised."""
-        return safely(self.manager.promise, task_id)
+        promised: PromisedLoad | None = safely(self.manager.promise, task_id)
+        return promised
 
     def end_promises(self) -> None:
         """No step counts on a promised load any more. Idempotent."""
@@ -257,12 +147,7 @@ class TaskCalls:
 
     def reset(self) -> bool:
         """Drop everything cached and unused. Return whether that succeeded."""
-
-        def reset() -> bool:
-            self.manager.reset()
-            return True
-
-        return not self.is_open or bool(safely(reset))
+        return not self.is_open or safely(self.manager.reset, if_failed=False) is not False
 
 
 class LayerwiseRule:

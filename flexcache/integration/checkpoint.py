@@ -15,7 +15,7 @@ import os
 import re
 import threading
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,47 +72,26 @@ def identify_checkpoint(
         NotKeptError: Files would have to be read.
     """
     paths = [Path(name)]
-    snapshot = _SNAPSHOT.fullmatch(name) if paths[0].exists() else None
-    yield "model", name if snapshot is None else snapshot[1].replace("--", "/", 1)
+    snapshot = _SNAPSHOT.fullmatch(name)
+    is_here = paths[0].exists()
+    yield "model", snapshot[1].replace("--", "/", 1) if is_here and snapshot is not None else name
     try:
-        if not paths[0].exists():
+        if not is_here:
             paths = _find_fetched(name, revision, download_dir, digests)
-        files = _name_files(paths, trusts_code) if paths else {}
-        if files:
-            yield _identify_files(str(paths[0]), files, digests)
-            return
-        if revision is not None:
+            snapshot = _SNAPSHOT.fullmatch(str(paths[0])) if paths else None
+        files = _name_files(paths, trusts_code) if is_here or paths else {}
+        if snapshot and files and all(_is_as_fetched(file, digests) for file in files.values()):
+            yield "revision", snapshot[2]
+        elif files:
+            yield "checkpoint", _digest_files(files, digests)
+        elif revision is not None and _COMMIT.fullmatch(revision) and "://" not in name:
             yield "revision", revision
-        if revision is None or not _COMMIT.fullmatch(revision) or "://" in name:
+        else:
+            if revision is not None:
+                yield "revision", revision
             digests.note_unknown(f"{name}: its files were not found on this host")
     except UnknownContentError as error:
         digests.note_unknown(str(error))
-
-
-def _identify_files(path: str, files: dict[str, Path], digests: FileDigests) -> tuple[str, str]:
-    """Return the commit of a snapshot whose files are as fetched; else a digest of the files."""
-    snapshot = _SNAPSHOT.fullmatch(path)
-    if snapshot and all(_is_as_fetched(file, digests) for file in files.values()):
-        return "revision", snapshot[2]
-    return "checkpoint", _digest_files(files, digests)
-
-
-def write_id(parts: Iterable[tuple[str, object]]) -> str:
-    """Return a model's id: its name, which is the first of the parts, and the others."""
-    (_, name), *others = parts
-    return "|".join([str(name), *(f"{key}={value}" for key, value in others)])
-
-
-def read_load_format(load_format: Any, from_files: Collection[str], digests: FileDigests) -> str:
-    """Return the name of an engine's way to load weights.
-
-    Args:
-        from_files: Those that read the files of the checkpoint. Others may read anything.
-    """
-    name = str(getattr(load_format, "value", load_format))
-    if name not in from_files:
-        digests.note_unknown(f"load_format = {name!r}: weights may be anywhere")
-    return name
 
 
 def identify_adapter(path: str, digests: FileDigests) -> str | None:

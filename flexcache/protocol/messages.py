@@ -27,9 +27,10 @@ import msgspec
 
 from flexcache.config.model import KVGroup, ModelConfig, read_dtype
 from flexcache.errors import ConfigError
-from flexcache.ids import KVStatus, PromptDetail, RequestInfo, TaskKind
+from flexcache.ids import PromptDetail, RequestInfo, TaskKind
 from flexcache.storage.host_pool import SegmentRef
 from flexcache.storage.pool_directory import DirectFilesRef
+from flexcache.tasks.instructions import Offer, TaskResult
 from flexcache.transfer.messages import Done, Drop, Execute, Stop
 
 MAX_NAME_LENGTH = 256
@@ -60,7 +61,7 @@ def pid_namespace() -> int:
         return 0
 
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Server and clients must have the same; docs/internals/formats.md says what others receive."""
 _MAX_RANKS = 1024
 _MAX_MODEL_ID_LENGTH = 4096
@@ -302,17 +303,11 @@ class Match(msgspec.Struct, tag=True, frozen=True):
 
 
 class Matched(msgspec.Struct, tag=True, frozen=True):
-    """Answer to `Match`. ``is_pending``: no task was made, because the remote store has yet to
-    answer; ask again. A launch needs ``num_gpu_blocks``, those of the tail behind ``tail_at``
-    blocks of the whole chain included."""
+    """Answer to `Match`. Without an ``offer`` no task was made, because the remote store has yet to
+    answer: ask again."""
 
     request_id: int
-    start: int
-    num_blocks: int
-    sources: dict[str, int]
-    is_pending: bool = False
-    num_gpu_blocks: int = 0
-    tail_at: int = 0
+    offer: Offer | None = None
 
 
 class Promise(msgspec.Struct, tag=True, frozen=True):
@@ -346,12 +341,7 @@ class TaskAnswer(msgspec.Struct, tag=True, frozen=True):
     """How a task ended: its GPU side, then the task as a whole if work continued after that."""
 
     task_id: int
-    status: KVStatus
-    start: int
-    num_ok: int
-    num_tokens: int
-    error: str | None
-    is_final: bool
+    result: TaskResult
 
 
 class Clear(msgspec.Struct, tag=True, frozen=True):

@@ -50,6 +50,8 @@ from flexcache.logs import log_event
 from flexcache.processes import ServiceThread, raise_limit
 from flexcache.storage.machine import make_directory
 
+logger = logging.getLogger(__name__)
+
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Listener = frozenset[tuple[int, ...]]
 """Identifies the sockets that serve an endpoint, as opposed to any later ones."""
@@ -213,8 +215,6 @@ def user_name(uid: int) -> str:
     except KeyError:
         return f"user {uid}"
 
-
-logger = logging.getLogger(__name__)
 
 _MOST_STRANGERS = 64
 _SHARE = 4  # a socket gets no more than a quarter of the descriptors, however few there are

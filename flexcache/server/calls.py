@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -162,14 +163,14 @@ class SessionCalls:
         if request.awaits_loads and not is_pending:
             is_pending = tasks.awaits_load(caller.session, prompt, now)
         if is_pending and not request.may_wait:
-            return Matched(request.request_id, request.start, 0, {}, is_pending=True)
+            return Matched(request.request_id)
         num_bytes = request.scratch_bytes + request.token_bytes + len(data)
         has_room = self._parked_bytes + num_bytes <= _MAX_PARKED_BYTES
         # Parked, since the event loop must not wait: a caller in this process waits on the server's
         # condition instead. One at most of a session, whose scheduler asks for one at a time.
         if lookup is not None and has_room and not caller.is_parked:
             keys = self._read_keys(caller, request, data, copies=True)  # it may be overwritten
-            own = prompt._replace(keys=keys)
+            own = msgspec.structs.replace(prompt, keys=keys)
             self._parked.setdefault(lookup, []).append(_Parked(caller, request, own, num_bytes))
             self._parked_bytes += num_bytes
             caller.is_parked = True
@@ -236,12 +237,7 @@ class SessionCalls:
         tasks = self._slot.tasks
         if request.prefill_blocks_per_s > 0:
             tasks.report_prefill(caller.session, request.prefill_blocks_per_s)
-        offer = tasks.match(TaskId(request.task_id), prompt, now)
-        sources = {tier.value: count for tier, count in offer.sources.items()}
-        return Matched(
-            request.request_id, offer.start, offer.num_blocks, sources,
-            num_gpu_blocks=offer.num_gpu_blocks, tail_at=offer.tail_at,
-        )  # fmt: skip
+        return Matched(request.request_id, tasks.match(TaskId(request.task_id), prompt, now))
 
     # -- tasks -----------------------------------------------------------------------------------
 
@@ -255,18 +251,21 @@ class SessionCalls:
         except KeyError:  # it is of a former session
             had_ended = True
         except ValueError as error:
-            answer = TaskAnswer(message.task_id, KVStatus.FAILED, 0, 0, 0, str(error), True)
-            self._outbox.send(caller.identity, answer)
+            self._end_at_launch(caller, message, KVStatus.FAILED, str(error))
             return
         except Exception as error:  # its caller waits all the same
-            answer = TaskAnswer(message.task_id, KVStatus.FAILED, 0, 0, 0, repr(error), True)
-            self._outbox.send(caller.identity, answer)
+            self._end_at_launch(caller, message, KVStatus.FAILED, repr(error))
             raise
         if had_ended:
-            answer = TaskAnswer(message.task_id, KVStatus.CANCELLED, 0, 0, 0, None, True)
-            self._outbox.send(caller.identity, answer)
+            self._end_at_launch(caller, message, KVStatus.CANCELLED)
             if message.gated:
                 self._state.tell(caller.engine, Ended(message.task_id, 0))
+
+    def _end_at_launch(
+        self, caller: Scheduler, message: Launch, status: KVStatus, error: str | None = None
+    ) -> None:
+        result = TaskResult(status, 0, 0, 0, error)
+        self._outbox.send(caller.identity, TaskAnswer(message.task_id, result))
 
     def cancel(self, caller: Scheduler, message: Cancel, now: float) -> bool:
         """Cancel tasks; False if the message is malformed."""
@@ -291,11 +290,7 @@ class SessionCalls:
         if task_id in self._unasked:
             self._unasked.discard(task_id)
         elif scheduler is not None:
-            answer = TaskAnswer(
-                task_id, status=result.status, start=result.start, num_ok=result.num_ok,
-                num_tokens=result.num_tokens, error=result.error, is_final=result.is_final,
-            )  # fmt: skip
-            self._outbox.send(scheduler.identity, answer)
+            self._outbox.send(scheduler.identity, TaskAnswer(task_id, result))
 
     def check(self) -> None:
         """Raise `InternalError` if the parked matches are miscounted."""

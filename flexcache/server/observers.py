@@ -61,7 +61,7 @@ class Observers:
             self._names = cache.published = PublishedNames(config.kv_events_hashes)
         if config.trace_dir is not None:
             self._tracer = self._start("trace", lambda: self._open_tracer(cache))
-            cache.tasks.recorder = self._tracer
+            cache.tasks.accounts.recorder = self._tracer
 
     def _open_publisher(self, cache: ServedCache) -> KVEventPublisher:
         publisher = KVEventPublisher(

@@ -36,7 +36,7 @@ def run_server(
         config.cache, model=config.model, idle_exit_s=config.idle_exit_s,
         is_needed=lambda: starter_fd is None or not has_left(starter_fd),
     )  # fmt: skip
-    # It only wakes the loop, which then drains: bytes land, dirty blocks are written.
+    # The handler only wakes the loop, which then drains: bytes land, dirty blocks are written.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     server.serve(began)

@@ -24,6 +24,8 @@ from flexcache.protocol.messages import MAX_FRAME_BYTES, Refused
 from flexcache.protocol.trust import Doorkeeper, describe_stranger, secure_server, stranger_of
 from flexcache.stats import ServerCounters
 
+logger = logging.getLogger(__name__)
+
 EndReport = Callable[[float], None]
 """Called with the time when a process has ended."""
 
@@ -162,8 +164,6 @@ class Reactor:
             wake_fd, self._wake_fd = self._wake_fd, -1
             os.close(wake_fd)
 
-
-logger = logging.getLogger(__name__)
 
 _MOST_CONNECTIONS = 4096  # of 1,024 clients with two each, and of those that are on their way
 _RECEIVE_QUEUE = 64  # messages of one client that wait here; more wait at the client
@@ -369,9 +369,6 @@ class Endpoint:
     def unlock(self) -> None:
         """Let another server have the address. Idempotent."""
         self._lock.release()
-
-
-_MAX_TEXT = 500
 
 
 # -- what arrives ---------------------------------------------------------------------------------

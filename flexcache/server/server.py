@@ -92,9 +92,9 @@ class KVServer:
         if model is not None and not model.sized_by_ranks:  # wrong sizes are refused at once
             shards = Shards.of_model(model, config.tokens_per_block)
             self._cache = ServedCache(model, config, shards)
-        self._engine_name = engine
-        self._idle_exit_s = idle_exit_s
-        self._is_needed = is_needed
+        self._idle_exit: IdleExit | None = None
+        if idle_exit_s is not None:
+            self._idle_exit = IdleExit(idle_exit_s, is_needed, time.monotonic())
         self._clearing = threading.Lock()  # held while a caller of `clear` erases files
         self._reactor = Reactor()
         self._observers = Observers(config)
@@ -112,6 +112,7 @@ class KVServer:
         self._ends = threading.RLock()  # held by a caller of `shutdown`
         self._started_s = 0.0
         self._stopped = False
+        self._use = _EngineUse(self)
 
     # -- for the process that owns it ------------------------------------------------------------
 
@@ -191,11 +192,10 @@ class KVServer:
                 self._pool.bind(self._endpoint.context, self._endpoint.worker_address)
             if self._model is not None:
                 with self.lock:
-                    self.state.slot.expect(
-                        self._model, self.config.tokens_per_block, self._engine_name
-                    )
-                    if self._engine_name is not None:
-                        ids = self.state.open_local(self._engine_name, answers)
+                    owner = self.state.owner
+                    self.state.slot.expect(self._model, self.config.tokens_per_block, owner)
+                    if owner is not None:
+                        ids = self.state.open_local(owner, answers)
             if self.config.http_endpoint is not None:
                 self._observers.open_http(partial(open_http, self))
         except BaseException:
@@ -203,13 +203,11 @@ class KVServer:
             raise
         # A child has neither its threads nor the right to its files.
         tell_of_forks(self)
-        self._started_s = now = time.monotonic()
-        idle_exit = None
-        if self._idle_exit_s is not None:
-            idle_exit = IdleExit(self._idle_exit_s, self._is_needed, now)
+        self._started_s = time.monotonic()
         loop = EventLoop(
-            self.hub, self._reactor, self._endpoint.socket, self._pool, self._background, idle_exit
-        )
+            self.hub, self._reactor, self._endpoint.socket, self._pool, self._background,
+            self._idle_exit,
+        )  # fmt: skip
         log_event(logger, logging.INFO, "server_began", endpoint=self.endpoint)
         return loop, ids
 
@@ -241,7 +239,7 @@ class KVServer:
     def session(self) -> contextlib.AbstractContextManager[KVTaskEngine]:
         """Use of the task engine, with `lock` held. At its end `pass_on` has the hub
         carry out what the engine has decided."""
-        return _EngineUse(self)
+        return self._use
 
     def pass_on(self) -> None:
         """Pass on what the task engine has decided, and wake the loop if it has a part in that.
@@ -383,7 +381,8 @@ class KVServer:
 
 
 class _EngineUse:
-    """What `KVServer.session` returns. A class, since a generator takes three times as long.
+    """What `KVServer.session` returns, the same for all. A class, since a generator takes three
+    times as long.
 
         with server.lock, server.session() as tasks: ...
 

@@ -112,15 +112,9 @@ class EngineWeights:
         state.ranks[place] = _Rank(client, number, version)
         if not number and not known.number:
             return  # it has the weights that it started with, as the one before it had
-        if not version and number > 0:
-            version = next(
-                (
-                    other.version
-                    for p, other in state.ranks.items()
-                    if p != place and other.number == number and other.version
-                ),
-                "",
-            )  # the same update, whose name another rank knows
+        if not version and number > 0:  # another rank may know the name of the same update
+            named = (r.version for r in state.ranks.values() if r.number == number and r.version)
+            version = next(named, "")
         self._name(engine, state, version or random_version(), now)
 
     def rank_gone(self, engine: str, place: int) -> None:

@@ -78,16 +78,20 @@ class Accounts:
     def matched(self, task: Task, prompt: Prompt, now: float) -> None:
         """Blocks of a prompt were asked for or offered; ``task.plan`` is what came of it."""
         plan = task.plan
+        is_get = plan.kind is TaskKind.GET
         for totals in (self.totals, task.owner.totals):
-            for reason, count in plan.dropped.items():
-                totals.dropped_blocks[reason] += count
-            for reason, count in plan.skipped.items():
-                totals.skipped_blocks[reason] += count
-            if plan.kind is TaskKind.GET:
+            # Most plans have neither: a loop over an empty table takes as long as to count.
+            if plan.dropped:
+                for reason, count in plan.dropped.items():
+                    totals.dropped_blocks[reason] += count
+            if plan.skipped:
+                for reason, count in plan.skipped.items():
+                    totals.skipped_blocks[reason] += count
+            if is_get:
                 for tier, count in plan.sources.items():
                     totals.hit_blocks[tier] += count
                 totals.missed_blocks += prompt.stop - plan.stop
-        if plan.kind is TaskKind.GET:
+        if is_get:
             self._add_recent(now, prompt.stop - prompt.start, plan.num_blocks)
         if self.recorder is not None:
             self.recorder.matched(task, prompt)
@@ -128,6 +132,7 @@ class Accounts:
         self.task_seconds[plan.kind].observe(seconds)
         if plan.way is LoadWay.DIRECT and task.state.is_overdue:
             self._ways.failed()
+        # Ways are compared by whole loads from SSD alone, without a store's time.
         if plan.way is not None and TierName.REMOTE not in plan.sources and task.has_arrived:
             self._ways.ended(plan.way, plan.sources[TierName.SSD], seconds)
 
@@ -161,7 +166,9 @@ class Accounts:
         """All its executors have reported."""
         assert run.started_s is not None
         kind, num_ok, seconds = run.op.kind, run.num_ok, now - run.started_s
+        # A rank has measured it without the wait for its gate, which is the engine's time.
         seconds = min(seconds, run.copy_s) if run.copy_s else seconds
+        # A COMMIT records what another op has moved, and was counted with.
         num_bytes = 0 if kind is OpKind.COMMIT else num_ok * self._block_bytes
         num_wanted = len(run.op)
         for totals in (self.totals, run.task.owner.totals):

@@ -20,7 +20,6 @@ So a cache is right or empty. Calls check their arguments before they begin to c
 a client sends never makes the engine forget.
 
 Not thread-safe: the shell holds a lock around each call.
-
 """
 
 from __future__ import annotations
@@ -38,13 +37,7 @@ from flexcache.cache.restore import Records, RestoreReport, Seconds
 from flexcache.cache.tier import Lease
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.errors import InternalError
-from flexcache.ids import (
-    OpKind,
-    SessionId,
-    TaskId,
-    TaskKind,
-    TierName,
-)
+from flexcache.ids import OpKind, SessionId, TaskId, TaskKind, TierName
 from flexcache.stats import CacheIdentity, CacheStats, RemoteStats, TotalsStats
 from flexcache.tasks.accounts import Accounts
 from flexcache.tasks.executors import Executors, SlotChecksums
@@ -54,13 +47,12 @@ from flexcache.tasks.instructions import (
     Instruction,
     Offer,
     PromisedLoad,
-    Recorder,
     RunLookUp,
     RunOp,
     TaskAnswered,
 )
 from flexcache.tasks.lookups import RemoteLookUps
-from flexcache.tasks.matching import EarlyTasks, Matcher
+from flexcache.tasks.matching import Matcher
 from flexcache.tasks.model import (
     DEFAULT_LIMITS,
     ENDS,
@@ -200,6 +192,7 @@ class KVTaskEngine:
         executors: To be asked only which are up, and what they run.
         sessions: To be asked only for what is open.
         queries: Answers questions about several parts.
+        accounts: Counts; a `Recorder` that is set there follows sessions, tasks and ops.
     """
 
     def __init__(self, cache: TieredCache, limits: TaskLimits = DEFAULT_LIMITS) -> None:
@@ -208,13 +201,14 @@ class KVTaskEngine:
         self._change = _Change(self)
         self.cache = cache
         self.sessions = TaskSessions(limits.load_ranks, limits.store_ranks)
-        self._accounts = Accounts(limits.block_bytes, cache.tiers.lost, cache.loads)
+        self.accounts = Accounts(limits.block_bytes, cache.tiers.lost, cache.loads)
         self._breaker = CircuitBreaker()
         self._instructions: list[Instruction] = []
+        """All parts leave theirs here, in order, until `take_instructions`."""
         ssd = cache.tiers.by_name.get(TierName.SSD)
         self._checksums = SlotChecksums(0 if ssd is None else ssd.capacity)
         self.executors = Executors(
-            cache.tiers, self._breaker, self._checksums, self._accounts, self._instructions, limits
+            cache.tiers, self._breaker, self._checksums, self.accounts, self._instructions, limits
         )
         self._lookups: RemoteLookUps | None = None
         if cache.tiers.remote is not None:
@@ -222,16 +216,15 @@ class KVTaskEngine:
                 cache.tiers.remote, self._breaker, limits.lookup_timeout_s
             )
         self._runner = TaskRunner(
-            cache, self.sessions, self.executors, self._accounts, self._instructions
+            cache, self.sessions, self.executors, self.accounts, self._instructions
         )
         self._matcher = Matcher(
-            cache, self.sessions, self.executors, self._lookups, self._instructions,
-            limits.max_open_tasks,
+            cache, self.sessions, self.executors, self._runner, self._lookups,
+            self._instructions, limits.max_open_tasks,
         )  # fmt: skip
-        self._early = EarlyTasks(cache, self.sessions, self._matcher, self._runner)
         self._deadlines = TaskDeadlines(limits.match_ttl_s, limits.remote_timeout_s)
         self.queries = TaskQueries(
-            cache, self.sessions, self.executors, self._accounts, self._deadlines,
+            cache, self.sessions, self.executors, self.accounts, self._deadlines,
             self._lookups, self._breaker,
         )  # fmt: skip
 
@@ -254,13 +247,15 @@ class KVTaskEngine:
         vars(self).update(parts)  # in one step, which also ends the doubt
 
     def _take_over(self, former: KVTaskEngine, runs: list[OpRun], plan: Plan, now: float) -> None:
+        # Answers that were decided are still sent, so their tasks must not be answered again.
         told = [left for left in former._instructions if isinstance(left, TaskAnswered)]
+        # What no executor has been given yet must not begin: its blocks are free now.
         self._instructions += [
             left for left in former._instructions if not isinstance(left, RunOp | RunLookUp)
         ]
         self.sessions.succeed(former.sessions)
-        self._accounts.succeed(former._accounts, runs, now)
-        self.cache.tiers.lost = self._accounts.lost
+        self.accounts.succeed(former.accounts, runs, now)
+        self.cache.tiers.lost = self.accounts.lost
         self.executors.succeed(former.executors, runs, now)
         if self._lookups is not None and former._lookups is not None:
             self._lookups.succeed(former._lookups, self._instructions)
@@ -302,7 +297,7 @@ class KVTaskEngine:
             engine: Its name; its ranks' executors are ``device(engine, rank)``.
         """
         self._take_in(lambda: self.sessions.add(session, engine))
-        self._accounts.session_began(session, engine)
+        self.accounts.session_began(session, engine)
 
     def end_session(self, session: SessionId, now: float, is_counted_on: bool = True) -> None:
         """The engine is gone: its tasks are cancelled, except for what goes on below the GPU and,
@@ -317,7 +312,7 @@ class KVTaskEngine:
                 return
             if not owner.is_gone:
                 owner.is_gone = True
-                self._accounts.session_ended(session)
+                self.accounts.session_ended(session)
                 self._cancel_unanswered([owner], now)
             if not is_counted_on:
                 self._cancel([t for t, task in owner.tasks.items() if task.is_promised], now)
@@ -390,9 +385,9 @@ class KVTaskEngine:
             return self._matcher.look_up(owner, prompt, now)
 
     def awaits_load(self, session: SessionId, prompt: Prompt, now: float) -> bool:
-        """Whether a get that can wait should ask again a little later (`EarlyTasks`)."""
+        """Whether a get that can wait should ask again a little later."""
         with self._change:
-            return self._early.awaits(session, prompt, now)
+            return self._matcher.awaits_load(session, prompt, now)
 
     def match(self, task_id: TaskId, prompt: Prompt, now: float) -> Offer:
         """Make a task for a prompt. An empty one has ended already.
@@ -410,6 +405,7 @@ class KVTaskEngine:
     def _match(self, task_id: TaskId, prompt: Prompt, now: float) -> Plan:
         if self.is_in_doubt:  # the last change has failed, and so has what was to follow from that
             self.forget(None)
+        # Before the change: what a client sends must never make the engine forget.
         owner = self.sessions.of(task_id)
         owner.take_id(task_id)
         with self._change:
@@ -428,7 +424,7 @@ class KVTaskEngine:
                 cache.sessions.used(session_id, keys, plan)
             if kind is TaskKind.GET:
                 task.early = cache.early.find(keys)
-            self._accounts.matched(task, prompt, now)
+            self.accounts.matched(task, prompt, now)
             if not plan.is_empty:
                 self.sessions.open(task)
                 self._deadlines.matched(task_id, now)
@@ -478,12 +474,14 @@ class KVTaskEngine:
             self.sessions.of(task_id).require_known(task_id)
             return None
         ops, ranks = task.plan.graph.ops, task.owner.executors[OpKind.H2D]
+        # The rank copies it without asking: what may have to wait, or be refused, is not promised.
         is_from_host = [op.kind for op in ops] == [OpKind.H2D] and task.plan.tail is None
         may_start = not task.is_launched and not task.state.is_cancelled
         if not (is_from_host and may_start and not task.adapter and self.executors.are_up(ranks)):
             return None
         with self._change:
             task.gated = task.is_promised = True
+            # Only the ranks know the GPU blocks, and an op has some from its start on.
             task.plan.bind_gpu_blocks(np.zeros(task.plan.num_gpu_blocks, np.int64))
             self._deadlines.launched(task, now)
             self._runner.run(task, now)
@@ -500,6 +498,7 @@ class KVTaskEngine:
         """
         if self.is_in_doubt:  # the last change has failed, and so has what was to follow from that
             self.forget(None)
+        # Twice over the ids: an unknown one must not leave the others half cancelled.
         to_cancel = list(task_ids)
         for task_id in to_cancel:
             self.sessions.of(task_id).require_known(task_id)
@@ -514,13 +513,14 @@ class KVTaskEngine:
         unlaunched = []
         for task_id in task_ids:
             task = self.sessions.tasks.get(task_id)
+            # A prefetch that has ended left blocks pinned for its request.
             if task is None:
                 self.cache.early.cancel(task_id, now)
             if task is None or (task.state.is_cancelled and not task.is_promised):
                 continue
             if not task.state.is_cancelled:
                 task.cancel()
-                self._accounts.cancelled(task)
+                self.accounts.cancelled(task)
             if task.is_promised:
                 self._runner.settle(self.executors.take_back(task, now), now)
             elif task.is_launched:
@@ -551,9 +551,10 @@ class KVTaskEngine:
         with self._change:
             num_dropped = self.cache.clear(tier)
             if tier is None:
+                # A write that was planned before is not recorded: a restart would find it again.
                 self.cache.stores.era += 1
-            if self.recorder is not None:
-                self.recorder.cleared(tier, num_dropped)
+            if self.accounts.recorder is not None:
+                self.accounts.recorder.cleared(tier, num_dropped)
             return num_dropped
 
     def withhold_free(self, tier: TierName) -> Lease:
@@ -649,7 +650,7 @@ class KVTaskEngine:
             self.sessions.tasks[unlaunched].errors.append(reason)
             self._cancel([unlaunched], now)
         self._runner.expire(now)
-        self._early.tick(now)
+        self._matcher.tick_early(now)
 
     def begin_study(self) -> tuple[EvictionPolicy, Study] | None:
         """Return what the eviction policy is to learn aside, if it is time for that."""
@@ -668,9 +669,10 @@ class KVTaskEngine:
     def next_deadline(self) -> float | None:
         """When `tick` has something to do at the earliest."""
         if self.is_in_doubt:
+            # At once: the next call forgets and ends the tasks.
             return self.cache.tiers.now
         times = [self._deadlines.next(), self.executors.next_deadline()]
-        times += [self.cache.next_deadline(), self._early.next_deadline()]
+        times += [self.cache.next_deadline(), self._matcher.next_early()]
         if self._lookups is not None:
             times.append(self._lookups.next_deadline(self.executors.is_up(REMOTE)))
         return min((time for time in times if time is not None), default=None)
@@ -685,15 +687,6 @@ class KVTaskEngine:
             self._instructions.clear()
 
     # -- insight ---------------------------------------------------------------------------------
-
-    @property
-    def recorder(self) -> Recorder | None:
-        """Follows what happens to sessions, tasks and ops, if there is one."""
-        return self._accounts.recorder
-
-    @recorder.setter
-    def recorder(self, recorder: Recorder | None) -> None:
-        self._accounts.recorder = recorder
 
     def check_counts(self) -> None:
         """Raise `InternalError` if the counts say that blocks were lost, and forget. O(1)."""

@@ -11,7 +11,6 @@ GPU start at once. Ops of a worker wait in its lane, a fair queue, until the wor
 A state machine without I/O: every call that may end ops returns them, and what the executors are
 to do is left as instructions. Every op that was started is returned exactly once, unless its task
 withdraws it before its turn.
-
 """
 
 from __future__ import annotations
@@ -29,14 +28,7 @@ from flexcache.errors import InternalError
 from flexcache.ids import OpId, OpKind, TaskId, TaskKind, TierName
 from flexcache.stats import QueueStats
 from flexcache.tasks.accounts import Accounts
-from flexcache.tasks.instructions import (
-    DISK,
-    REMOTE,
-    DropOp,
-    Instruction,
-    ReplaceExecutor,
-    RunOp,
-)
+from flexcache.tasks.instructions import DISK, REMOTE, DropOp, Instruction, ReplaceExecutor, RunOp
 from flexcache.tasks.model import LOAD_TIER, LOWER_TIER, WORKER_OF, WORKERS, OpRun, Task, TaskLimits
 from flexcache.transfer.breaker import CircuitBreaker
 from flexcache.transfer.messages import Done, unpack_checksums
@@ -151,6 +143,7 @@ class Executors:
         for op_id, run in self._running.items():
             waiting = {name: None for name in run.waiting_for if (name, op_id) not in kept}
             if waiting:
+                # What it waited for has ended, and the new scheduler knows no such op.
                 op = replace(run.op, depends_on=())
                 runs.append(replace(run, op=op, waiting_for=waiting))
         return runs
@@ -163,6 +156,7 @@ class Executors:
         for run in running:
             op = run.op
             self._running[op.op_id] = run
+            # A promised op has no deadline, as in `_give`.
             if not run.task.is_promised:
                 deadline_s = deadlines.get(op.op_id, now + self._op_timeout_s)
                 heapq.heappush(self._deadlines, (deadline_s, op.op_id))
@@ -184,6 +178,7 @@ class Executors:
     def down(self, executor: str, reason: str, now: float) -> list[OpRun]:
         """An executor is gone, and with it all that it was moving."""
         self._up.pop(executor, None)
+        # First: the end of an op has the next one given out, which must not go to who is gone.
         ended = self.sync(reason)
         for run in list(self._running.values()):
             if executor in run.waiting_for:
@@ -269,7 +264,9 @@ class Executors:
         num_ok, error = done.num_ok, done.error
         if done.checksums:
             covered = self._checksums.record(run.op, unpack_checksums(done.checksums))
+            # What has no checksum could not be verified when it is read: it counts as unwritten.
             num_ok = num_ok if covered is None else min(num_ok, covered)
+        # Another process says so: it must not publish more than it was given.
         num_ok = max(0, min(num_ok, len(run.op)))
         run.device_bytes += done.device_bytes
         run.copy_s = max(run.copy_s, done.seconds)
@@ -315,6 +312,7 @@ class Executors:
             run.task.errors.append(reason)
             for executor in list(run.waiting_for):
                 self._instructions.append(ReplaceExecutor(executor, reason))
+            # Not ended: its copy may still land, so its blocks stay where they are.
             overdue.append(run)
         return overdue
 
@@ -367,6 +365,7 @@ class Executors:
     ) -> list[OpRun]:
         """One executor is through with its part; returns what has ended by that."""
         del run.waiting_for[executor]
+        # Each rank moves its part of every block, so the one that got least far counts.
         if num_ok < run.num_ok:
             run.num_ok, run.bad_block = num_ok, bad_block
         elif num_ok == run.num_ok:

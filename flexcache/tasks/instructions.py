@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -27,7 +28,7 @@ def device(engine: str, rank: int) -> str:
     return f"device:{engine}:{rank}"
 
 
-class Offer(NamedTuple):
+class Offer(msgspec.Struct, frozen=True):
     """The answer to a match: a task for ``num_blocks`` of a prompt from block ``start``.
 
     ``sources`` has how many of them each tier supplies. A launch needs ``num_gpu_blocks``, those of

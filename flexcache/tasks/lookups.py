@@ -92,6 +92,7 @@ class RemoteLookUps:
             return None
         first = self._tier.first_unknown(keys, stop, now)
         if first is None:
+            # No block is left to ask for: a tail that needs an unknown one is of no use.
             tails = [tail for tail in tails if tail.has_blocks]
             if not tails:
                 return None
@@ -141,6 +142,7 @@ class RemoteLookUps:
         self._end(lookup_id, instructions)
         if error is not None:
             self._breaker.failed(f"look-up: {error}", now)
+        # A store that answers too late for a match is of no use, even if it is well.
         elif question.is_trial and now - question.asked_s > self._timeout_s:
             self._breaker.failed(f"look-up took {now - question.asked_s:.3f} s", now)
         else:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
-from flexcache.cache.block_keys import BlockKeys, LayoutRoots, PromptKeys
+import msgspec
+
+from flexcache.cache.block_keys import LayoutRoots, PromptKeys
 from flexcache.cache.early_loads import EarlyLoad
 from flexcache.cache.plan import EarlyTerms, Plan
 from flexcache.cache.prompt import Prompt
@@ -22,6 +23,7 @@ from flexcache.tasks.lookups import RemoteLookUps
 from flexcache.tasks.model import Session, TaskSessions, load_patience_s
 from flexcache.tasks.runner import TaskRunner
 
+_FETCHES_A_TURN = 8  # other tasks go on between turns
 _LONGEST_WAIT_S = 3.0  # of a get, where it is not known how fast its engine computes
 _GPU_OP_OF = {TaskKind.GET: OpKind.H2D, TaskKind.PUT: OpKind.D2H}
 
@@ -30,6 +32,7 @@ class Matcher:
     """Plans for prompts, under the layout that ranks have now.
 
     Args:
+        runner: Carries out loads for sessions that return, and ends what has not begun.
         lookups: Open questions to the remote store, if there is one.
         instructions: Receives `RunLookUp`.
         max_open_tasks: Limit for one session; beyond it a get is a miss and a put is dropped.
@@ -40,6 +43,7 @@ class Matcher:
         cache: TieredCache,
         sessions: TaskSessions,
         executors: Executors,
+        runner: TaskRunner,
         lookups: RemoteLookUps | None,
         instructions: list[Instruction],
         max_open_tasks: int,
@@ -47,6 +51,7 @@ class Matcher:
         self._cache = cache
         self._sessions = sessions
         self._executors = executors
+        self._runner = runner
         self._lookups = lookups
         self._instructions = instructions
         self._max_open_tasks = max_open_tasks
@@ -100,18 +105,6 @@ class Matcher:
             return None
         return lookups.look_up(keys, stop, now, self._instructions, tails or ())
 
-    def awaited(self, owner: Session, prompt: Prompt, now: float) -> list[EarlyLoad]:
-        """Return the early loads for which a get should ask again a little later.
-
-        It waits no longer than computing its blocks would take.
-        """
-        early, keys = self._cache.early, prompt.keys
-        if not early.num_open or keys.parent_key is not None:
-            return []
-        self._roots.place(keys)
-        patience_s = load_patience_s(prompt.stop, owner.prefill_blocks_per_s, _LONGEST_WAIT_S)
-        return early.awaited(keys, now, patience_s)
-
     def plan(self, owner: Session, prompt: Prompt) -> tuple[Prompt, Plan]:
         """Plan a task for a prompt. Return the prompt, too, or the whole chain that it continues.
 
@@ -152,16 +145,10 @@ class Matcher:
         # DRAM keeps no block without those before it, so a prefetch brings them along.
         start = 0 if kind is TaskKind.PREFETCH else prompt.start + num_before
         tail_at = prompt.tail_at + num_before if prompt.tail_at else 0
-        return prompt._replace(
-            keys=chain, start=start, stop=prompt.stop + num_before, tail_at=tail_at,
+        return msgspec.structs.replace(
+            prompt, keys=chain, start=start, stop=prompt.stop + num_before, tail_at=tail_at,
             num_before=num_before,
         )  # fmt: skip
-
-    def plan_return(self, keys: BlockKeys, now: float) -> Plan:
-        """Plan to load a prompt of a session that returns soon, which keys name as tiers do."""
-        self._cache.tiers.advance(now)
-        rate = self._sessions.highest_prefill_rate
-        return self._cache.loads.plan_prefetch(keys, 0, keys.num_blocks, rate, self._terms())
 
     def _terms(self) -> EarlyTerms:
         """Return what an early load may take; nothing where DRAM is no tier."""
@@ -170,27 +157,23 @@ class Matcher:
 
     def _plan(self, owner: Session, prompt: Prompt) -> Plan:
         """Have the planner for this kind of task plan it, within what its session may take."""
-        kind, keys, start, stop = prompt[:4]
-        rate = owner.prefill_blocks_per_s
-        if kind is TaskKind.GET:
-            if self._cache.early.is_overdue(keys, self._cache.tiers.now):
-                stop = max(start, min(stop, self._cache.tiers.host.index.match(keys).num_blocks))
-            return self._cache.loads.plan_get(keys, start, stop, rate, self._may_go_direct(owner))
-        if kind is TaskKind.PREFETCH:
-            return self._cache.loads.plan_prefetch(keys, start, stop, rate, self._terms())
-        stores, retain_s = self._cache.stores, prompt.retain_s
+        cache, rate = self._cache, owner.prefill_blocks_per_s
+        if prompt.kind is TaskKind.GET:
+            # It has waited as long as computing takes, and does not wait once more.
+            if cache.early.is_overdue(prompt.keys, cache.tiers.now):
+                on_host = cache.tiers.host.index.match(prompt.keys).num_blocks
+                stop = max(prompt.start, min(prompt.stop, on_host))
+                prompt = msgspec.structs.replace(prompt, stop=stop)
+            return cache.loads.plan_get(prompt, rate, self._may_go_direct(owner))
+        if prompt.kind is TaskKind.PREFETCH:
+            return cache.loads.plan_prefetch(prompt, rate, self._terms())
         if (direct := self._direct_stores(owner)) is not None:
-            return direct.plan_put(keys, start, stop, retain_s, stores.era)
-        room = self._share_of_backlog(owner)
-        return stores.plan_put(keys, start, stop, room, retain_s, prompt.tail_at)
+            return direct.plan_put(prompt, cache.stores.era)
+        return cache.stores.plan_put(prompt, self._share_of_backlog(owner))
 
     def plan_store(self, owner: Session, prompt: Prompt) -> Plan:
         """For a put that DRAM had nothing to take from: what the tiers below it lack."""
-        room = self._share_of_backlog(owner)
-        return self._cache.stores.plan_store(
-            prompt.keys, prompt.stop, room, prompt.retain_s, tail_at=prompt.tail_at,
-            start=prompt.start,
-        )  # fmt: skip
+        return self._cache.stores.plan_store(prompt, self._share_of_backlog(owner))
 
     def _direct_stores(self, owner: Session) -> DirectStores | None:
         """What plans the puts of a session whose blocks go past DRAM."""
@@ -202,6 +185,7 @@ class Matcher:
 
     def _why_not(self, owner: Session, prompt: Prompt) -> str | None:
         """Why nothing can be matched for a session now."""
+        # Each match pins blocks: a scheduler that launches nothing must not hold them all.
         if len(owner.tasks) >= self._max_open_tasks:
             return "session_task_limit"
         if self._sessions.is_disputed(owner.engine):
@@ -219,26 +203,12 @@ class Matcher:
         room = self._cache.stores.max_backlog // self._sessions.num_with_tasks(owner)
         return room - owner.store_backlog
 
+    # -- loads that begin before a get, or instead of waiting for it -------------------------------
+    #
+    #     prefetch --its request comes--> what has not begun is left to the get
+    #     a session said when it returns --shortly before--> its last prompt is loaded
 
-_FETCHES_A_TURN = 8  # other tasks go on between turns
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class EarlyTasks:
-    """Follows the cache's `EarlyLoads` and `SessionReturns` with tasks.
-
-        prefetch --its request comes--> what has not begun is left to the get
-        a session said when it returns --shortly before--> its last prompt is loaded
-
-    A state machine without I/O.
-    """
-
-    _cache: TieredCache
-    _sessions: TaskSessions
-    _matcher: Matcher
-    _runner: TaskRunner
-
-    def awaits(self, session: SessionId, prompt: Prompt, now: float) -> bool:
+    def awaits_load(self, session: SessionId, prompt: Prompt, now: float) -> bool:
         """Whether a get that can wait should ask again a little later.
 
         What has not begun to move is left to the get, which moves blocks on as they come.
@@ -246,11 +216,20 @@ class EarlyTasks:
         owner = self._sessions.get(session)
         if owner is None or not self._cache.early.num_open:
             return False
-        for load in self._matcher.awaited(owner, prompt, now):
+        for load in self._awaited(owner, prompt, now):
             self._end_unstarted(load, "its request has come, and loads the rest", now)
-        return bool(self._matcher.awaited(owner, prompt, now))
+        return bool(self._awaited(owner, prompt, now))
 
-    def tick(self, now: float) -> None:
+    def _awaited(self, owner: Session, prompt: Prompt, now: float) -> list[EarlyLoad]:
+        """Return the early loads that a get waits for, no longer than computing its blocks would
+        take."""
+        if prompt.keys.parent_key is not None:
+            return []
+        self._roots.place(prompt.keys)
+        patience_s = load_patience_s(prompt.stop, owner.prefill_blocks_per_s, _LONGEST_WAIT_S)
+        return self._cache.early.awaited(prompt.keys, now, patience_s)
+
+    def tick_early(self, now: float) -> None:
         """Let go of what was loaded, or waits, in vain, and load for sessions that return."""
         self._cache.early.expire(now)
         while (load := self._cache.early.take_overdue(now)) is not None:
@@ -258,10 +237,20 @@ class EarlyTasks:
         sessions = self._cache.sessions
         returning = iter(partial(sessions.take_returning, now), None)
         for keys in islice(returning, _FETCHES_A_TURN):
-            plan = self._matcher.plan_return(keys, now)
+            self._cache.tiers.advance(now)
+            # Its tiers name the prompt so already, whichever weights its engine has now.
+            prompt = Prompt(TaskKind.PREFETCH, keys, 0, keys.num_blocks, 0)
+            rate = self._sessions.highest_prefill_rate
+            plan = self._cache.loads.plan_prefetch(prompt, rate, self._terms())
             num_below = plan.num_blocks - plan.sources.get(TierName.CPU, 0)
             sessions.counters.fetched_blocks += num_below
             self._runner.load_early(plan, keys, now)
+
+    def next_early(self) -> float | None:
+        """When `tick_early` has something to do at the earliest."""
+        sessions = self._cache.sessions
+        times = (self._cache.early.next_deadline(), sessions.returns.next_deadline())
+        return min((time for time in times if time is not None), default=None)
 
     def _end_unstarted(self, load: EarlyLoad, reason: str, now: float) -> None:
         """Read nothing more for an early load than what is being read."""
@@ -272,9 +261,3 @@ class EarlyTasks:
         if not (task.running or task.moved or TierName.CPU in task.plan.sources):
             task.cancel()  # it has brought nothing, and nothing has failed
         self._runner.end_unstarted(task, now)
-
-    def next_deadline(self) -> float | None:
-        """When `tick` has something to do at the earliest."""
-        sessions = self._cache.sessions
-        times = (self._cache.early.next_deadline(), sessions.returns.next_deadline())
-        return min((time for time in times if time is not None), default=None)

@@ -200,6 +200,7 @@ class Task:
     @property
     def is_answered(self) -> bool:
         """Whether its GPU side is over, so that the caller may reuse the slots."""
+        # It was answered when its copy missed the deadline, although that may still land.
         if self.state.is_overdue:
             return True
         return self.is_launched and self.has_gpu_side and not self.gpu_ops_open
@@ -233,6 +234,7 @@ class Task:
 
     def result(self, is_final: bool) -> TaskResult:
         """How it ended, or its GPU side has."""
+        # Each text once: the ranks of an engine tend to fail for the same reason.
         plan, error = self.plan, "; ".join(list(dict.fromkeys(self.errors))[:_MAX_ERRORS]) or None
         if self.state.is_cancelled:
             return TaskResult(KVStatus.CANCELLED, plan.offset, 0, self.num_tokens, error, is_final)
@@ -316,6 +318,7 @@ class Session:
 
     def take_id(self, task_id: TaskId) -> None:
         """Raises `ValueError` for an id that is not above all earlier ones."""
+        # Ids rise, so no table of ended tasks is needed to tell an old id from one never given out.
         if task_id <= self.last_id:
             raise ValueError(f"task {task_id} was given out before")
         self.last_id = task_id
@@ -572,6 +575,7 @@ class TaskSessions:
         """Return the roots that an engine has used so far, and none of the others uses."""
         own = self.of_engine(engine)
         unused = dict.fromkeys(root for session in own for root in session.roots)
+        # They have been renamed: from now on they use others.
         for session in own:
             session.roots = {}
         others = set().union(*(session.roots for session in self.of_engines()))

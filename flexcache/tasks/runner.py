@@ -20,12 +20,7 @@ from flexcache.cache.tiered_cache import TieredCache
 from flexcache.ids import KVStatus, OpId, OpKind, TaskKind
 from flexcache.tasks.accounts import Accounts
 from flexcache.tasks.executors import Executors
-from flexcache.tasks.instructions import (
-    Instruction,
-    RevokeTask,
-    TaskAnswered,
-    TaskResult,
-)
+from flexcache.tasks.instructions import Instruction, RevokeTask, TaskAnswered, TaskResult
 from flexcache.tasks.model import (
     LOAD_TIER,
     RECORDING_TIER,
@@ -93,6 +88,7 @@ class TaskRunner:
 
     def end_unstarted(self, task: Task, now: float) -> None:
         """End the task's ops that have not been given to executors, with nothing moved."""
+        # Those that wait for a worker first: the scheduler believes that they run.
         for op_id in self._executors.withdraw(task):
             self._outcomes.extend(self._scheduler.op_ended(op_id, 0))
         self._outcomes.extend(self._scheduler.cancel(task.task_id))
@@ -236,6 +232,7 @@ class TaskRunner:
         """If an op was the last into its tier, publish there the prefix that has arrived."""
         plan = task.plan
         if kind in RECORDING_TIER:
+            # By the last op, since a lease is published once.
             if not task.open_ops[kind]:
                 tier = RECORDING_TIER[kind]
                 count = task.contiguous([kind], plan.store_starts.get(tier, plan.stop))
@@ -270,6 +267,7 @@ class TaskRunner:
         num_read = sum(sum(task.moved[kind].values()) for kind in kinds)
         num_landed = 0  # what a request needed that is gone may be evicted
         if not task.state.is_cancelled:
+            # Blocks behind one that failed are in DRAM and cannot be found.
             num_landed = task.contiguous(kinds, task.plan.load_start)
         self._cache.early.ended(task.plan, num_landed, num_read, now)
 

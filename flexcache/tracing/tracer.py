@@ -1,4 +1,4 @@
-"""Tracer: records of calls, ops and ends, written on its own thread to files that rotate."""
+"""Tracer: writes what happens in a cache to rotating files, of which the oldest are deleted."""
 
 from __future__ import annotations
 
@@ -41,6 +41,8 @@ from flexcache.tracing.records import (
     TraceHeader,
 )
 from flexcache.transfer.scheduler import TransferOp
+
+logger = logging.getLogger(__name__)
 
 
 class RotatingFiles:
@@ -185,8 +187,6 @@ def _rest(prompt: PackedPrompt, keys: BlockKeys, start: int, stop: int) -> bytes
     table = np.frombuffer(prompt.data, dtype=np.uint8).reshape(-1, prompt.key_bytes)
     return table[start:stop, -KEY_BYTES:].tobytes()
 
-
-logger = logging.getLogger(__name__)
 
 _WRITE_INTERVAL_S = 0.1
 _MAX_QUEUED = 100_000

@@ -311,8 +311,6 @@ def batch_function(address: int) -> Any:
 #     | piece | piece | given back | never pinned ... |
 #                     end
 
-logger = logging.getLogger(__name__)
-
 
 class PinnedSegment:
     """A mapped segment as the device sees it. The context must be bound; see `CudaDriver.bind`.

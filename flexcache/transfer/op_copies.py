@@ -185,5 +185,6 @@ class OpAddresses:
 
 def _require_range(place: str, blocks: Addresses, count: int) -> None:
     """Raise `ValueError` unless all blocks are there."""
+    # Ids come with a message: a wrong one would have others' memory read or overwritten.
     if len(blocks) and blocks.view(np.uint64).max() >= count:  # what is below 0 is above all
         raise ValueError(f"a {place} block lies outside of [0, {count})")

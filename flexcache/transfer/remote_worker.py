@@ -255,12 +255,9 @@ class RemoteService:
                 found = Presence(0, str(error))
             except Exception as error:
                 log_event(
-                    logger,
-                    logging.ERROR,
-                    "look_up_failed",
-                    lookup_id=message.lookup_id,
+                    logger, logging.ERROR, "look_up_failed", lookup_id=message.lookup_id,
                     exc_info=True,
-                )
+                )  # fmt: skip
                 found = Presence(0, f"{type(error).__name__}: {error}")
             with self._changed:
                 self._num_lookups -= 1

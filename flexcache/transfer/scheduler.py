@@ -9,7 +9,6 @@ dropped because nothing was delivered to it, or it was cancelled before it start
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Generic, TypeVar
@@ -69,19 +68,6 @@ class TransferOpGraph:
     """The ops of one get, put or prefetch, in a valid order of execution."""
 
     ops: list[TransferOp] = field(default_factory=list)
-
-    def add(
-        self,
-        op_id: OpId,
-        kind: OpKind,
-        first: int,
-        src: BlockIds | None,
-        dst: BlockIds | None,
-        depends_on: Sequence[OpId] = (),
-        names: BlockNames | None = None,
-    ) -> OpId:
-        self.ops.append(TransferOp(op_id, kind, first, src, dst, tuple(depends_on), names))
-        return op_id
 
     def bind_gpu_blocks(self, gpu_blocks: BlockIds, base: int, per_block: int = 1) -> None:
         """Assign ``per_block`` GPU blocks to each of the task's blocks ``base, base + 1, ...``."""
@@ -201,6 +187,7 @@ class TransferScheduler:
                 dependent = self._nodes.get(dependent_id)
                 if dependent is None:
                     continue
+                # A prefix: what stands behind a block that failed could not be found.
                 delivered = op.first + num_ok - dependent.op.first
                 dependent.num_wanted = max(0, min(dependent.num_wanted, delivered))
                 dependent.num_blockers -= 1
@@ -233,6 +220,7 @@ class TransferScheduler:
 # come, first served. Everything is O(1) per op.
 
 Item = TypeVar("Item")
+# Stores must not starve: what waits to be written is pinned in DRAM.
 _EAGER_LOADS = 3
 
 

@@ -70,7 +70,7 @@ def settle(engine: TinyEngine) -> None:
     server = manager._transport.server
     with server.lock, server.session() as tasks:
         while tasks.sessions.num_open:
-            server.wait_for_change(0.05)
+            server.state.changed.wait(0.05)
 
 
 def origins(request: Any) -> tuple[int, int, int]:

@@ -8,7 +8,7 @@ from flexcache.transfer.gates import LayerLoad
 
 
 def check_late() -> None:
-    from flexcache.integration.sglang.linker import LayerWaits
+    from flexcache.integration.sglang.loads import LayerWaits
 
     for timeout_s, comes_late in ((60.0, False), (0.0, True)):
         waits = LayerWaits({0: ["k.0", "v.0"]}, timeout_s)

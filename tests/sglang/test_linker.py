@@ -72,9 +72,7 @@ def check_aborts(ssd: str) -> None:
     settle(engine)
     engine.generate(prompt(40, seed=5))  # later steps take the ends that came late
     client = linker_of(engine).cache.client
-    engine.step_until(
-        lambda: not client._tasks._gates.has_ended and not client._worker.gates._opened
-    )
+    engine.step_until(lambda: not client._tasks._ended and not client._worker.gates._opened)
 
 
 def test_an_aborted_request_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ import numpy as np
 
 from flexcache.cache.block_keys import EngineBlockKeys
 from flexcache.cache.block_pool import BlockIds
+from flexcache.cache.prompt import Prompt
 from flexcache.cache.tiered_cache import CacheSizes, TieredCache, build_cache
 from flexcache.config import CacheConfig
-from flexcache.ids import BlockKey, RootId
+from flexcache.ids import BlockKey, RootId, TaskKind
 
 ROOT = RootId(b"a-model")
 OTHER_ROOT = RootId(b"another-model")
@@ -65,6 +66,16 @@ def keys_of(word: str, start: int = 0) -> list[BlockKey]:
 
 def prompt(word: str, root: RootId = ROOT) -> EngineBlockKeys:
     return EngineBlockKeys(root, keys_of(word), len(word))
+
+
+def get_of(keys: EngineBlockKeys, start: int = 0) -> Prompt:
+    """A get of all blocks that have keys, from ``start`` on."""
+    return Prompt(TaskKind.GET, keys, start, keys.num_blocks, 0)
+
+
+def put_of(keys: EngineBlockKeys, start: int = 0) -> Prompt:
+    """A put likewise."""
+    return Prompt(TaskKind.PUT, keys, start, keys.num_blocks, 0)
 
 
 def prefixes(word: str) -> list[str]:

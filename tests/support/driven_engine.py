@@ -488,15 +488,15 @@ class Commands(Engine):
 
         transport = self.manager._transport
         tasks = transport.server.hub.cache.tasks
-        tiers, before = tasks.cache.tiers, (transport.prompt_detail, tasks.recorder)
+        tiers, before = tasks.cache.tiers, (transport.prompt_detail, tasks.accounts.recorder)
         followers = [(tier.on_stored, tier.index.on_removed) for tier in tiers]
-        transport.prompt_detail, tasks.recorder = PromptDetail.NOTHING, None
+        transport.prompt_detail, tasks.accounts.recorder = PromptDetail.NOTHING, None
         for tier in tiers:
             tier.on_stored, tier.index.on_removed = [], []
         try:
             yield
         finally:
-            transport.prompt_detail, tasks.recorder = before
+            transport.prompt_detail, tasks.accounts.recorder = before
             for tier, (on_stored, on_removed) in zip(tiers, followers, strict=True):
                 tier.on_stored, tier.index.on_removed = on_stored, on_removed
 

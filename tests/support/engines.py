@@ -279,7 +279,7 @@ class Engine:
         server = self.server
         with server.lock, server.session() as tasks:
             while tasks.sessions.num_open:
-                server.wait_for_change(0.002)
+                server.state.changed.wait(0.002)
 
     def forget_gpu(self) -> None:
         self.drain()

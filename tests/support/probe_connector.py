@@ -50,7 +50,7 @@ class ProbeConnector(_Connector):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        if num_external_tokens and self._scheduler.gets.hit_sources(request.request_id):
+        if num_external_tokens and self._scheduler.hit_sources(request.request_id):
             first = self._num_computed[request.request_id] // self._block_size
             last = first + num_external_tokens // self._block_size
             ids = blocks.get_block_ids()[0]

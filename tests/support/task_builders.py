@@ -88,10 +88,10 @@ class WriteBackModel:
             assert self.num_failed_writes, "nothing has failed"
             self._excuse(lease.root, lease.keys)
 
-    def _plan(self, keys: Any, stop: int, *args: Any, **options: Any) -> Plan:
-        plan = self._plan_store(keys, stop, *args, **options)
+    def _plan(self, prompt: Prompt, *args: Any, **options: Any) -> Plan:
+        plan = self._plan_store(prompt, *args, **options)
         if plan.dropped.get(f"{self._tier.name.value.lower()}_tier_full"):
-            self._excuse(keys.root, keys.slice(0, stop))
+            self._excuse(prompt.keys.root, prompt.keys.slice(0, prompt.stop))
         return plan
 
     def _excuse(self, root: RootId, keys: Sequence[BlockKey]) -> None:

@@ -13,7 +13,7 @@ from load import TOKENS_PER_BLOCK, tokens_of
 from test_shared import CONFIG, Member, members
 
 from flexcache import CacheConfig
-from flexcache.client import rank_tasks
+from flexcache.client import rank_ops
 
 NUM_BLOCKS = 20
 PROMPT = 3
@@ -83,7 +83,7 @@ def test_a_load_that_its_rank_holds_ends_though_the_server_is_shut_down(kind: st
 def test_blocks_of_a_held_load_are_not_reused_by_a_server_that_was_wrongly_given_up(
     kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_tasks, "_GATE_PATIENCE_S", PATIENCE_S)
+    monkeypatch.setattr(rank_ops, "_GATE_PATIENCE_S", PATIENCE_S)
     engine = Member(CacheConfig(**CONFIG, server_timeout_s=1.0), keeps_loads=True)
     other = Member(CacheConfig(**CONFIG, server_timeout_s=PATIENCE_S), dp_rank=1)
     with members(engine, other):

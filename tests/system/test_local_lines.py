@@ -16,7 +16,7 @@ from flexcache import KVStatus
 from flexcache.client.lent_tensors import Attachment
 from flexcache.client.link import ServerLink
 from flexcache.client.rank import ClientState, KVTPClient
-from flexcache.client.rank_tasks import RankTasks
+from flexcache.client.rank_ops import RankTasks
 from flexcache.ids import OpId, OpKind, TaskId
 from flexcache.server.loop import EventLoop
 from flexcache.server.outbox import LocalLine
@@ -326,7 +326,7 @@ def test_an_op_behind_a_gate_that_was_shut_is_refused_at_once(
         manager, [client] = cluster.manager, cluster.clients
         task_id, _ = manager.put_match(TOKENS)
         with client._tasks._changed:
-            client._tasks._gates.shut([task_id])
+            client._tasks._shut[task_id] = None
         manager.launch([task_id], [cluster.slots(BLOCKS)], gated=True)
         response = manager.wait([task_id], PATIENCE_S)[task_id]
         assert response.status is KVStatus.FAILED
@@ -363,7 +363,7 @@ def test_an_op_waits_for_its_gate_unless_that_is_open_or_the_engine_waits_for_th
         assert not tasks.can_wait(op(1, gated=True))
         assert not RankTasks(False, lambda: None).can_wait(op(1, gated=True))
         with tasks._changed:
-            tasks._gates.shut([3])  # it was to be opened while there was no server
+            tasks._shut[3] = None  # it was to be opened while there was no server
         assert not tasks.can_wait(op(3, gated=True))
         keeping = RankTasks(True, lambda: None)
         keeping.attach(client._worker, 1)

@@ -60,7 +60,7 @@ def test_each_change_of_state_is_logged_once(
         os.kill(cluster.manager.stats()["workers"]["disk"], signal.SIGKILL)
         while cluster.manager.stats()["worker_restarts"]["disk"] == 0:
             with cluster.server.lock, cluster.server.session():
-                cluster.server.wait_for_change(0.05)
+                cluster.server.state.changed.wait(0.05)
         cluster.manager.wait_ready(READY_S)
         for client in cluster.clients:
             client.close()

@@ -9,8 +9,8 @@ import sys
 import pytest
 from paths import ROOT
 
-MAX_FILES = {"get": 45, "put": 46, "routed": 30}
-MAX_CALLS = {"get": 355, "put": 390, "routed": 240}
+MAX_FILES = {"get": 44, "put": 45, "routed": 30}
+MAX_CALLS = {"get": 350, "put": 385, "routed": 240}
 
 
 @pytest.mark.parametrize("what", MAX_FILES)

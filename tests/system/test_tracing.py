@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from builders import get_of, put_of
 from cluster import Cluster, running_cluster, until
 from load import LoadEngine, make_kv, make_model
 from test_shared import Member, serving
@@ -481,10 +482,10 @@ def test_a_trace_in_mooncakes_format_is_replayed(tmp_path: Path) -> None:
         keys = [number.to_bytes(8, "big") for number in request.hash_ids]
         prompt = EngineBlockKeys(root, keys, len(keys))
         cache.tiers.advance(request.time_s)
-        get = cache.loads.plan_get(prompt, 0, len(keys))
+        get = cache.loads.plan_get(get_of(prompt))
         expected += get.num_blocks
         cache.finish(get)
-        put = cache.stores.plan_put(prompt, 0, len(keys))
+        put = cache.stores.plan_put(put_of(prompt))
         cache.publish_staging(put, put.num_blocks)
         cache.finish(put)
     report = replayed(MooncakeTrace(path), num_cpu_blocks=capacity, eviction_policy="lru")

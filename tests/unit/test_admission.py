@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from flexcache.cache.admission import (
     SAMPLED_BLOCKS,
     SIGHTINGS_PER_BLOCK,
-    GhostTier,
     Selective,
     stride_for,
 )
 from flexcache.cache.block_keys import EngineBlockKeys
+from flexcache.cache.prefix_index import Shadow
 from flexcache.cache.tier import Tier
 from flexcache.ids import RootId, TierName
 
@@ -112,7 +112,7 @@ def test_an_unbounded_tier_too_is_written_to_on_the_second_sighting() -> None:
 
 @given(st.lists(some_sight, max_size=60), st.integers(1, 10))
 def test_a_ghost_holds_what_an_lru_tier_would(sights: list[Sight], capacity: int) -> None:
-    ghost = GhostTier(capacity)
+    ghost = Shadow(capacity)
     last_use: dict[tuple[RootId, str], int] = {}
     for now, (root, word, offered) in enumerate(sights):
         path = [(root, word[:end]) for end in range(1, len(word) + 1)]
@@ -131,7 +131,7 @@ def test_a_ghost_holds_what_an_lru_tier_would(sights: list[Sight], capacity: int
 
 @given(st.lists(st.lists(st.sampled_from([b"a", b"b", b"c", b"d"]), max_size=6), max_size=20))
 def test_keys_that_do_not_chain_break_nothing(prompts: list[list[bytes]]) -> None:
-    ghost, admission = GhostTier(3), Selective(3)
+    ghost, admission = Shadow(3), Selective(3)
     for keys in prompts:
         unchained = EngineBlockKeys(ROOT, keys, len(keys))
         assert 0 <= admission.admit(unchained, len(keys)) <= len(keys)

@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from builders import ROOT
+from builders import ROOT, put_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from s3_fifo import POLICIES, S3_FIFO
@@ -24,12 +24,11 @@ from flexcache.cache.density import (
     DensityStudy,
     Guard,
     Seen,
-    Shadow,
     unshared,
 )
 from flexcache.cache.density_hazards import AGE_EDGES, NUM_KINDS
 from flexcache.cache.eviction_policy import LruQueue, Outlook, make_policy
-from flexcache.cache.prefix_index import PrefixIndex
+from flexcache.cache.prefix_index import PrefixIndex, Shadow
 from flexcache.cache.prompt import PromptMaker
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiered_cache import CacheSizes, build_cache
@@ -350,14 +349,15 @@ def unshared_in(index: PrefixIndex, numbers: list[int]) -> list[tuple[int, int]]
 
 def test_a_prompts_own_blocks_are_those_that_no_other_builds_on() -> None:
     shadow = Shadow(100, LruQueue)
-    for at, numbers in enumerate(([1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 5, 7, 8], [9, 10])):
-        shadow.see(seen_of(at, numbers))
+    for numbers in ([1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 5, 7, 8], [9, 10]):
+        shadow.see(prompt_of(numbers), len(numbers))
     index = shadow.index
     assert unshared_in(index, [9, 10]) == [(0, 2)]
     assert unshared_in(index, [1, 2, 5, 7, 8]) == [(3, 5)], "6 builds on 5"
     assert unshared_in(index, [1, 2, 3, 4]) == [(2, 4)]
     assert unshared_in(index, [1, 2]) == []
-    shadow.retire(seen_of(9, [1, 2, 5, 6]))
+    for run, start in unshared(index.match(prompt_of([1, 2, 5, 6]))):
+        index.retire(run, start)
     index.evict(1)
     assert unshared_in(index, [1, 2, 5, 7, 8]) == [(3, 5), (2, 3)], "nothing else builds on 5"
 
@@ -423,7 +423,7 @@ def test_a_cache_is_built_with_a_policy_from_elsewhere() -> None:
     config = CacheConfig(num_cpu_blocks=4, eviction_policy=S3_FIFO)
     cache = build_cache(config, CacheSizes(4, 0, 4, 4))
     for number in range(9):
-        plan = cache.stores.plan_put(prompt_of([number]), 0, 1)
+        plan = cache.stores.plan_put(put_of(prompt_of([number])))
         cache.publish_staging(plan, 1)
         cache.finish(plan)
     cache.check()

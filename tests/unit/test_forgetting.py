@@ -21,6 +21,7 @@ from task_builders import ENGINE, OTHER, TaskInfo, World
 from flexcache.cache.block_keys import ENGINE_KEYS, EngineBlockKeys, make_root
 from flexcache.cache.plan import Plan
 from flexcache.cache.prompt import Prompt
+from flexcache.cache.tiered_cache import TieredCache
 from flexcache.ids import BlockKey, OpId, TaskId, TaskKind, TierName
 from flexcache.tasks.instructions import REMOTE, DropOp, Forgotten, RunLookUp, RunOp, TaskAnswered
 from flexcache.transfer.messages import Done
@@ -292,6 +293,24 @@ class LyingKeys(EngineBlockKeys):
 ROOT = make_root("a model", [], ENGINE_KEYS)
 SOME_KEYS = [bytes([number]) for number in range(12)]
 HUGE = (1 << 63) - 1
+
+
+def test_an_error_in_what_no_answer_waits_for_costs_the_blocks_and_does_not_get_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, errors = World(), [MemoryError()]
+    world.put("ab")
+    world.finish_all()
+
+    def fail_once(*_: object) -> None:
+        if errors:
+            raise errors.pop()
+
+    monkeypatch.setattr(TieredCache, "catch_up", fail_once)
+    world.engine.catch_up(world.now)
+    world._carry_out()
+    assert world.cached(TierName.CPU, "ab") == 0
+    world.check_every_prompt_can_be_stored(["ab"])
 
 
 @pytest.mark.parametrize("name", WORLDS)

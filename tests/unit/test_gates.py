@@ -72,13 +72,13 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 70_830,
-    "files of the package": 253,
+    "lines of the package": 70_740,
+    "files of the package": 254,
     "lines of the router": 15_000,
     "modules under 120 lines with one importer": 2,
     "class names that several classes have": 3,
-    "functions with too many parameters": 7,
-    "functions more complex than 12": 51,
+    "functions with too many parameters": 5,
+    "functions more complex than 12": 53,
     "types of messages": 54,
     "settings of the cache": 47,
     "settings of the router": 36,
@@ -87,7 +87,7 @@ CEILINGS = {
 """What the package has at most. A ceiling falls with the code. It rises only for a feature that
 needs it, with a line in CHANGELOG.md that names the feature."""
 
-MIN_COMMENTS_PER_100_LINES = 4.5
+MIN_COMMENTS_PER_100_LINES = 5.3
 """In cache, tasks, transfer and server: why a line is as it is, beside the line."""
 
 STILL_UPWARD: dict[str, str] = {}

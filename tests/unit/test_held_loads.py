@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from flexcache.client.rank_tasks import HeldLoads
+from flexcache.client.rank_ops import HeldLoads
 from flexcache.ids import OpKind
 from flexcache.transfer.messages import Done, Execute, pack_ids
 

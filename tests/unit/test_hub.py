@@ -22,7 +22,7 @@ from server_stats import SERVER_STATS
 from flexcache.cache.journal import Stored
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ConfigError, InternalError, RegistrationError
-from flexcache.ids import KVStatus, RequestInfo, TaskIds, TaskKind, last_id
+from flexcache.ids import KVStatus, RequestInfo, TaskIds, TaskKind, TierName, last_id
 from flexcache.protocol.fence import Fence
 from flexcache.protocol.messages import (
     MAX_FRAME_BYTES,
@@ -64,8 +64,9 @@ from flexcache.server.outbox import make_execute
 from flexcache.server.reactor import EndReport, Reactor
 from flexcache.server.state import ServerState
 from flexcache.stats import CacheStats, TierStats
+from flexcache.storage.pool_directory import DirectoryInUseError
 from flexcache.storage.shards import Shards
-from flexcache.tasks.instructions import REMOTE, RunLookUp, RunOp, device
+from flexcache.tasks.instructions import REMOTE, RunLookUp, RunOp, TaskResult, device
 from flexcache.tasks.model import DEFAULT_LIMITS
 from flexcache.transfer.copier import CopyPermit
 from flexcache.transfer.messages import Done, Execute
@@ -234,13 +235,13 @@ class Engine:
 
     def put(self, text: str) -> int:
         task_id, reply = self.match(TaskKind.PUT, text)
-        self.launch(task_id, reply.num_blocks)
+        self.launch(task_id, reply.offer.num_blocks)
         self.work()
         return task_id
 
-    def answers(self, task_id: int) -> list[TaskAnswer]:
+    def answers(self, task_id: int) -> list[TaskResult]:
         return [
-            m for m in self.world.inbox[self.events]
+            m.result for m in self.world.inbox[self.events]
             if isinstance(m, TaskAnswer) and m.task_id == task_id
         ]  # fmt: skip
 
@@ -288,17 +289,18 @@ def test_a_match_waits_for_the_remote_store_if_its_client_does(asking: World) ->
     assert engine.ask("abcd", may_wait=True) == []
     look_up_answered(asking, 3)
     [matched] = asking.inbox[engine.calls]
-    assert (matched.request_id, matched.num_blocks, matched.sources) == (9, 3, {"REMOTE": 3})
+    assert matched.request_id == 9
+    assert (matched.offer.num_blocks, matched.offer.sources) == (3, {TierName.REMOTE: 3})
 
 
 def test_a_client_that_may_not_wait_gets_a_pending_answer(asking: World) -> None:
     engine = up_with_store(asking)
-    assert engine.ask("abcd", may_wait=False)[0].is_pending
-    assert engine.ask("abcd", may_wait=False)[0].is_pending
+    assert engine.ask("abcd", may_wait=False) == [Matched(9)]
+    assert engine.ask("abcd", may_wait=False) == [Matched(9)]
     assert len(asking.asked) == 1
     look_up_answered(asking, 3)
     [matched] = engine.ask("abcd", may_wait=False)
-    assert (matched.is_pending, matched.num_blocks) == (False, 3)
+    assert matched.offer.num_blocks == 3
 
 
 def test_a_match_goes_on_without_an_answer_in_time(asking: World) -> None:
@@ -309,7 +311,7 @@ def test_a_match_goes_on_without_an_answer_in_time(asking: World) -> None:
     asking.hub.cache.tasks.tick(asking.now)
     asking.settle()
     [matched] = asking.inbox[engine.calls]
-    assert matched.num_blocks == 0
+    assert matched.offer.num_blocks == 0
 
 
 def test_a_client_that_left_during_a_look_up_gets_no_task(asking: World) -> None:
@@ -320,7 +322,7 @@ def test_a_client_that_left_during_a_look_up_gets_no_task(asking: World) -> None
     look_up_answered(asking, 4)
     assert asking.inbox.get(engine.calls, []) == []
     [matched] = asking.inbox[other.calls]
-    assert matched.num_blocks == 3
+    assert matched.offer.num_blocks == 3
     assert asking.hub.cache is not None
     assert asking.hub.cache.tasks.sessions.num_open == 1
 
@@ -333,7 +335,9 @@ def test_one_engine_gets_what_another_put(world: World) -> None:
     [answer] = one.answers(task_id)
     assert (answer.status, answer.num_ok, answer.is_final) == (KVStatus.SUCCESS, 3, True)
     task_id, reply = two.match(TaskKind.GET, "abcd")
-    assert reply == Matched(5, 0, 3, {"CPU": 3}, num_gpu_blocks=3)
+    offer = reply.offer
+    assert (offer.start, offer.num_blocks, offer.num_gpu_blocks) == (0, 3, 3)
+    assert offer.sources == {TierName.CPU: 3}
     two.launch(task_id, 3)
     assert not two.answers(task_id)
     two.work()
@@ -412,7 +416,7 @@ def test_a_new_engine_waits_until_the_slots_of_its_predecessor_are_released(worl
     engine = Engine(world)
     engine.register()
     task_id, reply = engine.match(TaskKind.PUT, "abc")
-    engine.launch(task_id, reply.num_blocks)
+    engine.launch(task_id, reply.offer.num_blocks)
     world.die(engine.events)
     [refused] = world.send(b"new", hello_engine("e", "new", b"new-calls"))
     assert isinstance(refused, Refused)
@@ -438,7 +442,7 @@ def test_a_silent_rank_expires_unless_it_may_be_copying(world: World) -> None:
     engine.register()
     world.send(b"half", HelloRank("half", 0, "half", 2))
     task_id, reply = engine.match(TaskKind.PUT, "abc")
-    engine.launch(task_id, reply.num_blocks)
+    engine.launch(task_id, reply.offer.num_blocks)
     world.now += TIMEOUT_S
     world.send(engine.events, Ping())
     world.hub.greeter.expire(world.now)
@@ -487,7 +491,7 @@ def test_a_rank_that_comes_back_learns_what_ended_while_it_was_away(world: World
     engine = Engine(world)
     engine.register()
     task_id, reply = engine.match(TaskKind.PUT, "abc")
-    engine.launch(task_id, reply.num_blocks, gated=True)
+    engine.launch(task_id, reply.offer.num_blocks, gated=True)
     world.die(engine.rank)
     engine.rank = b"rank again"
     engine.register()
@@ -498,7 +502,7 @@ def test_ranks_are_notified_when_a_session_is_over_and_its_copies_have_ended(wor
     engine = Engine(world)
     engine.register()
     task_id, reply = engine.match(TaskKind.PUT, "abc")
-    engine.launch(task_id, reply.num_blocks, gated=True)
+    engine.launch(task_id, reply.offer.num_blocks, gated=True)
     never_launched, _ = engine.match(TaskKind.PUT, "xyz")
     world.die(engine.events)
     over = SessionOver(engine.ids.session)
@@ -616,6 +620,18 @@ def test_absurd_values_are_refused_at_once(world: World) -> None:
         assert isinstance(world.send(engine.calls, request, data)[0], Failed)
 
 
+@pytest.mark.parametrize(
+    "report",
+    [{"checksums": b"odd"}, {"device_bytes": -1}, {"seconds": -1.0}, {"seconds": math.inf}],
+    ids=str,
+)
+def test_reports_that_make_no_sense_are_rejected(world: World, report: dict[str, Any]) -> None:
+    engine = Engine(world)
+    engine.register()
+    [rejected] = world.send(engine.rank, Done(1, 0, **report))
+    assert isinstance(rejected, Rejected)
+
+
 def test_a_launch_that_comes_after_its_cancel_is_answered(world: World) -> None:
     engine = Engine(world)
     engine.register()
@@ -627,7 +643,8 @@ def test_a_launch_that_comes_after_its_cancel_is_answered(world: World) -> None:
 
 
 def test_a_cache_that_cannot_be_opened_now_may_be_opened_later(world: World) -> None:
-    real, failures = world.open, iter([RegistrationError("in use"), OSError("no fds")])
+    errors = [RegistrationError("in use"), OSError("no fds"), DirectoryInUseError("by another")]
+    real, failures = world.open, iter(errors)
 
     def fail_at_first(model: ModelConfig, tokens: int, shards: Shards) -> ServedCache:
         for failure in failures:
@@ -635,7 +652,7 @@ def test_a_cache_that_cannot_be_opened_now_may_be_opened_later(world: World) -> 
         return real(model, tokens, shards)
 
     world.open = fail_at_first
-    for _ in range(2):
+    for _ in errors:
         [refused] = world.send(b"x", hello_engine())
         assert isinstance(refused, Refused)
         assert not refused.final
@@ -716,14 +733,14 @@ def test_a_task_answered_over_a_late_rank_is_revoked_and_the_next_session_is_not
     fence = Fence.open(welcome.fence)
     permit = CopyPermit(fence.words)
     early, late = (engine.match(TaskKind.PUT, text) for text in ("ab", "xyz"))
-    engine.launch(late[0], late[1].num_blocks)
+    engine.launch(late[0], late[1].offer.num_blocks)
     permit.task_id = late[0]
     assert not permit.is_revoked
     world.now += 1000
     assert world.hub.cache is not None
     world.hub.cache.tasks.tick(world.now)
     world.settle()
-    assert world.last(engine.events).status is KVStatus.FAILED
+    assert world.last(engine.events).result.status is KVStatus.FAILED
     assert permit.is_revoked
     permit.task_id = late[0] + 1
     assert not permit.is_revoked
@@ -817,7 +834,7 @@ def test_a_rank_that_missed_messages_registers_again_once_it_reads(world: World)
     engine = Engine(world)
     engine.register()
     task_id, matched = engine.match(TaskKind.PUT, "ab")
-    engine.launch(task_id, matched.num_blocks)
+    engine.launch(task_id, matched.offer.num_blocks)
     world.hub.does_not_read(engine.rank, world.now)
     assert engine.rank in world.hub.state.peers
     assert engine.answers(task_id) == []
@@ -835,7 +852,7 @@ def test_no_session_has_two_matches_that_wait(asking: World) -> None:
     engine = up_with_store(asking)
     assert engine.ask("abcd", may_wait=True) == []
     [matched] = engine.ask("abce", may_wait=True)
-    assert (matched.num_blocks, matched.is_pending) == (0, False)
+    assert matched.offer.num_blocks == 0
     while asking.asked:
         look_up_answered(asking, 3)
     assert engine.ask("xyz", may_wait=True) == []
@@ -951,9 +968,9 @@ class HubHistories(RuleBasedStateMachine):
         request = Match(1, task_id, kind, ROOT, 0, len(text), 16 * len(text), 8)
         [matched] = self.world.send(calls, request, keys(text))
         assert isinstance(matched, Matched)
-        if matched.num_blocks:
+        if matched.offer.num_blocks:
             self.open[task_id] = "matched"
-            self.sizes[task_id] = 0 if kind is TaskKind.PREFETCH else matched.num_blocks
+            self.sizes[task_id] = 0 if kind is TaskKind.PREFETCH else matched.offer.num_blocks
 
     def caller_of(self, task_id: int) -> bytes:
         return next(e[2] for e in self.engines.values() if task_id in e[3])
@@ -1007,7 +1024,7 @@ class HubHistories(RuleBasedStateMachine):
             for message in self.world.inbox.get(peer, []):
                 if isinstance(message, TaskAnswer):
                     assert message.task_id in ids
-                    if message.is_final:
+                    if message.result.is_final:
                         self.open.pop(message.task_id, None)
 
     def teardown(self) -> None:
@@ -1064,7 +1081,7 @@ def test_a_rank_that_another_client_claims_too_stops_its_engine_until_one_is_lef
     engine.register()
     engine.put("abc")
     waiting, reply = engine.match(TaskKind.GET, "abc")
-    assert reply.num_blocks == 3
+    assert reply.offer.num_blocks == 3
     [refused] = world.send(b"second", HelloRank("e", 0, "another", 77))
     assert isinstance(refused, Refused) and not refused.final
     assert "process 2 and process 77" in refused.reason and "engine_id" in refused.reason
@@ -1072,19 +1089,19 @@ def test_a_rank_that_another_client_claims_too_stops_its_engine_until_one_is_lef
     assert ready.missing == ["rank 0 (claimed by process 2 and process 77)"]
     assert ready.problems == []  # it may be the successor of one whose death is not seen yet
     engine.launch(waiting, 3)
-    assert world.last(engine.events).status is KVStatus.CANCELLED
-    assert engine.match(TaskKind.GET, "abc")[1].num_blocks == 0
-    assert engine.match(TaskKind.PUT, "xyz")[1].num_blocks == 0
+    assert world.last(engine.events).result.status is KVStatus.CANCELLED
+    assert engine.match(TaskKind.GET, "abc")[1].offer.num_blocks == 0
+    assert engine.match(TaskKind.PUT, "xyz")[1].offer.num_blocks == 0
     assert world.cache_stats().totals.dropped_blocks == {"name_disputed": 3}
     other = Engine(world, "o")
     other.register()
-    assert other.match(TaskKind.GET, "abc")[1].num_blocks == 3  # of another name
+    assert other.match(TaskKind.GET, "abc")[1].offer.num_blocks == 3  # of another name
     world.send(b"second", HelloRank("e", 0, "another", 77))
     ready = [m for m in world.inbox[engine.events] if isinstance(m, Readiness)][-1]
     assert ready.problems == [refused.reason]
     world.send(b"second", Goodbye())
     assert world.last(engine.events) == Readiness([], [])
-    assert engine.match(TaskKind.GET, "abc")[1].num_blocks == 3
+    assert engine.match(TaskKind.GET, "abc")[1].offer.num_blocks == 3
 
 
 def register_heir(world: World, engine: Engine) -> None:
@@ -1106,12 +1123,12 @@ def test_a_rank_that_had_claimed_the_place_of_one_that_died_is_not_paired_with_i
     ready = world.last(engine.events)
     assert ready.missing == ["rank 0 (taken over by process 77)"]
     assert "engine_id" in ready.problems[0]
-    assert engine.match(TaskKind.PUT, "xyz")[1].num_blocks == 0
-    assert engine.match(TaskKind.GET, "abc")[1].num_blocks == 0
+    assert engine.match(TaskKind.PUT, "xyz")[1].offer.num_blocks == 0
+    assert engine.match(TaskKind.GET, "abc")[1].offer.num_blocks == 0
     welcome = world.send(b"again", HelloRank("e", 0, "another", 77))[0]  # no other client
     assert isinstance(welcome, WelcomeRank)
     world.send(b"again", Register("layout", 99))
-    assert engine.match(TaskKind.GET, "abc")[1].num_blocks == 0
+    assert engine.match(TaskKind.GET, "abc")[1].offer.num_blocks == 0
 
 
 def test_a_rank_that_took_a_place_over_serves_the_scheduler_that_comes_after_it(
@@ -1138,7 +1155,7 @@ def test_an_engine_goes_on_when_the_rank_that_took_a_place_over_leaves_it(world:
     assert isinstance(welcome, WelcomeRank)
     world.send(engine.rank, Register("layout", 99))
     assert world.last(engine.events) == Readiness([], [])
-    assert engine.match(TaskKind.GET, "abc")[1].num_blocks == 3
+    assert engine.match(TaskKind.GET, "abc")[1].offer.num_blocks == 3
 
 
 def test_a_scheduler_that_had_claimed_the_place_of_one_that_died_is_not_paired_with_its_rank(
@@ -1165,10 +1182,10 @@ def test_an_engine_that_two_schedulers_claim_is_over_for_both_until_one_is_silen
     [refused] = world.send(b"second", hello_engine("e", "another", b"second-calls"))
     assert isinstance(refused, Refused) and not refused.final
     assert "the scheduler of engine 'e' is claimed by" in refused.reason
-    assert engine.match(TaskKind.GET, "abc")[1].num_blocks == 0
+    assert engine.match(TaskKind.GET, "abc")[1].offer.num_blocks == 0
     world.now += CLAIM_TTL_S
     world.hub.greeter.expire(world.now)
-    assert engine.match(TaskKind.GET, "abc")[1].num_blocks == 3
+    assert engine.match(TaskKind.GET, "abc")[1].offer.num_blocks == 3
 
 
 def test_a_dispute_outlasts_a_stall_of_the_server_in_which_its_claimants_said_hello(
@@ -1180,10 +1197,10 @@ def test_a_dispute_outlasts_a_stall_of_the_server_in_which_its_claimants_said_he
     again = hello_engine("e", "another", b"second-calls")
     world.send(b"second", again)
     world.now += 2 * CLAIM_TTL_S  # what came meanwhile is taken in any order
-    assert engine.match(TaskKind.GET, "abc")[1].num_blocks == 0
+    assert engine.match(TaskKind.GET, "abc")[1].offer.num_blocks == 0
     world.send(b"second", again)
     world.hub.greeter.expire(world.now)
-    assert engine.match(TaskKind.GET, "abc")[1].num_blocks == 0
+    assert engine.match(TaskKind.GET, "abc")[1].offer.num_blocks == 0
 
 
 def test_a_client_without_an_engines_name_is_refused_where_several_share_the_server(

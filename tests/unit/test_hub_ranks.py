@@ -155,7 +155,7 @@ def test_one_rank_of_each_shard_stores_and_all_load(world: World) -> None:
         for rank in movers:
             world.send(f"e{rank}".encode(), Done(ops[rank].op_id, 1))
         assert world.last(b"s").task_id == task_id
-        assert world.last(b"s").num_ok == 1
+        assert world.last(b"s").result.num_ok == 1
 
 
 def test_stages_of_different_layout_are_one_layout_of_a_block(world: World) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from builders import ROOT, key_of, keys_of, make_cache, words
+from builders import ROOT, get_of, key_of, keys_of, make_cache, put_of, words
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -90,14 +90,14 @@ class JournalMachine(RuleBasedStateMachine):
 
     @rule(word=some_word, as_array=st.booleans())
     def put(self, word: str, as_array: bool) -> None:
-        plan = self.cache.stores.plan_put(described(word, as_array), 0, len(word))
+        plan = self.cache.stores.plan_put(put_of(described(word, as_array)))
         self.plans.append((plan, word))
 
     @rule(word=some_word, prefetch=st.booleans())
     def load(self, word: str, prefetch: bool) -> None:
         loads = self.cache.loads
         plan_load = loads.plan_prefetch if prefetch else loads.plan_get
-        self.plans.append((plan_load(described(word), 0, len(word)), word))
+        self.plans.append((plan_load(get_of(described(word))), word))
 
     @rule(position=st.integers(0, 9), share=st.sampled_from([0.0, 0.5, 1.0]), stores=st.booleans())
     def end_a_plan(self, position: int, share: float, stores: bool) -> None:
@@ -186,7 +186,7 @@ def test_restored_blocks_are_recorded_without_tokens() -> None:
 
 def test_clearing_every_tier_is_recorded_as_one_change() -> None:
     cache = make_cache(4, tokens_per_block=SIZE)
-    plan = cache.stores.plan_put(described("ab"), 0, 2)
+    plan = cache.stores.plan_put(put_of(described("ab")))
     cache.publish_staging(plan, 2)
     cache.finish(plan)
     assert cache.tiers.journal is not None
@@ -204,7 +204,7 @@ def test_blocks_written_back_are_recorded_with_their_tokens_and_no_others_are_ke
     cache = TieredCache(Tiers(tiers), settings)
     cache.keep_journal(SIZE)
     for word in ("a", "ab", "aba"):  # one conversation, that goes on
-        plan = cache.stores.plan_put(described(word), 0, len(word))
+        plan = cache.stores.plan_put(put_of(described(word)))
         cache.publish_staging(plan, plan.num_blocks)
         cache.finish(plan)
     contents = [prompt.content for prompt in dirty._prompts]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from pathlib import Path
 
 import pytest
+import torch
 
+from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ConfigError
+from flexcache.server.cache import ServedCache
+from flexcache.storage import machine
 from flexcache.storage.machine import (
     MemoryLimit,
     check_pool_fits,
@@ -16,6 +21,7 @@ from flexcache.storage.machine import (
     memory_limits,
     usable_memory,
 )
+from flexcache.storage.shards import Shards
 
 V1 = "sys/fs/cgroup/memory"
 V2 = "sys/fs/cgroup"
@@ -98,3 +104,14 @@ def test_a_pool_beyond_the_memory_left_warns_unless_page_cache_makes_room(
     with caplog.at_level(logging.WARNING, "flexcache"):
         check_pool_fits(3_000_000_000, root=tmp_path)
     assert ["memory_limit_near" in r.getMessage() for r in caplog.records] == [True] * warns
+
+
+@pytest.mark.parametrize(("hugepages", "fits"), [("transparent", False), ("reserved", True)])
+def test_only_reserved_huge_pages_may_exceed_the_limit_of_a_container(
+    hugepages: str, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "memory_limits", lambda root: [MemoryLimit(1000, 0)])
+    model = ModelConfig("m", 1, 1, 8, torch.uint8)
+    config = CacheConfig(num_cpu_blocks=100, hugepages=hugepages)  # type: ignore[arg-type]
+    with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match="container"):
+        ServedCache(model, config, Shards.of_model(model, 16))

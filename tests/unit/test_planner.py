@@ -10,7 +10,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from builders import OTHER_ROOT, ROOT, ROOTS, key_of, keys_of, make_cache, prefixes, prompt
+from builders import (
+    OTHER_ROOT,
+    ROOT,
+    ROOTS,
+    get_of,
+    key_of,
+    keys_of,
+    make_cache,
+    prefixes,
+    prompt,
+    put_of,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -118,7 +129,7 @@ class World:
     def get(self, word: str, start: int = 0, root: RootId = ROOT) -> Task:
         cached = max(self.num_cached(tier, word, root) for tier in self.tiers)
         keys = prompt(word, root)
-        task = self._open(self.cache.loads.plan_get(keys, start, len(word)), keys)
+        task = self._open(self.cache.loads.plan_get(get_of(keys, start)), keys)
         self._check_load(task, start, cached)
         covered = [p for op in task.ops(OpKind.H2D) for p in self._positions(op)]
         assert covered == list(range(start, task.plan.stop))
@@ -129,7 +140,7 @@ class World:
         keys, on_host = prompt(word, root), self.num_cached(self.host, word, root)
         if awaited := self.host.num_in_flight(keys, on_host, len(word)):
             start = min(max(start, on_host + awaited), len(word))  # another task brings them
-        task = self._open(self.cache.loads.plan_prefetch(keys, start, len(word)), keys)
+        task = self._open(self.cache.loads.plan_prefetch(get_of(keys, start)), keys)
         assert task.plan.staging is None or task.plan.staging.keys, "it is in vain"
         self._check_load(task, start, cached)
         assert not task.ops(OpKind.H2D)
@@ -139,7 +150,7 @@ class World:
         cached = self.num_cached(self.host, word, root)
         keys = prompt(word, root)
         awaited = self.host.num_in_flight(keys, cached, len(word))
-        task = self._open(self.cache.stores.plan_put(keys, start, len(word)), keys)
+        task = self._open(self.cache.stores.plan_put(put_of(keys, start)), keys)
         plan = task.plan
         moved = [p for op in task.ops(OpKind.D2H) for p in self._positions(op)]
         assert moved == list(range(plan.start, plan.stop))

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from builders import ROOT, keys_of, make_cache, prefixes, prompt
+from builders import ROOT, get_of, keys_of, make_cache, prefixes, prompt, put_of
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -47,7 +47,7 @@ class Served:
     def get(self, session_id: str | None, word: str) -> int:
         self._tick()
         keys = prompt(word)
-        plan = self.cache.loads.plan_get(keys, 0, len(word))
+        plan = self.cache.loads.plan_get(get_of(keys))
         self.sessions.used(session_id, keys, plan)
         num_found = plan.num_blocks
         self.cache.publish_staging(plan, num_found)
@@ -58,12 +58,12 @@ class Served:
         """Return how many blocks are stored that were not cached before."""
         self._tick()
         keys = prompt(word)
-        plan = self.cache.stores.plan_put(keys, 0, len(word))
+        plan = self.cache.stores.plan_put(put_of(keys))
         self.sessions.used(session_id, keys, plan)
         num_new = plan.num_blocks
         if not num_new:  # the tiers below are refreshed, and receive what they lack
             self.cache.finish(plan)
-            plan = self.cache.stores.plan_store(keys, len(word))
+            plan = self.cache.stores.plan_store(put_of(keys))
         self.cache.publish_staging(plan, num_new)
         for name, lease in plan.stores.items():
             self.cache.publish_store(plan, name, len(lease))

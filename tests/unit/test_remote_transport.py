@@ -18,7 +18,7 @@ import zmq
 from flexcache import CacheConfig, KVManager, KVStatus, ModelConfig
 from flexcache.client import remote as life
 from flexcache.errors import ClosedError
-from flexcache.ids import SessionId, TaskIds, make_session
+from flexcache.ids import SessionId, TaskIds, TierName, make_session
 from flexcache.protocol.fence import Fence
 from flexcache.protocol.messages import (
     HelloEngine,
@@ -29,6 +29,7 @@ from flexcache.protocol.messages import (
     ToServer,
     WelcomeEngine,
 )
+from flexcache.tasks.instructions import Offer
 from flexcache.transfer.copier import CopyPermit
 from flexcache.transfer.messages import Stop
 
@@ -98,7 +99,9 @@ def load(server: PlayedServer, client: KVManager) -> int:
     with ThreadPoolExecutor(1) as thread:
         matching = thread.submit(client.get_match, np.array(TOKENS))
         identity, request = server.next(Match)
-        server.say(identity, Matched(request.request_id, 0, 2, {"CPU": 2}, num_gpu_blocks=2))
+        kind, num_tokens = request.kind, request.num_tokens
+        offer = Offer(request.task_id, kind, num_tokens, 0, 2, {TierName.CPU: 2}, 2)
+        server.say(identity, Matched(request.request_id, offer))
         task_id, _ = matching.result()
     client.launch([task_id], [np.array(TOKENS)])
     server.next(Launch)

@@ -143,7 +143,7 @@ def test_dynamo_counts_shared_blocks_once() -> None:
     costs = router.score(prompt(160, keys=range(5, 15)), 1.0).costs
     assert costs.tolist() == [10 + 15, 20, 20, 20]
     router.ended("a", 2.0)
-    assert router.score(prompt(160, keys=range(10)), 2.0).costs.tolist() == [20] * 4
+    assert router.score(prompt(160, keys=range(5, 15)), 2.0).costs.tolist() == [20] * 4
 
 
 def test_the_next_best_come_in_order() -> None:

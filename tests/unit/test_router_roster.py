@@ -58,6 +58,15 @@ def test_an_engine_takes_requests_once_a_probe_found_it(book: Book) -> None:
     roster.check()
 
 
+def test_only_engines_that_take_requests_say_what_their_models_are(book: Book) -> None:
+    roster = two(book)
+    roster.set_cards(A, {"m": b"of a"})
+    roster.set_cards(B, {"m": b"of b", "only b": b""})
+    assert roster.cards() == {"m": b"of b", "only b": b""}
+    roster.probed(B, Probe.BAD, 1.0)
+    assert roster.cards() == {"m": b"of a"}
+
+
 def test_an_engine_that_refuses_is_out_at_once_and_one_that_is_late_after_three_probes() -> None:
     health = Health()
     health.probed(Probe.GOOD, 0.0)

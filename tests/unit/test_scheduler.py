@@ -54,14 +54,15 @@ def blocks(first: int, length: int) -> np.ndarray:
 def make_graph(shapes: list[OpShape], base_id: int = 1) -> TransferOpGraph:
     graph = TransferOpGraph()
     for i, (first, length, dependencies) in enumerate(shapes):
-        graph.add(
+        op = TransferOp(
             OpId(base_id + i),
             OpKind.DISK2H,
             first,
             blocks(first, length) + 100,
             blocks(first, length) + 200,
-            [OpId(base_id + d) for d in dependencies],
+            tuple(OpId(base_id + d) for d in dependencies),
         )
+        graph.ops.append(op)
     return graph
 
 
@@ -330,20 +331,18 @@ def test_the_checker_notices_a_broken_state(
 
 
 def test_gpu_blocks_are_bound_by_position_to_the_side_that_is_the_gpu() -> None:
-    graph = TransferOpGraph()
-    graph.add(OpId(1), OpKind.D2H, 3, None, blocks(0, 2))
-    graph.add(OpId(2), OpKind.H2DISK, 3, blocks(0, 2), blocks(7, 2), [OpId(1)])
-    graph.add(OpId(3), OpKind.H2D, 5, blocks(2, 1), None)
+    store = TransferOp(OpId(1), OpKind.D2H, 3, None, blocks(0, 2))
+    write = TransferOp(OpId(2), OpKind.H2DISK, 3, blocks(0, 2), blocks(7, 2), (OpId(1),))
+    load = TransferOp(OpId(3), OpKind.H2D, 5, blocks(2, 1), None)
+    graph = TransferOpGraph([store, write, load])
     graph.bind_gpu_blocks(np.array([40, 41, 42], dtype=np.int64), base=3)
-    store, write, load = graph.ops
     assert (store.src.tolist(), store.dst.tolist()) == ([40, 41], [0, 1])
     assert (load.src.tolist(), load.dst.tolist()) == ([2], [42])
     assert (write.src.tolist(), write.dst.tolist()) == ([0, 1], [7, 8])
 
 
 def test_too_few_gpu_blocks_for_an_op_are_an_internal_error() -> None:
-    graph = TransferOpGraph()
-    graph.add(OpId(1), OpKind.D2H, 0, None, blocks(0, 2))
+    graph = TransferOpGraph([TransferOp(OpId(1), OpKind.D2H, 0, None, blocks(0, 2))])
     with pytest.raises(InternalError, match="op 1"):
         graph.bind_gpu_blocks(np.array([40], dtype=np.int64), base=0)
 

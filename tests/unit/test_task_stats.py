@@ -95,3 +95,15 @@ def test_a_gated_load_took_as_long_as_the_copies_of_the_slowest_rank() -> None:
         done = Done(run.op.op_id, len(run.op), seconds=seconds)
         world.engine.op_done(run.executor, done, world.now)
     assert world.stats().op_seconds["H2D"].sum == 2.0
+
+
+def test_a_session_has_loaded_for_as_long_as_its_ops_ran() -> None:
+    world = World()
+    world.put("ab")
+    world.finish_all()
+    world.get("ab")
+    world.tick(2.0)
+    world.finish_all()
+    ours = world.engine.queries.totals_of(world.ids.session)
+    everyones = world.stats().totals
+    assert ours.ops[OpKind.H2D].seconds == everyones.ops[OpKind.H2D].seconds == 2.0

@@ -238,6 +238,15 @@ def test_a_tail_that_ssd_has_is_as_recent_as_the_last_put_of_it() -> None:
     assert [world.has_tail(SSD, word) for word in ("ab", "cd", "ef")] == [True, False, True]
 
 
+def test_a_tail_that_every_tier_has_is_not_held_by_another_put_of_it() -> None:
+    world = TailWorld(STATES_ONLY, cpu=4, ssd=30)
+    for word in ("ab", "ab", "cd", "ef"):
+        world.put(word, 2)
+        world.finish_all()
+    assert not world.has_tail(CPU, "ab")
+    assert world.cache.tiers.num_holders == 0
+
+
 def test_a_tail_whose_blocks_have_no_room_is_not_stored() -> None:
     world = TailWorld(STATE, cpu=3)
     put = world.put("abcdef", 6)

@@ -52,7 +52,7 @@ def make_tracer(directory: Path, **settings: object) -> Tracer:
 
 def traced_world(directory: Path, **options: object) -> tuple[World, Tracer]:
     world = World(**options)  # type: ignore[arg-type]
-    world.engine.recorder = tracer = make_tracer(directory)
+    world.engine.accounts.recorder = tracer = make_tracer(directory)
     return world, tracer
 
 
@@ -221,7 +221,7 @@ def test_the_oldest_files_are_removed_and_the_others_read_in_order(tmp_path: Pat
 def test_a_file_can_be_read_without_those_before_it(tmp_path: Path) -> None:
     config = CacheConfig(num_cpu_blocks=1, trace_dir=str(tmp_path), trace_file_mb=0.002)
     world = World()
-    world.engine.recorder = tracer = Tracer(config, HEADER)
+    world.engine.accounts.recorder = tracer = Tracer(config, HEADER)
     task_ids = []
     for _ in range(40):  # of one prompt, that every line but the first refers to
         task_ids.append(world.ids.next())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from builders import make_cache, prompt
+from builders import make_cache, prompt, put_of
 from hypothesis import given
 from hypothesis import strategies as st
 from tail_world import TailWorld
@@ -89,7 +89,7 @@ def test_a_block_larger_than_a_burst_is_written_now_and_then() -> None:
 def put(cache: TieredCache, word: str, now: float) -> Plan:
     """Put a prompt and let all writes end."""
     cache.tiers.advance(now)
-    plan = cache.stores.plan_put(prompt(word), 0, len(word))
+    plan = cache.stores.plan_put(put_of(prompt(word)))
     cache.publish_staging(plan, len(word))
     for name in list(plan.stores):
         cache.publish_store(plan, name, len(plan.stores[name]))

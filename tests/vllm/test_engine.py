@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -272,18 +273,17 @@ def test_a_prompt_loaded_right_before_an_update_is_answered_right(
     cold = engine.generate(prompt)
     engine.forget_gpu()
     side, num_updates = engine.connector._scheduler, 0
-    ended = side.step_ended
+    ended = side.transfers_ended
 
-    def update_on_arrival(output: Any) -> None:
+    def update_on_arrival(received: Collection[str], bad_blocks: Collection[int]) -> None:
         nonlocal num_updates
-        ended(output)
-        if output.finished_recving:
-            # With the same weights: what was loaded is right, if it may not be used.
+        ended(received, bad_blocks)
+        if received:  # with the same weights: what was loaded is right, if it may not be used
             num_updates += 1
             path = str(MODELS / "tiny")
             engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
-    monkeypatch.setattr(side, "step_ended", update_on_arrival)
+    monkeypatch.setattr(side, "transfers_ended", update_on_arrival)
     monkeypatch.setattr(side.gets, "layerwise", LayerwiseRule("off", None))
     warm = engine.generate(prompt)
     assert num_updates == 1

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from flexcache.errors import ConfigError
-from flexcache.integration.adapter import NoMatch
+from flexcache.integration.vllm.calls import NoMatch
 from flexcache.integration.vllm.engine import is_served_by_sibling, read_transfer_config
 from flexcache.integration.vllm.groups import TELLS_GROUPS
 

@@ -167,7 +167,7 @@ def test_what_was_evicted_while_its_request_ran_is_stored_at_the_end(engine: Eng
         engine.llm.llm_engine.step()
     with engine.server.lock, engine.server.session() as tasks:
         while tasks.sessions.num_open:  # until it is on SSD too
-            engine.server.wait_for_change(0.05)
+            engine.server.state.changed.wait(0.05)
     engine.manager.clear("SSD")
     assert engine.manager.clear("CPU") == 6
     engine.settle()

@@ -24,7 +24,7 @@ from flexcache import CacheConfig, KVManager, KVStatus, ModelConfig
 from flexcache.client import lent_tensors as attachment
 from flexcache.client import rank
 from flexcache.ids import OpKind
-from flexcache.integration.vllm.worker import FlexCacheMetadata, FlexCacheWorker, RequestLoad
+from flexcache.integration.vllm.worker import FlexCacheMetadata, FlexCacheWorker, Load
 from flexcache.storage.host_pool import HostSegment
 from flexcache.transfer.copier import Runs
 
@@ -157,9 +157,9 @@ class Scene:
         self.worker.begin_step(FlexCacheMetadata(stores=[task_id]))
         return self.status(task_id)
 
-    def get(self, request: str) -> tuple[int, RequestLoad]:
+    def get(self, request: str) -> tuple[int, Load]:
         task_id = self.launch(THERE, is_put=False)
-        return task_id, RequestLoad(request, task_id, list(range(THERE.start, THERE.stop)))
+        return task_id, Load(request, task_id, list(range(THERE.start, THERE.stop)))
 
     def read(self, blocks: slice) -> torch.Tensor:
         return self.memory.bytes[:, blocks].clone()
@@ -208,9 +208,7 @@ def test_nothing_is_copied_while_asleep_and_what_was_under_way_is_reported(scene
     scene.worker.unregister()
     scene.memory.unmap()
     assert scene.status(task_id) is KVStatus.FAILED
-    scene.worker.begin_step(
-        FlexCacheMetadata(loads=[RequestLoad("late", None, [20])], stores=[task_id])
-    )
+    scene.worker.begin_step(FlexCacheMetadata(loads=[Load("late", None, [20])], stores=[task_id]))
     assert scene.worker.take_received() == {"begun", "late"}
     assert scene.worker.take_bad_blocks() == {*range(THERE.start, THERE.stop), 20}
     scene.memory.map()

@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from vllm import SamplingParams
 
 from flexcache.config import CacheConfig
-from flexcache.integration.adapter import NoMatch
-from flexcache.integration.vllm.early_loads import _MAX_UNDER_WAY, WINDOW, LoadsAhead, LookUpsAhead
+from flexcache.integration.vllm.calls import NoMatch
+from flexcache.integration.vllm.early_loads import _MAX_UNDER_WAY, WINDOW, EarlyLoads, EarlyLookUps
 from flexcache.integration.vllm.gets import Gets
 from flexcache.integration.vllm.weights import Names
 
@@ -44,8 +44,8 @@ class Calls:
         self.cancelled.append(task_id)
 
 
-def early_loads(calls: Calls, is_on: bool = True) -> LoadsAhead:
-    return LoadsAhead(calls, is_on, True, calls.withdrawn.append)  # type: ignore[arg-type]
+def early_loads(calls: Calls, is_on: bool = True) -> EarlyLoads:
+    return EarlyLoads(calls, is_on, True, calls.withdrawn.append)  # type: ignore[arg-type]
 
 
 def a_request(name: str, num_blocks: int = 4) -> Any:
@@ -336,7 +336,7 @@ class EarlyLookUpsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.real = LookUpsAhead(TIMEOUT_S)
+        self.real = EarlyLookUps(TIMEOUT_S)
         self.waiting: list[str] = []
         self.under_way: list[tuple[str, float]] = []
         self.now = 0.0

@@ -16,11 +16,9 @@ the server dies. `parking` brings the rest to DRAM while a request waits.
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,13 +30,18 @@ from sglang.srt.runtime_context import get_parallel
 
 from flexcache.cache.block_keys import PromptContent
 from flexcache.cache.journal import Change, Cleared
-from flexcache.client.rank import KVTPClient
 from flexcache.config import ModelConfig
 from flexcache.config.values import reject
 from flexcache.events.wire import Event, describe
 from flexcache.ids import KVStatus, RequestInfo
 from flexcache.integration.adapter import PrefillRate, safely
 from flexcache.integration.checkpoint import identify_now
+from flexcache.integration.sglang.loads import (
+    LayerWaits,
+    Load,
+    PageCalls,
+    WholeLoad,
+)
 from flexcache.integration.sglang.parking import check_allowed
 from flexcache.integration.sglang.pools import Blocks, DevicePages, PageTables
 from flexcache.integration.sglang.rank import (
@@ -51,11 +54,10 @@ from flexcache.integration.sglang.rank import (
     read_model_id,
     read_rank,
 )
-from flexcache.integration.sglang.requests import PageCalls, RankRequests, valid_session_id
+from flexcache.integration.sglang.requests import RankRequests, valid_session_id
 from flexcache.integration.sglang.weights import RANK
 from flexcache.manager import KVManager
 from flexcache.tasks.instructions import PromisedLoad
-from flexcache.transfer.gates import LayerLoad
 
 _FLUSH_PATIENCE_S = 5.0
 
@@ -178,7 +180,7 @@ class TreeEvents:
         """Take what the tiers stored and lost since the last call."""
         if not self._publishes:
             return []
-        changes = safely(self._manager.take_changes) or ()
+        changes = safely(self._manager.take_changes, if_failed=())
         return list(_events(changes, self._manager.cache_config.kv_events_hashes))
 
 
@@ -188,124 +190,6 @@ def _events(changes: Iterable[Change], hashes: str) -> Iterator[Event]:
             yield from _events(change.removed, hashes)
         else:
             yield describe(change, hashes)
-
-
-_PATIENCE_S = 1.0
-
-
-class WholeLoad:
-    """A launched load whose gate is opened by making this.
-
-    It has what SGLang's KV pools and `LayerWaits` need of a `LayerLoad`, for models with several
-    groups: their blocks are not loaded layer by layer.
-
-    Args:
-        cancel: Has a task end, copies under way included.
-    """
-
-    def __init__(self, client: KVTPClient, task_id: int, cancel: Callable[[int], None]) -> None:
-        self._client = client
-        self._task_id = task_id
-        self._cancel = cancel
-        self._num_ok: int | None = None
-        client.open_gates([task_id])
-
-    def wait_layer(self, name: str, timeout: float) -> bool:
-        """Wait for all layers; return whether they are loaded."""
-        return self.wait_all(timeout)
-
-    def wait_all(self, timeout: float) -> bool:
-        deadline_s = time.monotonic() + timeout
-        while self._num_ok is None:
-            self._num_ok = self._client.take_ended([self._task_id]).get(self._task_id)
-            left_s = deadline_s - time.monotonic()
-            if self._num_ok is not None or left_s <= 0:
-                break
-            self._client.wait_ended(left_s, [self._task_id])
-        return bool(self._num_ok)  # all or nothing
-
-    def give_up(self) -> None:
-        """End the load: no copy runs afterwards, and none starts."""
-        self._cancel(self._task_id)
-        while self._num_ok is None:  # every op has a deadline
-            self.wait_all(_PATIENCE_S)
-
-
-Load = LayerLoad | WholeLoad
-
-
-@dataclass(slots=True)
-class _Forward:
-    """A forward pass: its loads, and whether it has computed with a layer before it was loaded."""
-
-    loads: Sequence[Load]
-    deadline_s: float
-    is_late: bool = False
-
-    def left_s(self) -> float:
-        return max(0.0, self.deadline_s - time.monotonic())
-
-
-class LayerWaits:
-    """The loads of one forward pass at a time. Used on the model's thread only.
-
-    Args:
-        names: Names of the tensors that each layer reads, in the order in which they are loaded.
-        timeout_s: Limit on all waiting in one forward pass.
-    """
-
-    def __init__(self, names: Mapping[int, Sequence[str]], timeout_s: float) -> None:
-        self._last_names = {layer: of_layer[-1] for layer, of_layer in names.items()}
-        self._timeout_s = timeout_s
-        self._running: dict[int, _Forward] = {}
-        self._num_batches = 0
-        self.consumer_index = -1
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a forward pass that was added has not been finished."""
-        return bool(self._running)
-
-    def add(self, loads: Sequence[Load]) -> int:
-        """Take the loads of the next forward pass; return its index."""
-        index = self._num_batches
-        self._num_batches += 1
-        self._running[index] = _Forward(loads, time.monotonic() + self._timeout_s)
-        return index
-
-    def set_consumer(self, index: int) -> None:
-        """Say which forward pass runs; -1 if it loads nothing."""
-        self.consumer_index = index
-
-    def wait_until(self, layer: int) -> None:
-        """Wait for a layer. If it does not come in time, `finish` says so, even if it comes yet."""
-        running = self._running.get(self.consumer_index)
-        if running is None:
-            return
-        name = self._last_names.get(layer, "")
-        for load in running.loads:
-            if not load.wait_layer(name, running.left_s()):
-                running.is_late = True
-
-    def finish(self, index: int) -> bool:
-        """End a forward pass; return whether every layer was loaded before the model read it. No
-        copy is running afterwards."""
-        running = self._running.get(index)
-        if running is None:
-            return True
-        landed = not running.is_late
-        for load in running.loads:
-            if not load.wait_all(running.left_s()):
-                load.give_up()
-                landed = False
-        del self._running[index]
-        return landed
-
-    def reset(self) -> None:
-        """End every forward pass."""
-        for index in list(self._running):
-            self.finish(index)
-        self.consumer_index = -1
 
 
 class Queued(NamedTuple):

@@ -48,43 +48,37 @@ def resolve_pool_group(params: Any, components: set[Any]) -> Any:
 
 
 def _assemble(pool: Any, params: Any, kinds: set[str]) -> Any:
-    size, drafts = params.page_size, _drafts(params)
-    entries = _entries_of(pool, params, kinds)
-    if entries is None:
-        if kinds != {"FULL"} and params.mtp_draft_device_pools:
-            raise ValueError("a draft beside states")  # SGLang would leave it out
-        return linker_pool_assembler.resolve_hybrid_device_pool_group(
-            kvcache=pool, page_size=size, params=params, components=_components(kinds)
-        )
-    last = max(layer for entry in entries for layer in entry.layer_mapping)
-    if drafts:
-        entries.append(_draft_entry(drafts, params, last))
-    is_replicated = kinds == {"FULL"} and all(
-        isinstance(each, MLATokenToKVPool) for each in (pool, *drafts)
-    )
-    return DevicePoolGroup(entries, last + 1, size, rank_replicated=is_replicated)
-
-
-def _entries_of(pool: Any, params: Any, kinds: set[str]) -> list[Any] | None:
-    """Describe the pools of a model; None if SGLang can do so itself."""
     size = params.page_size
     if kinds == {"FULL"} and not isinstance(pool, DSATokenToKVPool):
-        return [_full_entry(pool, {layer: layer for layer in range(pool.layer_num)}, size)]
-    if kinds == {"FULL", "SWA"}:
+        entries = [_full_entry(pool, {layer: layer for layer in range(pool.layer_num)}, size)]
+    elif kinds == {"FULL", "SWA"}:
         full, window = hybrid_pool_assembler._swa_layer_mappings(pool)
         window_entry = linker_pool_assembler._mha_device_pool_entry(
             PoolName.SWA, pool.swa_kv_pool, window, size
         )
-        return [_full_entry(pool.full_kv_pool, full, size), window_entry]
-    if kinds == {"FULL", "MAMBA"} and type(pool) is HybridLinearKVPool:
+        entries = [_full_entry(pool.full_kv_pool, full, size), window_entry]
+    elif kinds == {"FULL", "MAMBA"} and type(pool) is HybridLinearKVPool:
         full = hybrid_pool_assembler._stage_local_layer_mapping(
             pool.full_attention_layer_id_mapping, pool.start_layer
         )
         state_entry = linker_pool_assembler._mamba_device_pool_entry(
             params.req_to_token_pool, pool.start_layer
         )
-        return [_full_entry(pool.full_kv_pool, full, size), state_entry]
-    return None
+        entries = [_full_entry(pool.full_kv_pool, full, size), state_entry]
+    else:
+        if kinds != {"FULL"} and params.mtp_draft_device_pools:
+            raise ValueError("a draft beside states")  # SGLang would leave it out
+        return linker_pool_assembler.resolve_hybrid_device_pool_group(
+            kvcache=pool, page_size=size, params=params, components=_components(kinds)
+        )
+    last = max(layer for entry in entries for layer in entry.layer_mapping)
+    drafts = _drafts(params)
+    if drafts:
+        entries.append(_draft_entry(drafts, params, last))
+    is_replicated = kinds == {"FULL"} and all(
+        isinstance(each, MLATokenToKVPool) for each in (pool, *drafts)
+    )
+    return DevicePoolGroup(entries, last + 1, size, rank_replicated=is_replicated)
 
 
 def _drafts(params: Any) -> list[Any]:

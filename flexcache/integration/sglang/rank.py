@@ -24,15 +24,11 @@ from flexcache.cache.block_keys import PromptContent
 from flexcache.client.rank import KVTPClient
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.config.values import reject
-from flexcache.integration.adapter import (
-    COUNTERS,
-    await_ready,
-    increases,
-    read_counters,
-    safely,
-)
-from flexcache.integration.checkpoint import identify_checkpoint, read_load_format, write_id
+from flexcache.errors import FlexCacheError
+from flexcache.integration.adapter import COUNTERS, increases, read_counters, safely
+from flexcache.integration.checkpoint import identify_checkpoint
 from flexcache.integration.file_digests import FileDigests, digest
+from flexcache.logs import log_event
 from flexcache.manager import KVManager
 
 logger = logging.getLogger(__name__)
@@ -62,10 +58,10 @@ def read_model_id(server_args: Any, part: str, digests: FileDigests) -> str:
     Args:
         part: Which part of the model's KV the rank holds; empty for all of it.
     """
-    parts = [*_parts(server_args, digests)]
+    name, *parts = _parts(server_args, digests)
     if part:
         parts.append(("part", part))
-    return write_id(parts)
+    return "|".join([name[1], *(f"{key}={value}" for key, value in parts)])
 
 
 def _parts(args: Any, digests: FileDigests) -> Iterator[tuple[str, str]]:
@@ -81,7 +77,10 @@ def _parts(args: Any, digests: FileDigests) -> Iterator[tuple[str, str]]:
             content = dict(identify_checkpoint(path, None, digests))
             del content["model"]  # the path
             yield name, digest(content)
-    if read_load_format(args.load_format, _FROM_FILES, digests) == "dummy":
+    load_format = str(getattr(args.load_format, "value", args.load_format))
+    if load_format not in _FROM_FILES:
+        digests.note_unknown(f"load_format = {load_format!r}: weights may be anywhere")
+    if load_format == "dummy":
         yield "random_weights", str(args.random_seed)
     draft = getattr(args, "speculative_draft_model_path", None)
     if draft is not None:
@@ -89,6 +88,7 @@ def _parts(args: Any, digests: FileDigests) -> Iterator[tuple[str, str]]:
         yield "draft", digest(dict(identify_checkpoint(draft, revision, digests)))
 
 
+_READY_TIMEOUT_S = 60.0
 _METRICS_INTERVAL_S = 1.0
 _UNKNOWN_TOKEN = -1
 _NAMESPACE = ("sglang", "sha256")
@@ -161,10 +161,20 @@ class RankCache:
             self.client.register_kv_caches(
                 kv_caches, layout_description=layout, num_blocks=num_blocks, groups=groups
             )
-            await_ready(self.manager)
+            self._wait_ready()
         except BaseException:
             self.close()
             raise
+
+    def _wait_ready(self) -> None:
+        """Wait until the cache serves. An engine without its cache still serves."""
+        try:
+            self.manager.wait_ready(_READY_TIMEOUT_S)
+        except (FlexCacheError, TimeoutError) as error:
+            log_event(
+                logger, logging.ERROR, "cache_refused", reason=error,
+                server=self.manager.endpoint, effect="SGLang runs without FlexCache",
+            )  # fmt: skip
 
     @property
     def weights(self) -> int:
@@ -241,6 +251,10 @@ class RankCache:
         for name, gain in increases(self._reported, counters).items():
             _counter(name, tuple(labels)).labels(**labels).inc(gain)
         self._reported = counters
+
+    def num_pages(self, mask: np.ndarray) -> int:
+        """Return how many pages a mask of a prefix covers."""
+        return int(mask.sum()) // self.page_size
 
     def close(self) -> None:
         """End copies and free the memory. Idempotent."""

@@ -1,84 +1,21 @@
-"""Requests of SGLang as one rank knows them: sessions, pinned pages, pages to wait for, calls."""
+"""Requests of SGLang as one rank knows them: their sessions, pinned pages and pages to wait for."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from flexcache.cache.block_keys import PromptContent
 from flexcache.cache.prompt import check_session_id
-from flexcache.integration.adapter import NoMatch, TaskCalls, TierMatch, safely
-from flexcache.integration.sglang.pools import NO_BLOCKS, Blocks
-from flexcache.integration.sglang.rank import Pages, RankCache
+from flexcache.integration.adapter import safely
+from flexcache.integration.sglang.loads import PageCalls
+from flexcache.integration.sglang.rank import Pages
 from flexcache.tasks.model import load_patience_s
 
 _MAX_PLACES = 16
 """Tails offered to the other ranks for one prompt, the last ones."""
-
-
-class PageCalls(TaskCalls):
-    """Calls to one rank's cache. None of them raises: the cache may fail, requests must not."""
-
-    def __init__(self, cache: RankCache) -> None:
-        super().__init__(cache.manager, cache.page_size)
-        self._cache = cache
-
-    def match(self, pages: Pages, look_up: bool = False) -> TierMatch | NoMatch:
-        """Find the longest prefix of some pages that can be loaded.
-
-        Args:
-            look_up: Whether to ask the remote store, which answers a later call.
-        """
-        return self.find("", look_up=look_up, **self._cache.prompt(pages))
-
-    def prefetch(self, pages: Pages) -> int | None:
-        """Bring pages to DRAM, where they stay until the task ends."""
-        return safely(self.manager.prefetch_async, **self._cache.prompt(pages))
-
-    def pin_pages(self, pages: Pages) -> TierMatch | None:
-        """Find the longest prefix that DRAM has, which is pinned until the task ends."""
-        return self.pin(lambda count: self.match(pages.first(count)), len(pages.keys))
-
-    def are_in_dram(self, pages: Pages) -> bool:
-        found = self.match(pages)
-        if isinstance(found, NoMatch):
-            return False
-        self.cancel(found.task_id)
-        return found.is_in_dram and found.num_blocks == len(pages.keys)
-
-    def put(self, pages: Pages, blocks: Blocks, tail: Sequence[Blocks] | None) -> int | None:
-        """Copy those of some pages that are not cached, and the tail behind them.
-
-        Args:
-            blocks: The pages on the GPU.
-            tail: As `PageTables.tail`.
-
-        Returns:
-            A task, whose gate is shut; None if there is nothing to copy.
-        """
-        tail_at = len(pages.keys) * self._block_size if tail else None
-        found = self.find_put("", tail_at=tail_at, **self._cache.prompt(pages))
-        if found is None or not (found[1] or tail):
-            return None
-        task_id, wanted = found
-        tables = [blocks[wanted.start : wanted.stop], *(tail or ())]
-        without_tail = [NO_BLOCKS] * (len(self.manager.model_config.groups) - len(tables))
-        return task_id if self.launch(task_id, [*tables, *without_tail]) else None
-
-    def hold(self, task_id: int, tables: Sequence[Blocks], timeout_s: float) -> bool:
-        """Launch a load behind a gate; return whether the rank holds it within ``timeout_s``, so
-        that it ends even if the server is lost."""
-        num_blocks = sum(map(len, tables))
-        return self.launch(task_id, tables) and self._cache.client.wait_held(
-            task_id, num_blocks, timeout_s
-        )
-
-    def drop(self, task_id: int) -> None:
-        """End a load whose gate is not going to be opened."""
-        self._cache.client.forgo([task_id])
-        self.cancel(task_id)
 
 
 @dataclass(slots=True)
@@ -193,9 +130,9 @@ class RankRequests:
 
     def _pin(self, pages: Pages) -> dict[int, int]:
         tasks: dict[int, int] = {}
-        while len(tasks) < self._max_places and (found := self._calls.pin_pages(pages)):
-            tasks[found.num_blocks] = found.task_id
-            pages = pages.first(found.num_blocks - 1)
+        while len(tasks) < self._max_places and (found := self._calls.pin(pages)) is not None:
+            tasks[found.num_pages] = found.task_id
+            pages = pages.first(found.num_pages - 1)
         return tasks
 
     def take(self, rid: str, num_pages: int) -> tuple[int, Pages] | None:
@@ -205,8 +142,8 @@ class RankRequests:
             return None
         pages, task_id = request.asked, request.pinned.pop(num_pages, None)
         if task_id is None:  # another rank has fewer
-            found = self._calls.pin_pages(pages.first(num_pages))
-            if found is not None and found.num_blocks == num_pages:
+            found = self._calls.pin(pages.first(num_pages))
+            if found is not None and found.num_pages == num_pages:
                 task_id = found.task_id
             elif found is not None:
                 self._calls.cancel(found.task_id)
@@ -272,14 +209,14 @@ class RankRequests:
             return ended == {} and now < request.give_up_s
         look_up = now < request.give_up_s
         found = self._calls.match(pages._replace(content=None), look_up)
-        if isinstance(found, NoMatch):
-            return look_up
+        if found is None:
+            return look_up  # not answered yet, or failed
         self._calls.cancel(found.task_id)
         if found.is_in_dram:
             return False
-        request.prefetch = self._calls.prefetch(pages.first(found.num_blocks))
+        request.prefetch = self._calls.prefetch(pages.first(found.num_pages))
         request.give_up_s = now + load_patience_s(
-            max(1, found.num_blocks - found.num_in_dram), self.prefill_pages_per_s,
+            max(1, found.num_pages - found.num_in_dram), self.prefill_pages_per_s,
             self._config.op_timeout_s,
         )  # fmt: skip
         return request.prefetch is not None

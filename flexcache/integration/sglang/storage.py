@@ -240,7 +240,7 @@ class FlexCacheHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         def count(prompt: dict[str, Any], start: int) -> int:
             task_id, mask = cache.manager.get_match(**prompt)
             cache.manager.cancel([task_id])
-            return int(mask.sum()) // cache.page_size
+            return cache.num_pages(mask)
 
         return _by_pieces(count, cache, pages)
 
@@ -251,8 +251,7 @@ class FlexCacheHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         def load(prompt: dict[str, Any], start: int) -> int:
             wanted = slots[start * cache.page_size :]
             task_id, _ = cache.manager.get_async(slot_mapping=wanted, **prompt)
-            mask = cache.manager.wait([task_id])[task_id].mask
-            return int(mask.sum()) // cache.page_size
+            return cache.num_pages(cache.manager.wait([task_id])[task_id].mask)
 
         return _by_pieces(load, cache, pages)
 
@@ -282,7 +281,8 @@ class FlexCacheHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         before = extra_info.prefix_keys if extra_info is not None else None
         parent = bytes.fromhex(before[-1]) if before else None
         pages = Pages([bytes.fromhex(key) for key in keys], parent)
-        return safely(call, self.cache, pages, *arguments) or 0
+        num_pages: int = safely(call, self.cache, pages, *arguments, if_failed=0)
+        return num_pages
 
     def _for_each(
         self,

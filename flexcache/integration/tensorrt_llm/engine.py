@@ -18,7 +18,7 @@ from flexcache.config.model import read_dtype
 from flexcache.config.sources import read_environment, require_block_size
 from flexcache.errors import ConfigError
 from flexcache.integration.adapter import TaskCalls
-from flexcache.integration.checkpoint import identify_checkpoint, write_id
+from flexcache.integration.checkpoint import identify_checkpoint
 from flexcache.integration.file_digests import FileDigests, digest, dtype_name
 
 
@@ -220,11 +220,12 @@ def _read_kv_dtype(llm_args: Any, config: Mapping[str, Any]) -> torch.dtype:
 
 def read_model_id(llm_args: Any, digests: FileDigests) -> str:
     """Name what decides the numbers in the engine's KV, the model's name first."""
-    parts = identify_checkpoint(
+    (_, name), *parts = identify_checkpoint(
         str(llm_args.model), getattr(llm_args, "revision", None), digests,
         trusts_code=bool(getattr(llm_args, "trust_remote_code", False)),
     )  # fmt: skip
-    return write_id([*parts, *_settings(llm_args)])
+    parts += _settings(llm_args)
+    return "|".join([name, *(f"{key}={value}" for key, value in parts)])
 
 
 def _settings(llm_args: Any) -> Iterator[tuple[str, str]]:

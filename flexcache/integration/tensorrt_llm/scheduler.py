@@ -14,16 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from flexcache.errors import InternalError
-from flexcache.ids import RequestInfo
-from flexcache.integration.adapter import (
-    LayerwiseRule,
-    NoMatch,
-    TaskCalls,
-    TierMatch,
-    await_ready,
-    safely,
-)
+import numpy as np
+
+from flexcache.errors import FlexCacheError, InternalError
+from flexcache.ids import RequestInfo, TierName
+from flexcache.integration.adapter import LayerwiseRule, TaskCalls, safely
 from flexcache.integration.checkpoint import LoadedAdapter, identify_now
 from flexcache.integration.file_digests import FileDigests
 from flexcache.integration.tensorrt_llm.engine import (
@@ -36,6 +31,7 @@ from flexcache.integration.tensorrt_llm.engine import (
     read_model_config,
     read_model_id,
 )
+from flexcache.logs import log_event
 from flexcache.manager import KVManager
 
 try:
@@ -100,8 +96,11 @@ class Scopes:
             if adapter is None:
                 return None
             scope.append(f"lora={adapter}")
-        if hashes := getattr(request, "multimodal_hashes", None):
-            scope.append(f"media={_digest_media(request, hashes)}")
+        hashes = getattr(request, "multimodal_hashes", None)
+        if hashes:
+            places = [list(getattr(request, name, None) or ()) for name in _MEDIA[:2]]
+            text = repr([[list(item) for item in hashes], *places]).encode()
+            scope.append(f"media={hashlib.blake2b(text, digest_size=16).hexdigest()}")
         elif any(_has(request, name) for name in _MEDIA):
             return None
         return tuple(scope)
@@ -114,12 +113,6 @@ class Scopes:
             known = self._adapters[number] = now
             known.identify(self._digests)
         return known.name if known.files == now.files else None
-
-
-def _digest_media(request: Any, hashes: Sequence[Sequence[int]]) -> str:
-    places = [list(getattr(request, name, None) or ()) for name in _MEDIA[:2]]
-    text = repr([[list(item) for item in hashes], *places]).encode()
-    return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
 def describe(request: Any) -> RequestInfo:
@@ -168,22 +161,21 @@ class RequestCalls(TaskCalls):
         Returns:
             The task and how many blocks it will load; None if there are none.
         """
-        is_below: list[bool] = []
-
-        def match(num_blocks: int) -> TierMatch | NoMatch:
-            size, end = self._block_size, first + num_blocks
-            found = self.find(
-                request.request_id, request.get_tokens(0)[: end * size],
-                range(first * size, end * size), look_up=False, namespace=scope,
-                request_info=self._info(request),
-            )  # fmt: skip
-            is_below.append(isinstance(found, TierMatch) and not found.is_in_dram)
-            return found
-
-        found = self.pin(match, stop - first)
-        if is_below[:1] == [True]:
+        found = self._match(request, scope, first, stop)
+        if found is None:
+            return None
+        task_id, num_found, num_in_dram = found
+        if num_in_dram < num_found:  # the rest is below
+            again = self._match(request, scope, first, first + num_in_dram)
+            self.cancel(task_id)
             self._prefetch(request, scope)
-        return None if found is None else (found.task_id, found.num_blocks)
+            if again is None:
+                return None
+            task_id, num_found, num_in_dram = again
+        if num_in_dram < num_found:
+            self.cancel(task_id)
+            return None
+        return (task_id, num_found) if num_found else None
 
     def match_put(
         self, request: Any, scope: Sequence[str], num_blocks: int, weights: int
@@ -193,24 +185,57 @@ class RequestCalls(TaskCalls):
         Returns:
             The task, and which blocks will be copied; None if there is nothing to store.
         """
-        found = self.find_put(
-            request.request_id, request.get_tokens(0)[: num_blocks * self._block_size],
-            namespace=scope, request_info=self._info(request), weights=weights,
-        )  # fmt: skip
-        return found if found is not None and found[1] else None
+        tokens = request.get_tokens(0)[: num_blocks * self._block_size]
+        try:
+            task_id, wanted = self.manager.put_match(
+                tokens, namespace=scope, request_info=self._info(request), weights=weights
+            )
+        except (FlexCacheError, ValueError) as error:
+            self._log("put_failed", request, error)
+            return None
+        if not wanted.any():
+            return None
+        begin = int(wanted.argmax()) // self._block_size
+        return task_id, range(begin, begin + int(wanted.sum()) // self._block_size)
+
+    def _match(
+        self, request: Any, scope: Sequence[str], first: int, stop: int
+    ) -> tuple[int, int, int] | None:
+        """Return a task, and how many blocks it finds in all and in DRAM."""
+        tokens = request.get_tokens(0)[: stop * self._block_size]
+        mask = np.ones(len(tokens), dtype=np.bool_)
+        mask[: first * self._block_size] = False
+        try:
+            matched = self.manager.get_match_by_tier(
+                tokens, mask, namespace=scope, request_info=self._info(request), look_up=False
+            )
+        except (FlexCacheError, ValueError) as error:
+            self._log("match_failed", request, error)
+            return None
+        assert matched is not None  # the remote store was not asked
+        task_id, found, sources = matched
+        in_dram = sources.get(TierName.CPU, 0) // self._block_size
+        return task_id, int(found.sum()) // self._block_size, in_dram
 
     def _prefetch(self, request: Any, scope: Sequence[str]) -> None:
         self._prefetches.difference_update(self.ended(self._prefetches))
         if len(self._prefetches) >= _MAX_PREFETCHES:
             return
-        task_id = safely(self.manager.prefetch_async, request.get_tokens(0), namespace=scope)
-        if task_id is not None:
-            self._prefetches.add(task_id)
+        try:
+            self._prefetches.add(
+                self.manager.prefetch_async(request.get_tokens(0), namespace=scope)
+            )
+        except (FlexCacheError, ValueError) as error:
+            self._log("prefetch_failed", request, error)
 
     def _info(self, request: Any) -> RequestInfo | None:
         return describe(request) if self.manager.wants_request_info else None
 
+    def _log(self, event: str, request: Any, error: Exception) -> None:
+        log_event(logger, logging.WARNING, event, request=request.request_id, error=error)
 
+
+_READY_TIMEOUT_S = 60.0
 _OF_NO_WEIGHTS = -1
 
 
@@ -396,7 +421,7 @@ class FlexCacheConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[mi
         Ranks of other processes register when the first step tells them where.
         """
         if self._is_one_rank:
-            await_ready(self.manager)
+            safely(self.manager.wait_ready, _READY_TIMEOUT_S)
 
     def check_idle(self) -> None:
         """Raise `InternalError` if a request is still remembered; all must have ended."""

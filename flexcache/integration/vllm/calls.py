@@ -16,8 +16,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
+import numpy as np
 from vllm.distributed.kv_events import (
     BlockRemoved,
     BlockStored,
@@ -29,7 +31,7 @@ from flexcache.cache.journal import Change, Removed, Stored
 from flexcache.cache.prompt import MAX_SESSION_ID_LENGTH, check_hint, check_name
 from flexcache.errors import FlexCacheError
 from flexcache.ids import OpKind, RequestInfo, TierName, check_request_info
-from flexcache.integration.adapter import NoMatch, TaskCalls, read_counters, safely
+from flexcache.integration.adapter import TaskCalls, read_counters, safely
 from flexcache.integration.vllm.weights import Names, RequestName
 from flexcache.logs import log_event
 from flexcache.manager import KVManager
@@ -238,6 +240,13 @@ class Get:
     promised: PromisedLoad | None = None
 
 
+class NoMatch(Enum):
+    """Why there is no task."""
+
+    FAILED = "the call failed"
+    UNDECIDED = "the remote store has yet to answer"
+
+
 class CacheCalls(TaskCalls):
     """Calls to one engine's `KVManager`.
 
@@ -283,7 +292,7 @@ class CacheCalls(TaskCalls):
         size = self._keys_per_position
         return hashes if size == 1 else hashes[size - 1 :: size]
 
-    def _prompt(self, request: Any, hints: Hints) -> dict[str, Any]:
+    def _prompt(self, request: Any, hints: Hints = _NO_HINTS) -> dict[str, Any]:
         """Return what names a request's KV, as arguments of the manager."""
         name, namespace = self.names.of(request), self._namespace
         if hints.namespace is not None:
@@ -309,31 +318,40 @@ class CacheCalls(TaskCalls):
         """
         if not self._may_find(request):
             return NoMatch.FAILED
-        found = self.find(
-            request.request_id,
-            request.all_token_ids,
-            range(num_computed, num_tokens),
-            request_info=self._info(request),
-            look_up=look_up,
-            awaits_loads=True,
-            **self._prompt(request, read_hints(request)),
-        )
-        if isinstance(found, NoMatch):
-            return found
-        num_found, name = found.num_blocks * self._block_size, self.names.of(request)
-        return Get(found.task_id, num_computed, num_found, found.sources, time.monotonic(), name)
+        try:
+            matched = self.manager.get_match_by_tier(
+                request.all_token_ids,
+                range(num_computed, num_tokens),
+                request_info=self._info(request),
+                look_up=look_up,
+                awaits_loads=True,
+                **self._prompt(request, read_hints(request)),
+            )
+        except (FlexCacheError, ValueError) as error:
+            log_event(
+                logger, logging.WARNING, "match_failed", request=request.request_id, error=error
+            )
+            return NoMatch.FAILED
+        if matched is None:
+            return NoMatch.UNDECIDED
+        task_id, found, sources = matched
+        num_found, name = int(np.count_nonzero(found)), self.names.of(request)
+        return Get(task_id, num_computed, num_found, sources, time.monotonic(), name)
 
     def prefetch(self, request: Any, num_on_gpu: int) -> int | None:
         """Begin to bring a request's blocks to DRAM, unless vLLM has them; return the task, None if
         the remote store has yet to answer."""
         if not self._may_find(request):
             return None
-        return safely(
+        mask = np.ones(request.num_tokens, dtype=np.bool_)
+        mask[: num_on_gpu * self._block_size] = False
+        task_id: int | None = safely(
             self.manager.prefetch_nowait,
             request.all_token_ids,
-            range(num_on_gpu * self._block_size, request.num_tokens),
+            mask,
             **self._prompt(request, read_hints(request)),
         )
+        return task_id
 
     def look_up(self, request: Any) -> None:
         """Begin to ask the remote store about a request that vLLM will ask about."""
@@ -362,24 +380,28 @@ class CacheCalls(TaskCalls):
         if not self.is_open:
             return None
         hints = read_hints(request)
-        found = self.find_put(
-            request.request_id,
-            request.all_token_ids,
-            range(first * self._block_size, stop * self._block_size),
-            tail_at=stop * self._block_size if has_tail else None,
-            request_info=self._info(request),
-            **hints.retention,
-            **self._prompt(request, hints),
-        )
-        if found is None:
+        try:
+            task_id, wanted = self.manager.put_match(
+                request.all_token_ids,
+                range(first * self._block_size, stop * self._block_size),
+                tail_at=stop * self._block_size if has_tail else None,
+                request_info=self._info(request),
+                **hints.retention,
+                **self._prompt(request, hints),
+            )
+        except (FlexCacheError, ValueError) as error:
+            log_event(
+                logger, logging.WARNING, "put_failed", request=request.request_id, error=error
+            )
             return None
         if request.lora_request is not None and self.manager.cache_config.kv_events:
             self.hashes.learn(self.keys(request), self._of_positions(request.block_hashes), stop)
-        task_id, wanted = found
-        if wanted:
-            return found
-        is_over = not has_tail or bool(self.ended([task_id]))
-        return None if is_over else (task_id, range(stop, stop))
+        num_wanted = int(np.count_nonzero(wanted))
+        if not num_wanted:
+            is_over = not has_tail or bool(self.ended([task_id]))
+            return None if is_over else (task_id, range(stop, stop))
+        begin = int(wanted.argmax()) // self._block_size
+        return task_id, range(begin, begin + num_wanted // self._block_size)
 
     def session_ended(self, request: Any) -> None:
         """Pass on what an ended request says of its session."""

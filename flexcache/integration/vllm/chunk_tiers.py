@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -379,7 +379,10 @@ class ChunkTiers:
             ):
                 to_remote.append((key, block))
                 self._going_to_store.add(key)
-        ops += self._remote_ops(OpKind.H2REMOTE, job, to_remote)
+        for part in _batches(to_remote):
+            names = [key for key, _ in part]
+            source, nowhere = _ids([block for _, block in part]), _ids([0] * len(part))
+            ops.append(self._op(OpKind.H2REMOTE, source, nowhere, _Cargo(job, names)))
         self._num_storing += sum(len(op) for op in ops)
         self._start(job, ops, now)
 
@@ -398,9 +401,18 @@ class ChunkTiers:
                 from_remote.append((key, block))
             else:
                 job.num_failed += 1
-        ops = [
-            *self._ssd_loads(job, from_ssd), *self._remote_ops(OpKind.REMOTE2H, job, from_remote)
-        ]  # fmt: skip
+        ops = []
+        for pinned in _batches(from_ssd):
+            assert self._ssd is not None
+            pins = [match for _, _, match in pinned]
+            slots = np.concatenate([self._ssd.index.blocks(match) for match in pins])
+            cargo = _Cargo(job, [key for key, _, _ in pinned], pins)
+            target = _ids([block for _, block, _ in pinned])
+            ops.append(self._op(OpKind.DISK2H, slots, target, cargo))
+        for part in _batches(from_remote):
+            target, nowhere = _ids([block for _, block in part]), _ids([0] * len(part))
+            cargo = _Cargo(job, [key for key, _ in part])
+            ops.append(self._op(OpKind.REMOTE2H, nowhere, target, cargo))
         self._start(job, ops, now)
 
     def take_ended(self) -> list[JobEnd]:
@@ -481,24 +493,6 @@ class ChunkTiers:
             return []
         cargo = _Cargo(job, [key], lease=lease)
         return [self._op(OpKind.H2DISK, _ids([block]), lease.blocks.copy(), cargo)]
-
-    def _ssd_loads(
-        self, job: _Job, chunks: list[tuple[BlockKey, int, PrefixMatch]]
-    ) -> Iterator[TransferOp]:
-        for part in _batches(chunks):
-            assert self._ssd is not None
-            keys, blocks, pins = (list(each) for each in zip(*part, strict=True))
-            slots = np.concatenate([self._ssd.index.blocks(match) for match in pins])
-            yield self._op(OpKind.DISK2H, slots, _ids(blocks), _Cargo(job, keys, pins))
-
-    def _remote_ops(
-        self, kind: OpKind, job: _Job, chunks: list[tuple[BlockKey, int]]
-    ) -> Iterator[TransferOp]:
-        for part in _batches(chunks):
-            keys, blocks = (list(each) for each in zip(*part, strict=True))
-            here, nowhere = _ids(blocks), _ids([0] * len(part))
-            ends = (here, nowhere) if kind is OpKind.H2REMOTE else (nowhere, here)
-            yield self._op(kind, *ends, _Cargo(job, keys))
 
     def _pin(self, key: BlockKey) -> PrefixMatch | None:
         if self._ssd is None or not self._lanes[DISK].is_up:

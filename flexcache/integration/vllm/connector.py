@@ -35,7 +35,7 @@ from flexcache.integration.vllm.scheduler import (
     FlexCacheScheduler,
     FlexCacheStats,
 )
-from flexcache.integration.vllm.worker import FlexCacheMetadata, FlexCacheWorker
+from flexcache.integration.vllm.worker import FlexCacheMetadata, FlexCacheWorker, LoadedAdapters
 from flexcache.logs import log_event
 
 if TYPE_CHECKING:
@@ -113,7 +113,12 @@ class FlexCacheConnectorV1(KVConnectorBase_V1, GroupHooks):  # type: ignore[misc
         return self._scheduler.take_step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._scheduler.step_ended(connector_output)
+        adapters = connector_output.kv_connector_worker_meta
+        if isinstance(adapters, LoadedAdapters):
+            self._scheduler.adapters_loaded(adapters.digests)
+        self._scheduler.transfers_ended(
+            connector_output.finished_recving or (), connector_output.invalid_block_ids
+        )
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -146,7 +151,7 @@ class FlexCacheConnectorV1(KVConnectorBase_V1, GroupHooks):  # type: ignore[misc
             TierName.SSD: CacheHitSource.DISK,
             TierName.REMOTE: CacheHitSource.EXTERNAL_UNSPECIFIED,
         }
-        sources = self._scheduler.gets.hit_sources(request.request_id)
+        sources = self._scheduler.hit_sources(request.request_id)
         return {names[tier]: count for tier, count in sources.items()}
 
     def take_events(self) -> Iterable[KVCacheEvent]:

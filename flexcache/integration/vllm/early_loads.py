@@ -13,7 +13,7 @@ _MAX_UNDER_WAY = 8
 _MAX_WAITING = 1024
 
 
-class LookUpsAhead:
+class EarlyLookUps:
     """Requests to look up ahead of vLLM.
 
     vLLM asks its connectors about a request when it has room to run it; the store can have answered
@@ -85,7 +85,7 @@ WINDOW = 8
 """Requests that are loaded for before vLLM has asked about them."""
 
 
-class LoadsAhead:
+class EarlyLoads:
     """Requests to load for ahead of vLLM's question.
 
         arrived --vLLM has room at once--> forgotten: its get loads it, chunk by chunk

@@ -26,14 +26,14 @@ from typing import Any
 from flexcache.config import CacheConfig
 from flexcache.errors import InternalError
 from flexcache.ids import TierName
-from flexcache.integration.adapter import LayerwiseRule, NoMatch
-from flexcache.integration.vllm.calls import CacheCalls, Get
-from flexcache.integration.vllm.early_loads import LoadsAhead, LookUpsAhead
+from flexcache.integration.adapter import LayerwiseRule
+from flexcache.integration.vllm.calls import CacheCalls, Get, NoMatch
+from flexcache.integration.vllm.early_loads import EarlyLoads, EarlyLookUps
 from flexcache.integration.vllm.engine import is_served_by_sibling
 from flexcache.integration.vllm.groups import BlockTables, Tables
 from flexcache.integration.vllm.step_loads import StepBudget
 from flexcache.integration.vllm.weights import RequestName
-from flexcache.integration.vllm.worker import RequestLoad
+from flexcache.integration.vllm.worker import Load
 
 _IDLE_WAIT_S = 0.001
 
@@ -65,7 +65,7 @@ class Step:
             for those that have ended instead.
     """
 
-    loads: list[RequestLoad] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
     counts_on_ranks: bool = False
     num_tokens: int = 0
     launched_s: float = 0.0
@@ -99,9 +99,9 @@ class Gets:
         self._match_ttl_s = config.match_ttl_s
         self._lookup_timeout_s = config.remote_lookup_timeout_s
         self._has_siblings = has_siblings
-        self.early = LookUpsAhead(config.remote_lookup_timeout_s)
+        self.early = EarlyLookUps(config.remote_lookup_timeout_s)
         may_begin = config.early_load_share > 0 and config.num_cpu_blocks != 0
-        self.early_loads = LoadsAhead(
+        self.early_loads = EarlyLoads(
             cache, may_begin and config.has_workers, not tables.has_groups, self._withdraw
         )
         self._may_load_early = may_begin
@@ -247,12 +247,14 @@ class Gets:
             num_computed = 0 if get is None else get.num_computed
             self._cancel(record)
             get = self._match(request, record, num_computed, num_computed + num_external)
-        start, task_id = 0 if get is None else get.num_computed, None
-        if get is not None and self._launch(get, tables, num_external):
-            record.get, get.launched, task_id = get, True, get.task_id
-            self.early_loads.loaded(request_id)
-        else:
+        launched = get is not None and self._launch(get, tables, num_external)
+        if get is None or not launched:
             record.get, record.has_lost_load = None, True
+        else:
+            record.get, get.launched = get, True
+            self.early_loads.loaded(request_id)
+        start = 0 if get is None else get.num_computed
+        task_id = get.task_id if get is not None and launched else None
         self._step.loads.append(self._load(request, task_id, tables, start, num_external))
 
     def _load_promised(
@@ -262,7 +264,7 @@ class Gets:
         start, size = get.num_computed, self._block_size
         block_ids = list(tables[0][start // size : (start + num_external) // size])
         self._step.loads.append(
-            RequestLoad(request.request_id, get.task_id, block_ids, promised=get.promised)
+            Load(request.request_id, get.task_id, block_ids, promised=get.promised)
         )
         self._step.counts_on_ranks = True
         self.budget.add(num_external, request.num_tokens - start - num_external)
@@ -280,13 +282,13 @@ class Gets:
 
     def _load(
         self, request: Any, task_id: int | None, tables: Tables, start: int, num_tokens: int
-    ) -> RequestLoad:
+    ) -> Load:
         request_id, adapter = request.request_id, self._cache.names.use_of(request)
         num_blocks, first = num_tokens // self._block_size, start // self._block_size
         if self._tables.has_groups:
-            return RequestLoad(request_id, task_id, [], num_needed=num_blocks, adapter=adapter)
+            return Load(request_id, task_id, [], num_needed=num_blocks, adapter=adapter)
         block_ids = list(tables[0][first : first + num_blocks])
-        return RequestLoad(request_id, task_id, block_ids, adapter=adapter)
+        return Load(request_id, task_id, block_ids, adapter=adapter)
 
     def take_step(self, num_scheduled: Mapping[str, int]) -> Step:
         """Return the step that vLLM has scheduled, with so many tokens of each request."""

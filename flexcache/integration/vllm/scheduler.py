@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,13 +22,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from flexcache.config import CacheConfig, ModelConfig
-from flexcache.integration.adapter import (
-    VLLM_COUNTERS,
-    LayerwiseRule,
-    PrefillRate,
-    await_ready,
-    increases,
-)
+from flexcache.errors import RegistrationError
+from flexcache.ids import TierName
+from flexcache.integration.adapter import VLLM_COUNTERS, LayerwiseRule, PrefillRate, increases
 from flexcache.integration.checkpoint import when_identified
 from flexcache.integration.vllm.calls import CacheCalls, to_vllm_events
 from flexcache.integration.vllm.engine import (
@@ -52,7 +48,7 @@ from flexcache.integration.vllm.groups import (
 from flexcache.integration.vllm.puts import PutPoints, Puts, tail_interval
 from flexcache.integration.vllm.step_loads import StepBudget, find_obstacle, recovers_in_steps
 from flexcache.integration.vllm.weights import read_model_id
-from flexcache.integration.vllm.worker import FlexCacheMetadata, LoadedAdapters
+from flexcache.integration.vllm.worker import FlexCacheMetadata
 from flexcache.logs import log_event
 from flexcache.manager import KVManager
 
@@ -112,6 +108,7 @@ class FlexCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
 logger = logging.getLogger(__name__)
 
+_READY_TIMEOUT_S = 60.0
 _STATS_INTERVAL_S = 5.0  # reading and passing them on takes longer than a put
 _LOADS_INTERVAL_S = 0.1  # between readings of how fast loads are, where that takes no round trip
 
@@ -175,13 +172,7 @@ class FlexCacheScheduler:
             if self._is_over:
                 return
             self._opened = self._make_manager(model_id, config)
-        self._opened.start()
-        # vLLM creates the workers and lets them register before it creates the scheduler.
-        try:
-            await_ready(self._opened)
-        except BaseException:
-            self._opened.shutdown()
-            raise
+        _start(self._opened)
         self._cache.open(self._opened)
 
     def bind(self, pool: Any) -> None:
@@ -230,16 +221,22 @@ class FlexCacheScheduler:
         begins_late = self._has_siblings or clears
         return FlexCacheMetadata(step.loads, stores, not step.num_tokens, begins_late, step.started)
 
-    def step_ended(self, output: Any) -> None:
-        """End a step, given vLLM's ``KVConnectorOutput`` of all ranks."""
-        if isinstance(output.kv_connector_worker_meta, LoadedAdapters):
-            self._cache.names.adapters_loaded(output.kv_connector_worker_meta.digests)
-        received, bad_blocks = output.finished_recving or (), output.invalid_block_ids
+    def adapters_loaded(self, digests: Mapping[int, str]) -> None:
+        """Take what adapters the last step was computed with."""
+        self._cache.names.adapters_loaded(digests)
+
+    def transfers_ended(self, received: Collection[str], bad_blocks: Collection[int]) -> None:
+        """End a step. On all ranks, the gets between steps of the requests ``received`` have ended;
+        ``bad_blocks`` were not loaded."""
         self._has_news |= bool(received) or self.gets.is_counting_on_ranks
         self._has_news |= self.puts.release()
         if bad_blocks:
             self.puts.withdraw(bad_blocks)
         self.gets.transfers_ended(received)
+
+    def hit_sources(self, request_id: str) -> dict[TierName, int]:
+        """Return how many tokens each tier supplies to the request's load."""
+        return self.gets.hit_sources(request_id)
 
     def reset(self) -> bool:
         """Drop everything cached and unused."""
@@ -295,6 +292,25 @@ class FlexCacheScheduler:
             self._is_over = True
         if self._opened is not None:
             self._opened.shutdown()
+
+
+def _start(manager: KVManager) -> None:
+    """Start the cache. An engine whose ranks are missing or refused runs without one."""
+    manager.start()
+    try:
+        # vLLM creates the workers and lets them register before it creates the scheduler.
+        manager.wait_ready(_READY_TIMEOUT_S)
+    except TimeoutError as error:
+        log_event(
+            logger, logging.ERROR, "workers_missing", error=error, effect="starts without them"
+        )
+    except RegistrationError as error:
+        log_event(
+            logger, logging.ERROR, "cache_refused", error=error, effect="runs without a cache"
+        )
+    except BaseException:
+        manager.shutdown()
+        raise
 
 
 def _free_deferred_blocks(pool: Any) -> None:

@@ -17,12 +17,7 @@ from typing import Any
 from vllm.v1.core import kv_cache_utils
 
 from flexcache.errors import ConfigError, InternalError
-from flexcache.integration.checkpoint import (
-    identify_adapter,
-    identify_checkpoint,
-    read_load_format,
-    write_id,
-)
+from flexcache.integration.checkpoint import identify_adapter, identify_checkpoint
 from flexcache.integration.file_digests import (
     ANY_TIME,
     NOT_NUMBERS,
@@ -51,9 +46,9 @@ def read_model_id(vllm_config: Any, digests: FileDigests) -> str:
     """
     model = vllm_config.model_config
     load, speculative = vllm_config.load_config, vllm_config.speculative_config
-    load_format = read_load_format(load.load_format, _FROM_FILES, digests)
     settings = [*_settings(vllm_config)]  # refuses some of them
     parts = [*_model_parts(model, load, digests), *settings]
+    _, name = parts.pop(0)
     # The user's overrides and the resolved positions count, not `hf_config.to_dict()`: its defaults
     # change with transformers. For a function, what it returns counts.
     if overrides := model.hf_overrides:
@@ -61,11 +56,11 @@ def read_model_id(vllm_config: Any, digests: FileDigests) -> str:
             effective = model.hf_config.to_dict()
             overrides = {k: v for k, v in effective.items() if k not in NOT_NUMBERS}
         parts.append(("overrides", digest(overrides)))
-    if load_format == "dummy":
+    if _load_format(load) == "dummy":
         parts.append(("random_weights", model.seed))
     if speculative is not None and str(speculative.method) not in _NO_DRAFT_KV:
         parts.append(("draft", _read_draft(speculative, load, digests)))
-    return write_id(parts)
+    return "|".join([str(name), *(f"{key}={value}" for key, value in parts)])
 
 
 def _read_draft(speculative: Any, load: Any, digests: FileDigests) -> str:
@@ -77,9 +72,15 @@ def _read_draft(speculative: Any, load: Any, digests: FileDigests) -> str:
     return f"{name}:{digest([dict(_model_parts(draft, load, digests)), kv_dtype])}"
 
 
+def _load_format(load: Any) -> str:
+    return str(getattr(load.load_format, "value", load.load_format))
+
+
 def _model_parts(model: Any, load: Any, digests: FileDigests) -> Iterator[tuple[str, Any]]:
     """Yield what determines the numbers of a model, target or draft."""
     name = getattr(model, "model_weights", "") or model.model  # model_weights if it was fetched
+    if _load_format(load) not in _FROM_FILES:
+        digests.note_unknown(f"load_format = {_load_format(load)!r}: weights may be anywhere")
     yield from identify_checkpoint(
         name, model.revision, digests, trusts_code=bool(model.trust_remote_code),
         download_dir=getattr(load, "download_dir", None),

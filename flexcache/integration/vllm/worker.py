@@ -55,7 +55,7 @@ class AdapterUse(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RequestLoad:
+class Load:
     """A request's blocks that a task fills. ``task_id`` is None if it could not be started.
 
     One that was ``promised`` runs within the step of this metadata, others between steps. In a
@@ -83,7 +83,7 @@ class FlexCacheMetadata(KVConnectorMetadata):  # type: ignore[misc]
             False for those that have ended instead.
     """
 
-    loads: list[RequestLoad] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
     stores: list[int] = field(default_factory=list)
     idle: bool = False
     begins_late: bool = False
@@ -306,7 +306,7 @@ class FlexCacheWorker:
         self._place = read_place(vllm_config, self._config)
         self._kv_caches: Mapping[str, torch.Tensor] = {}
         self.client: KVTPClient | None = None
-        self._loads: dict[int, RequestLoad] = {}
+        self._loads: dict[int, Load] = {}
         self._stores: set[int] = set()
         self._received: set[str] = set()
         self._failed: set[str] = set()
@@ -390,7 +390,12 @@ class FlexCacheWorker:
         self._begun = metadata
         self._idle = metadata.idle
         for request_id, is_computed in metadata.started.items():
-            self._request_started(request_id, is_computed)
+            num_updates, block_ids = self._arrived.pop(request_id, (0, []))
+            is_old = num_updates != self._weights.num_updates
+            if is_computed and is_old and self._recovers:
+                # Without a cache vLLM would compute them itself. Where it cannot any more, the
+                # request goes on as one does that ran during the update, and is stored no more.
+                self._bad_blocks.update(block_ids)
         new: list[int] = []
         for load in metadata.loads:
             if load.promised is not None:
@@ -408,15 +413,6 @@ class FlexCacheWorker:
             self._stores.update(metadata.stores)
             if new := new + metadata.stores:
                 self.client.open_gates(new)
-
-    def _request_started(self, request_id: str, is_computed: bool) -> None:
-        """Forget a load that has arrived: its request is computed now, or has ended."""
-        num_updates, block_ids = self._arrived.pop(request_id, (0, []))
-        is_old = num_updates != self._weights.num_updates
-        if is_computed and is_old and self._recovers:
-            # Without a cache vLLM would compute them itself. Where it cannot any more, the
-            # request goes on as one does that ran during the update, and is stored no more.
-            self._bad_blocks.update(block_ids)
 
     def take_received(self) -> set[str]:
         """Return the requests whose get between steps has ended on every rank since the last call.
@@ -442,7 +438,7 @@ class FlexCacheWorker:
                 self._arrived[load.request_id] = self._weights.num_updates, load.block_ids
                 self._lose(load, num_ok)
 
-    def _lose(self, load: RequestLoad, num_ok: int) -> None:
+    def _lose(self, load: Load, num_ok: int) -> None:
         """Note what of a load did not arrive after its first ``num_ok`` blocks."""
         if num_ok < load.num_needed:
             self._failed.add(load.request_id)

@@ -17,46 +17,46 @@ def stored(number: int, num_tokens: int = 4) -> Change:
     return Stored(Medium.CPU, RootId(bytes(16)), None, [key], 4, range(num_tokens))
 
 
-def feed_of(**settings: object) -> Observers:
+def observers_of(**settings: object) -> Observers:
     return Observers(CacheConfig(num_cpu_blocks=4, **settings))  # type: ignore[arg-type]
 
 
 def test_changes_are_taken_once_and_in_order() -> None:
-    feed = feed_of(kv_events=True)
+    seen = observers_of(kv_events=True)
     changes = [stored(number) for number in range(5)]
-    feed.pass_on(changes[:2])
-    feed.pass_on(changes[2:])
-    assert feed.take_changes() == changes
-    assert feed.take_changes() == []
-    assert feed.event_stats() == EventStats(untaken_batches=0, lost_batches=0)
+    seen.pass_on(changes[:2])
+    seen.pass_on(changes[2:])
+    assert seen.take_changes() == changes
+    assert seen.take_changes() == []
+    assert seen.event_stats() == EventStats(untaken_batches=0, lost_batches=0)
 
 
 def test_beyond_the_bound_the_oldest_batches_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(observers, "NUM_QUEUED", 3)
-    feed = feed_of(kv_events=True)
+    seen = observers_of(kv_events=True)
     changes = [stored(number) for number in range(5)]
     for change in changes:
-        feed.pass_on([change])
-    assert feed.event_stats() == EventStats(untaken_batches=3, lost_batches=2)
-    assert feed.take_changes() == changes[2:]
+        seen.pass_on([change])
+    assert seen.event_stats() == EventStats(untaken_batches=3, lost_batches=2)
+    assert seen.take_changes() == changes[2:]
 
 
 def test_large_batches_are_bounded_by_tokens_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(observers, "_MAX_WAITING_TOKENS", 10)
-    feed = feed_of(kv_events=True)
+    seen = observers_of(kv_events=True)
     for round_ in range(2):  # what was taken does not count any more
         changes = [stored(3 * round_ + number) for number in range(3)]
         for change in changes:
-            feed.pass_on([change])
-        assert feed.take_changes() == changes[1:]
-    feed.pass_on([stored(7, 100)])
+            seen.pass_on([change])
+        assert seen.take_changes() == changes[1:]
+    seen.pass_on([stored(7, 100)])
     # The last is always kept.
-    assert feed.event_stats() == EventStats(untaken_batches=1, lost_batches=2)
-    feed.pass_on([stored(8)])
-    assert feed.take_changes() == [stored(8)]
+    assert seen.event_stats() == EventStats(untaken_batches=1, lost_batches=2)
+    seen.pass_on([stored(8)])
+    assert seen.take_changes() == [stored(8)]
 
 
 def test_nothing_is_kept_without_a_consumer() -> None:
-    feed = feed_of()
-    feed.pass_on([stored(1)])
-    assert feed.take_changes() == []
+    seen = observers_of()
+    seen.pass_on([stored(1)])
+    assert seen.take_changes() == []
