@@ -36,7 +36,6 @@ from rich.console import Console
 from rich.table import Table
 
 from flexcache.router.dispatcher import Dispatcher, MatchedPrompt
-from flexcache.router.load import Load
 from flexcache.router.policy import make_policy
 from flexcache.router.service_time import ServiceTime
 from flexcache.router.simulate.comparison import (
@@ -116,7 +115,7 @@ class Case:
 def dispatcher(
     policy: str, seed: int, times: ServiceTime | None = None, engines: int = ENGINES
 ) -> Dispatcher:
-    return Dispatcher(make_policy(policy), Load(engines), times or ServiceTime(engines), seed=seed)
+    return Dispatcher(make_policy(policy), engines, service_time=times, seed=seed)
 
 
 def run(chooses: Chooses, workload: Workload, specs: Sequence[EngineSpec]) -> Simulated:

@@ -11,7 +11,7 @@ import numpy as np
 from flexcache.router.dispatcher import GPU, Dispatcher, MatchedPrompt
 from flexcache.router.fleet import Tier
 from flexcache.router.index import Holder, KVIndexer
-from flexcache.router.load import FloatArray, Load, Running, Work
+from flexcache.router.load import FloatArray, Running, Work
 from flexcache.router.placements import Placements, guesses_about
 from flexcache.router.policy import Pick, make_policy
 from flexcache.router.service_time import ServiceTime
@@ -70,10 +70,7 @@ class Deciders:
     """
 
     def __init__(self, count: int, num_workers: int, delay_s: float | None) -> None:
-        self._all = [
-            Dispatcher(make_policy("ours"), Load(num_workers), ServiceTime(num_workers), seed=i)
-            for i in range(count)
-        ]
+        self._all = [Dispatcher(make_policy("ours"), num_workers, seed=i) for i in range(count)]
         self._delay_s = delay_s
         self._next = 0
         self._owner: dict[str, int] = {}

@@ -52,9 +52,9 @@ def measure(path: Path, rounds: int) -> Measured:
 
         def decide(keys: list[int] = keys) -> int:
             depths = index.depths(index.match(keys))
-            return int(np.argmax(table.matched(depths * BLOCK_SIZE).gpu))
+            return int(np.argmax(table.matched(depths * BLOCK_SIZE)[0]))
 
-        found = table.matched(index.depths(index.match(keys))).gpu
+        found = table.matched(index.depths(index.match(keys)))[0]
         expect(int(found.max()) == workload.depths[title], f"{title}: {found.max()}")
         lookups[title] = {
             "match": times(lambda keys=keys: index.match(keys), rounds),  # type: ignore[misc]

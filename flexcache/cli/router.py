@@ -31,11 +31,13 @@ if TYPE_CHECKING:
     from flexcache.router.simulate.workload import Workload
 
 
+app = typer.Typer(help="Route requests to the engine that will answer them soonest.")
 _console = Console()
 _AGENTS, _TOOLS = "agents", "toolagent"
 _BAD_TRACE = 2
 
 
+@app.command()
 def simulate(
     trace: Annotated[
         list[Path],
@@ -159,10 +161,6 @@ def _show(result: Comparison, title: str) -> None:
             f"[yellow]note[/] {result.num_refused:,} requests are longer than an engine's cache "
             "and were left out; see --gpu-blocks"
         )
-
-
-app = typer.Typer(help="Route requests to the engine that will answer them soonest.")
-app.command()(simulate)
 
 
 @app.callback(invoke_without_command=True)

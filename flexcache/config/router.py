@@ -140,14 +140,8 @@ class RouterConfig:
         1024, "Requests that wait while every engine is busy; others get 429.", "requests"
     )
     queue_timeout_s: Seconds = setting(30.0, "Longest wait for an engine, then 429.", "s")
-    health_interval_s: Seconds = setting(2.0, "How often each engine's `/health` is read.", "s")
-    metrics_interval_s: Seconds = setting(
-        15.0, "How often each engine's `/metrics` and `/v1/models` are read.", "s"
-    )
     max_body_mb: Megabytes = setting(64.0, "Largest body of a request.", "1e6 bytes")
-    idle_timeout_s: Seconds = setting(
-        75.0, "How long a client's connection may idle, or a request's body may pause.", "s"
-    )
+
     drain_timeout_s: Seconds = setting(
         30.0, "How long running requests may take to end after SIGTERM.", "s"
     )

@@ -48,8 +48,11 @@ REMOVED: Mapping[str, str] = {
 """Settings of earlier versions, and what holds instead."""
 REMOVED_OF_ROUTER: Mapping[str, str] = {
     "connect_timeout_s": "connecting to an engine may take 2 s",
+    "health_interval_s": "engines' health is read every 2 s",
     "health_timeout_s": "an engine has 2 s to answer a health check",
+    "idle_timeout_s": "a client's connection may idle for 75 s, and a body may take as long",
     "max_retries": "a request is sent to two other engines at most",
+    "metrics_interval_s": "engines' models and metrics are read every 15 s",
     "temperature": "choices are never sampled",
 }
 

@@ -184,6 +184,19 @@ class Choice:
     others: tuple[str, ...] = ()
 
 
+class WorkerAddress(msgspec.Struct, frozen=True):
+    """A worker as a proxy needs it while the decider is away.
+
+    Attributes:
+        models: Names of the models and adapters that it serves; empty: unknown.
+    """
+
+    name: str
+    url: str
+    headers: dict[str, str]
+    models: frozenset[str]
+
+
 class NotRouted(Exception):
     """No worker can take the request.
 
@@ -210,7 +223,7 @@ UNKNOWN = Usage()
 
 
 class Chooser(Protocol):
-    """Chooses workers and follows the life of requests.
+    """Chooses workers and follows the life of requests; knows what the workers serve.
 
     For every `choose` that returns, exactly one `ended` follows; until then the request counts as
     load of its worker.
@@ -243,4 +256,16 @@ class Chooser(Protocol):
 
     def stored(self, url: str, ids: Iterable[str]) -> None:
         """Note that the engine at a URL keeps things under these ids, see `stored.StoredIds`."""
+        ...
+
+    def addresses(self) -> list[WorkerAddress]:
+        """Return the workers that take requests."""
+        ...
+
+    def cards(self) -> dict[str, bytes]:
+        """Return what they say of each model that they serve, as JSON."""
+        ...
+
+    def models_changed(self) -> None:
+        """Have the workers' lists of models read again."""
         ...

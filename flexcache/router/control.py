@@ -63,10 +63,11 @@ from flexcache.router.listing import (
     parse_cache_url,
     parse_source,
 )
-from flexcache.router.proxy.clients import Bodies, BodyRefused, HeldBody, holding
+from flexcache.router.proxy.clients import Bodies, BodyRefused, HeldBody, Room, holding
 from flexcache.router.proxy.proxy import LINGER_S, bind, listen
 from flexcache.router.router import WorkerScore
 from flexcache.router.service import DeciderService
+from flexcache.router.settings import IDLE_TIMEOUT_S
 from flexcache.router.stats import RouterStats, to_json
 
 _OPEN_PATHS = ("/healthz", "/readyz")
@@ -89,24 +90,20 @@ def make_gate(host: str, token: str | None) -> Middleware:
 
     @web.middleware
     async def gate(request: web.Request, handler: Handler) -> web.StreamResponse:
+        is_open = request.path in _OPEN_PATHS or request.path.startswith(_OPEN_FILES)
+        # A page whose name resolves to 127.0.0.1 (DNS rebinding) sends its own name.
         if is_local and not _is_loopback_host(request.headers.get("Host", "")):
             raise web.HTTPForbidden(text="the Host header must name localhost")
         if not _is_same_origin(request):
             raise web.HTTPForbidden(text="requests for pages of other sites are refused")
-        is_open = request.path in _OPEN_PATHS or request.path.startswith(_OPEN_FILES)
-        if secret is not None and not is_open:
-            scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-            is_right = hmac.compare_digest(given.strip().encode(errors="replace"), secret)
-            if scheme.lower() != "bearer" or not is_right:
-                raise web.HTTPUnauthorized(
-                    text="a bearer token is required", headers={"WWW-Authenticate": "Bearer"}
-                )
-        has_body = request.method not in _READING and request.body_exists
-        if has_body and request.content_type != "application/json":
+        if not (is_open or secret is None or _has_token(request, secret)):
+            raise web.HTTPUnauthorized(
+                text="a bearer token is required", headers={"WWW-Authenticate": "Bearer"}
+            )
+        if not _is_readable(request):
             raise web.HTTPUnsupportedMediaType(text="the body must be application/json")
-        keeps = contextlib.nullcontext() if is_open else holding(request)
         try:
-            with keeps:
+            with contextlib.nullcontext() if is_open else holding(request):
                 return await handler(request)
         except BodyRefused as refused:
             answer = web.Response(status=refused.status, text=str(refused))
@@ -114,6 +111,17 @@ def make_gate(host: str, token: str | None) -> Middleware:
             return answer
 
     return gate
+
+
+def _has_token(request: web.Request, secret: bytes) -> bool:
+    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+    is_right = hmac.compare_digest(given.strip().encode(errors="replace"), secret)
+    return scheme.lower() == "bearer" and is_right
+
+
+def _is_readable(request: web.Request) -> bool:
+    has_body = request.method not in _READING and request.body_exists
+    return not has_body or request.content_type == "application/json"
 
 
 def _is_loopback_host(header: str) -> bool:
@@ -227,11 +235,7 @@ class SelectionApi:
     async def select(self, request: web.Request) -> web.Response:
         selection = await read(request, Selection)
         wanted = await self._read(selection)
-        scores = self._scores(wanted)
-        best = scores[0]
-        spec = self._decider.roster.spec(best.worker)
-        answer = _selected(selection, spec.url, spec.data_parallel_rank, best)
-        return as_json(answer | {"effective_prefill_tokens": _to_compute(wanted, best)})
+        return as_json(self._selected(selection, wanted, self._scores(wanted)[0]))
 
     async def reserve(self, request: web.Request) -> web.Response:
         selection = await read(request, Selection)
@@ -241,9 +245,7 @@ class SelectionApi:
         decision = await self._place(wanted, selection)
         # Scores from now on would count the reservation itself.
         found = WorkerScore(decision.worker, None, dict(decision.matched), decision.ttft_s)
-        spec = self._decider.roster.spec(decision.worker)
-        answer = _selected(selection, spec.url, spec.data_parallel_rank, found)
-        return as_json(answer | {"effective_prefill_tokens": _to_compute(wanted, found)}, 201)
+        return as_json(self._selected(selection, wanted, found), 201)
 
     async def prefill_complete(self, request: web.Request) -> web.Response:
         self._require(request)
@@ -319,23 +321,20 @@ class SelectionApi:
             raise web.HTTPServiceUnavailable(text="no worker takes requests")
         return scores
 
-
-def _selected(
-    selection: Selection, url: str, rank: int | None, score: WorkerScore
-) -> dict[str, Any]:
-    return {
-        "selection_id": selection.selection_id,
-        "model_name": selection.model_name,
-        "worker_id": score.worker,
-        "dp_rank": rank,
-        "endpoint": url,
-        "overlap": _overlap(score),
-        "ttft_s": score.ttft_s,
-    }
-
-
-def _to_compute(wanted: RouteRequest, score: WorkerScore) -> int:
-    return wanted.num_tokens - sum(score.matched.values())
+    def _selected(
+        self, selection: Selection, wanted: RouteRequest, score: WorkerScore
+    ) -> dict[str, Any]:
+        spec = self._decider.roster.spec(score.worker)
+        return {
+            "selection_id": selection.selection_id,
+            "model_name": selection.model_name,
+            "worker_id": score.worker,
+            "dp_rank": spec.data_parallel_rank,
+            "endpoint": spec.url,
+            "overlap": _overlap(score),
+            "ttft_s": score.ttft_s,
+            "effective_prefill_tokens": wanted.num_tokens - sum(score.matched.values()),
+        }
 
 
 def _overlap(score: WorkerScore) -> dict[str, int]:
@@ -408,11 +407,11 @@ class ControlApi:
         """Listen."""
         config = self._config
         app = web.Application(middlewares=[make_gate(config.control_host, config.control_token)])
-        app[BODIES] = Bodies(_MAX_BODY_BYTES, _MAX_HELD_BYTES, config.idle_timeout_s)
+        app[BODIES] = Bodies(Room(_MAX_BODY_BYTES, _MAX_HELD_BYTES), IDLE_TIMEOUT_S)
         app.add_routes(self._routes() + SelectionApi(self._service.decider).routes())
         self._runner = web.AppRunner(
             app, access_log=None, auto_decompress=False, handler_cancellation=True,
-            keepalive_timeout=config.idle_timeout_s, lingering_time=LINGER_S,
+            keepalive_timeout=IDLE_TIMEOUT_S, lingering_time=LINGER_S,
             shutdown_timeout=_CLOSE_S,
         )  # fmt: skip
         await self._runner.setup()

@@ -35,8 +35,9 @@ from flexcache.router.chooser import (
     RouterEvent,
     Skipped,
     Usage,
+    WorkerAddress,
 )
-from flexcache.router.fleet import WorkerSpec, WorkerState, listed_name
+from flexcache.router.fleet import WorkerSpec, listed_name
 from flexcache.router.load import Running
 from flexcache.router.messages import (
     Began,
@@ -44,7 +45,6 @@ from flexcache.router.messages import (
     FirstToken,
     Life,
     RunningRequest,
-    WorkerAddress,
     told,
 )
 from flexcache.router.roster import Roster
@@ -56,7 +56,7 @@ from flexcache.router.waiting import is_set_within
 
 T = TypeVar("T")
 
-_SHORTEST_RETRY_S = 1.0
+_SHORTEST_RETRY_S = 1.0  # ``Retry-After`` has whole seconds
 
 
 @dataclass(eq=False, slots=True)
@@ -282,14 +282,11 @@ class Decider:
 
     # -- the contract ------------------------------------------------------------------------------
 
-    async def choose(
-        self, arrival: Arrival, *, owner: str = "", lease_s: float | None = None
-    ) -> Choice:
+    async def choose(self, arrival: Arrival, *, owner: str = "") -> Choice:
         """Choose a worker; waits while all are busy.
 
         Args:
             owner: Process that will report the end.
-            lease_s: The request is given up after this long; None: never.
 
         Raises:
             NotRouted: There is none, or none that has what the request names.
@@ -300,10 +297,7 @@ class Decider:
             url = await self.stored_ids.find(arrival, self.roster.urls)
             only = None if url is None else (urlsplit(url).netloc,)
         request = await self.read(arrival)
-        terms = Terms(
-            tried=arrival.tried, only=only, owner=owner, lease_s=lease_s,
-            attempt=len(arrival.tried),
-        )  # fmt: skip
+        terms = Terms(tried=arrival.tried, only=only, owner=owner, attempt=len(arrival.tried))
         decision = await self.decide(request, terms)
         spec = self.roster.spec(decision.worker)
         others = [self.roster.spec(name).url for name in decision.others if name in self.roster]
@@ -362,18 +356,21 @@ class Decider:
         """Choose and reserve; None while every worker is busy."""
         if request.request_id in self.running:
             raise ValueError(f"request {request.request_id!r} is running")
-        if not self.roster.num_up:
-            self.line.counts.refused["no_worker"] += 1
-            raise NotRouted(503, "no worker is up", _RETRY_S)
         named = None if terms.only is None else self.roster.at(terms.only)
-        if named is not None and not any(self.roster.is_up(name) for name in named):
-            self.line.counts.refused["no_worker"] += 1
-            raise NotRouted(503, "none of the workers that may be chosen is up", _RETRY_S)
         decision = self.routing.choose(request, self.clock(), tried=terms.tried, only=named)
-        if decision is None and self.routing.fleet.eligible(request.model, only=named) is None:
-            self.line.counts.refused["no_worker"] += 1
-            raise NotRouted(503, f"no worker that serves {request.model!r} is up", _RETRY_S)
-        return decision
+        if decision is not None:
+            return decision
+        fleet = self.routing.fleet
+        if fleet.eligible(None) is None:
+            why = "no worker is up"
+        elif fleet.eligible(None, only=named) is None:
+            why = "none of the workers that may be chosen is up"
+        elif fleet.eligible(request.model, only=named) is None:
+            why = f"no worker that serves {request.model!r} is up"
+        else:
+            return None
+        self.line.counts.refused["no_worker"] += 1
+        raise NotRouted(503, why, _RETRY_S)
 
     def _headers_for(self, spec: WorkerSpec) -> dict[str, str]:
         if spec.data_parallel_rank is None:
@@ -387,7 +384,7 @@ class Decider:
             return
         with _logged("first_token"):
             self.routing.first_token(request_id, self.clock(), tells_time=tells_time)
-        if tells_time:  # otherwise its end follows
+        if tells_time:  # otherwise its end follows at once, and says the same
             self.tell(FirstToken(request_id))
             self.line.wake()
 
@@ -431,7 +428,7 @@ class Decider:
         return self.routing.fleet.models
 
     def cards(self) -> dict[str, bytes]:
-        """See `EngineBook`."""
+        """See `Chooser`."""
         return self.roster.cards()
 
     def stored(self, url: str, ids: Iterable[str]) -> None:
@@ -439,17 +436,16 @@ class Decider:
         self.stored_ids.note(url, ids)
 
     def models_changed(self) -> None:
-        """See `EngineBook`."""
+        """See `Chooser`."""
         self.on_models_changed()
 
     def addresses(self) -> list[WorkerAddress]:
         """Return the workers that take requests."""
         return [
             WorkerAddress(
-                spec.name, spec.url, self._headers_for(spec), self.roster.models(spec.name)
+                spec.name, spec.url, self._headers_for(spec), self.roster.engine(spec.name).models
             )
-            for spec in self.roster.specs
-            if self.roster.state(spec.name) is WorkerState.UP
+            for spec in self.roster.up
         ]
 
     def end_all(self, owner: str) -> int:

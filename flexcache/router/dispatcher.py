@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flexcache.router.load import GONE, FloatArray, Load, Running, Work
+from flexcache.router.load import GONE, FloatArray, Running, Work, WorkerLoad
 from flexcache.router.policy import Candidates, Pick, Policy
 from flexcache.router.service_time import ServiceTime
 
@@ -45,6 +45,10 @@ class MatchedPrompt(NamedTuple):
 class Dispatcher:
     """Requests that run, and the choice for the next one.
 
+    Args:
+        service_time: What is known of the workers' speed; None: nothing yet.
+        seed: Of the choice among equals.
+
     Attributes:
         running: Every request that runs, by its id, the earliest first.
         load: What the workers are busy with.
@@ -52,11 +56,16 @@ class Dispatcher:
     """
 
     def __init__(
-        self, policy: Policy, load: Load, service_time: ServiceTime, *, seed: int = 0
+        self,
+        policy: Policy,
+        num_workers: int = 0,
+        *,
+        service_time: ServiceTime | None = None,
+        seed: int = 0,
     ) -> None:
         self.running: dict[str, Running] = {}
-        self.load = load
-        self.service_time = service_time
+        self.load = WorkerLoad(num_workers)
+        self.service_time = service_time or ServiceTime(num_workers)
         self._policy = policy
         self._rng = random.Random(seed)
 

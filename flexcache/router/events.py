@@ -271,11 +271,8 @@ class EventApplier:
             return None
         if extra_keys is not None and len(extra_keys) != len(names):
             return None
-        if extra_keys is None and event.cache_salt and event.parent_block_hash is None:
-            extra_keys = [[event.cache_salt]]
-        own = [_without_adapter(keys, event.lora_name) for keys in extra_keys or ()]
         try:
-            packed, extra = pack(tokens), pack_extra_keys(own) if any(own) else []
+            packed, extra = pack(tokens), pack_extra_keys(_own_keys(event))
         except ValueError:
             self.ignored["malformed"] += 1
             return None
@@ -302,6 +299,15 @@ def _place_of_removal(event: Event) -> tuple[str | None, int | None] | None:
 
 def _low_64_bits(hashes: list[BlockHash]) -> list[int]:
     return [name & _LOW_64_BITS if type(name) is int else low_64_bits(name) for name in hashes]
+
+
+def _own_keys(event: BlockStored) -> list[Any]:
+    """Return what each block depends on besides its tokens and its space; empty: on nothing."""
+    extra_keys = event.extra_keys
+    if extra_keys is None and event.cache_salt and event.parent_block_hash is None:
+        extra_keys = [[event.cache_salt]]
+    own = [_without_adapter(keys, event.lora_name) for keys in extra_keys or ()]
+    return own if any(own) else []
 
 
 def _without_adapter(extra_keys: Any, adapter: str | None) -> Any:

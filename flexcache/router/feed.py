@@ -170,21 +170,17 @@ _RETRY_S = 1.0
 _STOP_PATIENCE_S = 0.1  # until a thread that waits for room looks whether it is to stop
 
 
-class Unknown(Enum):
-    """Takes the place of a batch: what the source said before no longer holds."""
-
-    LOST = "lost"
-    """Batches are missing for good."""
-    RESTARTED = "restarted"
-    """It restarted, or tells all that it holds in the batches that follow."""
-
-
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What a source says, for the event loop. Batches are cut into slices."""
+    """What a source says, for the event loop.
+
+    Attributes:
+        content: A slice of a batch; None: what the source said before no longer holds, since
+            batches are missing for good, it restarted, or it is going to list all that it holds.
+    """
 
     source: SourceThread
-    content: EventBatch | Unknown
+    content: EventBatch | None
 
 
 class SourceThread:
@@ -298,7 +294,7 @@ class SourceThread:
                     logger, logging.INFO, "kv_events_source_restarted",
                     endpoint=self.source.endpoint,
                 )  # fmt: skip
-                self._put(Unknown.RESTARTED)
+                self._put(None)
             case Lost(first, stop):
                 # What was published before the first connection was never known here.
                 if self.last_batch_s is not None:
@@ -309,16 +305,16 @@ class SourceThread:
                     self._lose()
             case Received() | SnapshotPart():
                 if isinstance(news, SnapshotPart) and news.is_first:
-                    self._put(Unknown.RESTARTED)
+                    self._put(None)
                 self.last_batch_s = time.monotonic()
                 for part in slices(news.batch):
                     self._put(part)
 
     def _lose(self) -> None:
         self.num_losses += 1
-        self._put(Unknown.LOST)
+        self._put(None)
 
-    def _put(self, content: EventBatch | Unknown) -> None:
+    def _put(self, content: EventBatch | None) -> None:
         item = Item(self, content)
         while not self._stopping.is_set():
             try:
@@ -330,7 +326,7 @@ class SourceThread:
             return
 
 
-_SLICE_S = 0.001
+_SLICE_S = 0.001  # so long may events hold requests up at a time
 _QUEUE = 512
 """Slices of batches that wait for the event loop, of all sources together."""
 _HINTS = {
@@ -345,12 +341,9 @@ class Sink(Protocol):
     def apply(self, source: str, batch: EventBatch) -> None:
         """Take events, in the order in which they happened."""
 
-    def lost(self, source: str) -> None:
-        """Take note that events are missing: what the source holds is unknown."""
-
-    def restarted(self, source: str) -> None:
-        """Take note that the source holds nothing, or what the batches that follow say: it
-        restarted, or lists all that it holds."""
+    def forget(self, source: str) -> None:
+        """Take note that the source holds nothing but what the batches that follow say: events are
+        missing, it restarted, or lists all that it holds."""
 
 
 class Feed:
@@ -386,7 +379,7 @@ class Feed:
                 self._ending.append(self._threads.pop(endpoint))
                 del self._watches[endpoint]
                 if endpoint in wanted:
-                    self._sink.restarted(endpoint)
+                    self._sink.forget(endpoint)
         for endpoint, source in wanted.items():
             if endpoint not in self._threads:
                 self._threads[endpoint] = SourceThread(source, self._items, self._wake)
@@ -481,13 +474,11 @@ class Feed:
                 exc_info=True,
             )  # fmt: skip
             item.source.num_losses += 1
-            self._sink.lost(endpoint)
+            self._sink.forget(endpoint)
 
     def _apply(self, endpoint: str, item: Item) -> None:
-        if item.content is Unknown.LOST:
-            self._sink.lost(endpoint)
-        elif item.content is Unknown.RESTARTED:
-            self._sink.restarted(endpoint)
+        if item.content is None:
+            self._sink.forget(endpoint)
         else:
             self._watches[endpoint].event()
             self._sink.apply(endpoint, item.content)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 import msgspec
@@ -58,6 +58,22 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     cache_url: str | None = None
 
 
+class ModelCard(msgspec.Struct, frozen=True):
+    """A model or an adapter that an engine serves.
+
+    Attributes:
+        id: Served name.
+        root: Directory or name of its files; of an adapter, the adapter's.
+        parent: The model that an adapter belongs to; None: it is no adapter.
+        raw: All that the engine says of it, as JSON.
+    """
+
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    raw: bytes = b""
+
+
 class WorkerState(str, Enum):
     """Whether requests are sent to a worker."""
 
@@ -85,19 +101,6 @@ class Member:
     state: WorkerState = WorkerState.UP
     models: frozenset[str] = frozenset()
     adapters: frozenset[str] = frozenset()
-
-
-@dataclass(slots=True)
-class Changes:
-    """What `Fleet.set_workers` changed, as numbers.
-
-    Attributes:
-        changed: Workers that stay and have other sources.
-    """
-
-    added: list[int] = field(default_factory=list)
-    removed: list[int] = field(default_factory=list)
-    changed: list[int] = field(default_factory=list)
 
 
 def listed_name(model: str, listed: Collection[str]) -> str:
@@ -152,8 +155,11 @@ class Fleet:
             raise InternalError(f"worker {number} is gone")
         return member.spec.name
 
-    def set_workers(self, specs: Sequence[WorkerSpec]) -> Changes:
+    def set_workers(self, specs: Sequence[WorkerSpec]) -> list[int]:
         """Replace the set of workers. Those that stay keep number, state and models.
+
+        Returns:
+            Numbers of those that are gone.
 
         Raises:
             ConfigError: Two have one name; nothing is changed.
@@ -161,23 +167,22 @@ class Fleet:
         wanted = {spec.name: spec for spec in specs}
         if len(wanted) < len(specs):
             raise ConfigError(f"workers = {[spec.name for spec in specs]!r}: a name is there twice")
-        changes = Changes()
+        removed = []
         for name in [name for name in self._members if name not in wanted]:
             member = self._members.pop(name)
             self._remember(member)
             number = member.number
             self._by_number[number] = None
             self._free.append(number)
-            changes.removed.append(number)
+            removed.append(number)
         for name, spec in wanted.items():
             known = self._members.get(name)
             if known is None:
-                changes.added.append(self._add(spec))
-            elif known.spec != spec:
+                self._add(spec)
+            else:
                 known.spec = spec
-                changes.changed.append(known.number)
         self._note_models()
-        return changes
+        return removed
 
     def _remember(self, member: Member) -> None:
         """Remember models that no worker may list any more.
@@ -190,14 +195,13 @@ class Fleet:
         while len(self._once_listed) > _MAX_REMEMBERED:
             self._once_listed.popitem(last=False)
 
-    def _add(self, spec: WorkerSpec) -> int:
+    def _add(self, spec: WorkerSpec) -> None:
         if self._free:
             number = self._free.pop()
         else:
             number = len(self._by_number)
             self._by_number.append(None)
         self._members[spec.name] = self._by_number[number] = Member(number, spec)
-        return number
 
     def set_state(self, name: str, state: WorkerState) -> None:
         self._members[name].state = state

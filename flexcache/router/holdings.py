@@ -30,15 +30,6 @@ from flexcache.router.stats import IndexStats
 TokenCounts = npt.NDArray[np.int64]
 
 
-class TierTokens(NamedTuple):
-    """Tokens that each tier supplies, by worker. A token counts for the fastest tier that has it;
-    their sum is the prefix that need not be computed."""
-
-    gpu: TokenCounts
-    dram: TokenCounts
-    disk: TokenCounts
-
-
 class WorkerTable:
     """Which holders supply each worker.
 
@@ -55,26 +46,23 @@ class WorkerTable:
         self._version = -1
         self._columns: dict[Tier, npt.NDArray[np.intp]] = {}
 
-    def set_workers(
-        self, workers: Sequence[WorkerSpec], further: Sequence[str] | None = None
-    ) -> None:
-        """Replace all workers.
-
-        Args:
-            further: One more source per worker, in the same order: the router's own notes, say.
-        """
+    def set_workers(self, workers: Sequence[WorkerSpec]) -> None:
+        """Replace all workers."""
         self._workers = [
             (
                 frozenset(source.endpoint for source in worker.sources)
-                | ({further[at]} if further else set()),
+                | {guesses_about(worker.name)},
                 worker.data_parallel_rank,
             )
-            for at, worker in enumerate(workers)
+            for worker in workers
         ]
         self._version = -1
 
-    def matched(self, depths: TokenCounts) -> TierTokens:
-        """Return what each worker has, in the order of the workers.
+    def matched(self, depths: TokenCounts) -> FloatArray:
+        """Return the tokens that each tier of each worker supplies; shape (3, workers).
+
+        A token counts for the fastest tier that has it; the sum of the tiers is the prefix that
+        need not be computed.
 
         Args:
             depths: Tokens of each holder, by position of its bit; the last entry is 0.
@@ -84,7 +72,7 @@ class WorkerTable:
         gpu, dram, disk = (depths[self._columns[tier]].max(axis=1) for tier in Tier)
         dram = np.maximum(gpu, dram)
         disk = np.maximum(dram, disk)
-        return TierTokens(gpu, dram - gpu, disk - dram)
+        return np.array((gpu, dram - gpu, disk - dram), dtype=np.float64)
 
     def _refresh(self) -> None:
         """Find the holders of each worker."""
@@ -210,16 +198,21 @@ class Holdings:
                 self.forget_guesses(name)
             if name not in guessed:
                 self.placements.forget(name)
+        self._guessed, self._num_workers = guessed, len(specs)
+        self._has_guessed = any(guessed.values())
         used = [self._as_used(spec) for spec in specs]
+        self._follow(used)
+        self._table.set_workers(used)
+
+    def _follow(self, used: Sequence[WorkerSpec]) -> None:
+        """Keep what the sources of these workers hold, and forget what others do."""
         sources = {source.endpoint for spec in used for source in spec.sources}
         for gone in sorted(self._sources - sources):
             self.applier.forget(gone)
+        self._sources = sources
         self.applier.on_disk.keep(
             source.endpoint for spec in used if spec.cache_url for source in spec.sources
         )
-        self._guessed, self._sources, self._num_workers = guessed, sources, len(specs)
-        self._has_guessed = any(guessed.values())
-        self._table.set_workers(used, [guesses_about(spec.name) for spec in used])
 
     def _is_guessed(self, spec: WorkerSpec) -> bool:
         if self._approximate == "auto":
@@ -236,10 +229,6 @@ class Holdings:
         """Apply events of a source; those of one that no worker uses are ignored."""
         if source in self._sources:
             self.applier.apply(source, batch)
-
-    def forget(self, source: str) -> None:
-        """Drop all blocks of a source."""
-        self.applier.forget(source)
 
     def forget_guesses(self, worker: str) -> None:
         """Drop what is guessed of a worker, which may have lost its cache."""
@@ -271,7 +260,7 @@ class Holdings:
         """Return the tokens that each tier of each worker supplies; shape (3, workers)."""
         if found is None:
             return np.zeros((len(Tier), self._num_workers))
-        return np.array(self._table.matched(found.tokens), dtype=np.float64)
+        return self._table.matched(found.tokens)
 
     def disk_block(self, spec: WorkerSpec, found: Found | None, num_tokens: int) -> int | None:
         """Return what a worker's cache calls the last block of a prompt that it has below DRAM.
@@ -284,13 +273,7 @@ class Holdings:
         """
         if found is None or spec.cache_url is None or num_tokens < _WORTH_AN_EARLY_LOAD:
             return None
-        deepest, holding = 0, None
-        for source in spec.sources:
-            holders = self.applier.holders(source.endpoint)
-            for holder in holders_of_rank(holders, spec.data_parallel_rank):
-                bit = self.index.holders.bit(holder)
-                if holder.tier is Tier.DISK and bit is not None and found.tokens[bit] > deepest:
-                    deepest, holding = int(found.tokens[bit]), holder
+        deepest, holding = self._deepest_on_disk(spec, found)
         if holding is None:
             return None
         for size, keys in found.keys.items():
@@ -299,6 +282,17 @@ class Holdings:
                 if name is not None:
                     return name
         return None
+
+    def _deepest_on_disk(self, spec: WorkerSpec, found: Found) -> tuple[int, Holder | None]:
+        """Return how much of a prompt a worker's caches have below DRAM, and which has the most."""
+        deepest, holding = 0, None
+        for source in spec.sources:
+            holders = self.applier.holders(source.endpoint)
+            for holder in holders_of_rank(holders, spec.data_parallel_rank):
+                bit = self.index.holders.bit(holder)
+                if holder.tier is Tier.DISK and bit is not None and found.tokens[bit] > deepest:
+                    deepest, holding = int(found.tokens[bit]), holder
+        return deepest, holding
 
     def placed(self, running: Running, found: Found | None) -> None:
         """Note that a request was sent to a worker."""
@@ -318,10 +312,6 @@ class Holdings:
         """
         self.expectations.settle(running)
         self.placements.ended(running, cached_tokens=cached_tokens, was_served=running.was_served)
-
-    def sweep(self, num_blocks: int) -> bool:
-        """Free memory of forgotten blocks, a slice at a time; returns whether there is more."""
-        return self.applier.sweep(num_blocks)
 
     def stats(self) -> IndexStats:
         index, applier = self.index, self.applier

@@ -501,20 +501,21 @@ class KVIndexer:
         the index as it is then.
         """
         for at in range(_NUM_SHARDS):
-            if not self._shards[at]:
-                continue
             chosen = [holder for holder in self.holders if holder.source in sources]
-            position = {self.holders.bit(holder): at for at, holder in enumerate(chosen)}
-            wanted = sum(1 << bit for bit in position if bit is not None)
+            wanted = sum(1 << self.holders.make_bit(holder) for holder in chosen)
             held = {key: mask & wanted for key, mask in self._shards[at].items() if mask & wanted}
-            sets = {mask: number for number, mask in enumerate(dict.fromkeys(held.values()))}
             if held:
-                yield IndexPart(
-                    chosen,
-                    [[position[int(bit)] for bit in self.holders.positions(mask)] for mask in sets],
-                    np.fromiter(held, np.uint64, len(held)).tobytes(),
-                    np.fromiter(map(sets.__getitem__, held.values()), np.uint32).tobytes(),
-                )
+                yield self._part(chosen, held)
+
+    def _part(self, chosen: list[Holder], held: dict[int, Mask]) -> IndexPart:
+        position = {self.holders.bit(holder): at for at, holder in enumerate(chosen)}
+        sets = {mask: number for number, mask in enumerate(dict.fromkeys(held.values()))}
+        return IndexPart(
+            chosen,
+            [[position[int(bit)] for bit in self.holders.positions(mask)] for mask in sets],
+            np.fromiter(held, np.uint64, len(held)).tobytes(),
+            np.fromiter(map(sets.__getitem__, held.values()), np.uint32).tobytes(),
+        )
 
     def check(self) -> None:
         """Raise `InternalError` if masks, counts and shards disagree."""

@@ -21,7 +21,15 @@ from flexcache.errors import UntrustedError
 from flexcache.logs import log_event
 from flexcache.protocol.endpoints import listen_privately
 from flexcache.protocol.trust import find_listener
-from flexcache.router.chooser import UNKNOWN, Arrival, Choice, NotRouted, Outcome, Usage
+from flexcache.router.chooser import (
+    UNKNOWN,
+    Arrival,
+    Choice,
+    NotRouted,
+    Outcome,
+    Usage,
+    WorkerAddress,
+)
 from flexcache.router.decider import Decider
 from flexcache.router.fleet import listed_name
 from flexcache.router.load import Work
@@ -44,7 +52,6 @@ from flexcache.router.messages import (
     StoredTold,
     ToDecider,
     ToProxy,
-    WorkerAddress,
     Workers,
     decode_to_decider,
     decode_to_proxy,
@@ -84,6 +91,7 @@ class LinkServer:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
+        # No limit: beyond one an answer would be dropped, and its request would wait for ever.
         self._socket.sndhwm = self._socket.rcvhwm = 0
         self._socket.setsockopt(zmq.USE_FD, listen_privately(endpoint))
         self._socket.bind(endpoint)
@@ -322,11 +330,11 @@ class RemoteChooser:
     # -- engines -----------------------------------------------------------------------------------
 
     def addresses(self) -> list[WorkerAddress]:
-        """See `EngineBook`."""
+        """See `Chooser`."""
         return self._workers
 
     def cards(self) -> dict[str, bytes]:
-        """See `EngineBook`."""
+        """See `Chooser`."""
         return self._cards
 
     def stored(self, url: str, ids: Iterable[str]) -> None:
@@ -336,7 +344,7 @@ class RemoteChooser:
         self._send(StoredTold(url, names))
 
     def models_changed(self) -> None:
-        """See `EngineBook`."""
+        """See `Chooser`."""
         self._send(ModelsChanged())
 
     # -- without the decider -----------------------------------------------------------------------
@@ -413,6 +421,7 @@ class RemoteChooser:
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
         socket.sndhwm = socket.rcvhwm = 0
+        # New for each connection: when the decider gives an old one up, it ends what is under it.
         socket.identity = uuid.uuid4().hex.encode()
         socket.connect(self._endpoint)
         self._socket = socket

@@ -31,6 +31,7 @@ from flexcache.router.fleet import EventSource, WorkerSpec
 SCHEMES = ("http", "https", "http+dns", "https+dns", "http+k8s", "https+k8s")
 _SIZE = "data_parallel_size"
 _MAX_PORT = 65_535
+_DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class WorkerUrl(msgspec.Struct, frozen=True):
@@ -61,16 +62,17 @@ class WorkerUrl(msgspec.Struct, frozen=True):
             host, port = parts.hostname, parts.port
         except ValueError as error:
             raise reject(name, text, str(error)) from None
-        if any(character <= " " for character in text):  # which `urlsplit` leaves out
+        if min(text, default="!") <= " ":  # which `urlsplit` leaves out
             raise reject(name, text, "must have no control characters or spaces")
-        if parts.scheme not in SCHEMES or not host or not is_host(host) or host == "*":
+        if parts.scheme not in SCHEMES or host in (None, "*") or not is_host(host):
             raise reject(name, text, f"must be SCHEME://HOST:PORT with one of {', '.join(SCHEMES)}")
-        if parts.path not in ("", "/") or parts.query or parts.fragment or "@" in parts.netloc:
+        rest = parts.path.removeprefix("/"), parts.query, parts.fragment
+        if any(rest) or "@" in parts.netloc:
             raise reject(name, text, "must have no path, query, fragment or user")
         scheme, _, group = parts.scheme.partition("+")
         if group and not port:
             raise reject(name, text, "needs the port of the engines")
-        return cls(scheme, group, host, port or (443 if scheme == "https" else 80))
+        return cls(scheme, group, host, port or _DEFAULT_PORTS[scheme])
 
     def __str__(self) -> str:
         scheme = f"{self.scheme}+{self.group}" if self.group else self.scheme
@@ -97,39 +99,6 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     events: tuple[str, ...] = ()
     shared_events: tuple[str, ...] = ()
     cache_url: str | None = None
-
-    def specs(
-        self, url: WorkerUrl, shared: Iterable[str] = (), shared_cache_url: str | None = None
-    ) -> tuple[WorkerSpec, ...]:
-        """Return the workers of one engine, one for each rank.
-
-        Args:
-            url: The engine's.
-            shared: Publishers of caches that all workers share.
-            shared_cache_url: HTTP API of the cache that they share.
-
-        Raises:
-            ConfigError: Events or the cache's URL are malformed.
-        """
-        host, base = bracketed(url.host), str(url)
-        cache_url = self.cache_url or shared_cache_url
-        if cache_url is not None:
-            cache_url = parse_cache_url(cache_url, host)
-        common = [parse_source(text, host) for text in (*self.shared_events, *shared)]
-        own = [parse_source(text, host) for text in self.events]
-        if self.data_parallel_size == 1:
-            sources = unique([*own, *common])
-            return (WorkerSpec(name=base, url=base, sources=sources, cache_url=cache_url),)
-        return tuple(
-            WorkerSpec(
-                name=f"{base}#{rank}",
-                url=base,
-                data_parallel_rank=rank,
-                sources=unique([*(of_rank(source, rank) for source in own), *common]),
-                cache_url=cache_url,
-            )
-            for rank in range(self.data_parallel_size)
-        )
 
 
 class Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -176,12 +145,33 @@ class Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def specs_of(self, entry: WorkerEntry, url: WorkerUrl) -> tuple[WorkerSpec, ...]:
-        """Return the workers of one engine, with what all share.
+        """Return the workers of one engine, one for each rank, with what all workers share.
+
+        Args:
+            url: The engine's.
 
         Raises:
-            ConfigError: See `WorkerEntry.specs`.
+            ConfigError: Events or the cache's URL are malformed.
         """
-        return entry.specs(url, self.shared_events, self.shared_cache_url)
+        host, base = bracketed(url.host), str(url)
+        cache_url = entry.cache_url or self.shared_cache_url
+        if cache_url is not None:
+            cache_url = parse_cache_url(cache_url, host)
+        common = [parse_source(text, host) for text in (*entry.shared_events, *self.shared_events)]
+        own = [parse_source(text, host) for text in entry.events]
+        if entry.data_parallel_size == 1:
+            sources = unique([*own, *common])
+            return (WorkerSpec(name=base, url=base, sources=sources, cache_url=cache_url),)
+        return tuple(
+            WorkerSpec(
+                name=f"{base}#{rank}",
+                url=base,
+                data_parallel_rank=rank,
+                sources=unique([*(of_rank(source, rank) for source in own), *common]),
+                cache_url=cache_url,
+            )
+            for rank in range(entry.data_parallel_size)
+        )
 
     def groups(self) -> tuple[tuple[WorkerEntry, WorkerUrl], ...]:
         """Return the entries whose members must be looked up."""

@@ -102,7 +102,7 @@ class Running:
     tick: int = 0
 
 
-class Load:
+class WorkerLoad:
     """Requests in flight by worker, those of other deciders included.
 
     Each call takes constant time. The arrays have an entry per worker, kept up to date:

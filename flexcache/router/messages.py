@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from flexcache.router.chooser import UNKNOWN, Arrival, Choice, Outcome, Usage
+from flexcache.router.chooser import UNKNOWN, Arrival, Choice, Outcome, Usage, WorkerAddress
 from flexcache.router.load import Running, Work
 
 
@@ -52,19 +52,6 @@ def told(running: Running) -> RunningRequest:
     return RunningRequest(
         running.request_id, running.worker, running.work, running.first_token_s is not None
     )
-
-
-class WorkerAddress(msgspec.Struct, frozen=True):
-    """A worker as a proxy needs it while the decider is away.
-
-    Attributes:
-        models: Names of the models and adapters that it serves; empty: unknown.
-    """
-
-    name: str
-    url: str
-    headers: dict[str, str]
-    models: frozenset[str]
 
 
 class ProxyCounters(msgspec.Struct, frozen=True):

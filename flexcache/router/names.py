@@ -314,6 +314,9 @@ class NamedBlocks:
                     raise InternalError(f"a holder waits for the name {name:x}, which is known")
         if self.num_names != sum(map(len, self._shards)):
             raise InternalError(f"{self.num_names} names is the wrong number")
+        self._check_loose()
+
+    def _check_loose(self) -> None:
         runs = [(parent, first) for parent, after in self._loose_after.items() for first in after]
         if len(runs) != len(self._loose) or set(runs) != set(self._loose):
             raise InternalError("runs without a parent and their parents disagree")

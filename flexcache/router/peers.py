@@ -229,8 +229,8 @@ def _take(peer: Peer, news: BatchNews[list[Life]]) -> None:
 
 BEAT_S = 0.5
 SNAPSHOT_S = 5.0
-_GATHER_S = 0.001
-_KEPT = 4096
+_GATHER_S = 0.001  # requests that begin together travel together
+_KEPT = 4096  # batches that a follower may ask for again; then the next snapshot must do
 
 
 class LifePublisher:

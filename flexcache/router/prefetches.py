@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Mapping
 
 import aiohttp
 
+from flexcache.breaker import CircuitBreaker
 from flexcache.errors import InternalError
 from flexcache.logs import log_event
 from flexcache.router.stats import PrefetchStats
-from flexcache.transfer.breaker import CircuitBreaker
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ TIMEOUT_S = 2.0
 MAX_RUNNING = 16
 """Calls to one cache at a time; it answers within milliseconds."""
 _ACCEPTED = 202
-_MAX_ANSWER_BYTES = 200
+_MAX_ANSWER_BYTES = 200  # a reason for the log
 
 
 def open_session(headers: Mapping[str, str]) -> aiohttp.ClientSession:

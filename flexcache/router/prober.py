@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import aiohttp
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from flexcache.logs import log_event
+from flexcache.router.fleet import ModelCard
 from flexcache.router.roster import Probe
-from flexcache.router.tokens.engines import (
-    MAX_ANSWER_BYTES,
-    BadAnswer,
-    EngineApi,
-    ModelCard,
-    read_answer,
-)
+from flexcache.router.tokens.engines import MAX_ANSWER_BYTES, BadAnswer, read_answer
 from flexcache.router.waiting import Turns, is_set_within
 
 logger = logging.getLogger(__name__)
 
+PROBE_INTERVAL_S = 2.0
 PROBE_TIMEOUT_S = 2.0
+DETAILS_INTERVAL_S = 15.0
+_LIST_TIMEOUT_S = 5.0
 _SHORTEST_S = 0.1
 """Time between probes of one engine at least."""
 _MAX_METRICS_BYTES = 8 << 20
@@ -58,17 +57,11 @@ class Prober:
         self,
         session: aiohttp.ClientSession,
         *,
-        interval_s: float,
-        timeout_s: float = PROBE_TIMEOUT_S,
-        details_interval_s: float,
         on_probe: Callable[[str, Probe], None],
         on_details: Callable[[str, list[ModelCard] | None, list[Capacity]], None],
     ) -> None:
         self._session = session
-        self._engines = EngineApi(session, timeout_s)
-        self._interval_s = interval_s
-        self._timeout_s = timeout_s
-        self._details_interval_s = details_interval_s
+
         self._on_probe = on_probe
         self._on_details = on_details
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -116,11 +109,11 @@ class Prober:
                     is_known = False
                     with details.turn():  # the engine gets requests all the same
                         is_known = await self._read_details(url)  # before it gets requests
-                    details_due = loop.time() + (self._details_interval_s if is_known else 0.0)
+                    details_due = loop.time() + (DETAILS_INTERVAL_S if is_known else 0.0)
                 self._on_probe(url, probe)
                 was_up = is_up
             await asyncio.sleep(_SHORTEST_S)  # failing requests must not become a storm of probes
-            await is_set_within(wake, self._interval_s - _SHORTEST_S)
+            await is_set_within(wake, PROBE_INTERVAL_S - _SHORTEST_S)
 
     async def _probe(self, url: str) -> Probe:
         try:
@@ -143,7 +136,7 @@ class Prober:
         """
         cards: list[ModelCard] | None = None
         try:
-            cards = await self._engines.models(url, {})
+            cards = await read_models(self._session, url)
             self._note(url, "/v1/models")
         except BadAnswer as error:
             self._note(url, "/v1/models", str(error))
@@ -172,11 +165,58 @@ class Prober:
         self._bad[url, path] = why
 
     async def _get(self, url: str, path: str, max_bytes: int) -> bytes:
-        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
-        async with self._session.get(url + path, timeout=timeout, allow_redirects=False) as answer:
-            if answer.status != 200:
-                raise aiohttp.ClientPayloadError(f"status {answer.status}")
-            return await read_answer(answer, max_bytes)
+        return await _get(self._session, url + path, max_bytes, PROBE_TIMEOUT_S)
+
+
+async def _get(session: aiohttp.ClientSession, url: str, max_bytes: int, timeout_s: float) -> bytes:
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    async with session.get(url, timeout=timeout, allow_redirects=False) as answer:
+        if answer.status != 200:
+            raise aiohttp.ClientPayloadError(f"status {answer.status}")
+        return await read_answer(answer, max_bytes)
+
+
+class _Card(msgspec.Struct):
+    id: str
+    root: str | None = None
+    parent: str | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[msgspec.Raw]
+
+
+_models = msgspec.json.Decoder(_Models)
+_card = msgspec.json.Decoder(_Card)
+
+
+async def read_models(session: aiohttp.ClientSession, url: str) -> list[ModelCard] | None:
+    """Ask an engine which models it serves; None: it did not answer.
+
+    Raises:
+        BadAnswer: Its answer is no list of models.
+    """
+    try:
+        content = await _get(session, f"{url}/v1/models", MAX_ANSWER_BYTES, _LIST_TIMEOUT_S)
+    except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
+        return None
+    return parse_models(content)
+
+
+def parse_models(content: bytes) -> list[ModelCard]:
+    """
+    Raises:
+        BadAnswer: It is no list of models.
+    """
+    try:
+        raws = _models.decode(content).data
+        read = [_card.decode(raw) for raw in raws]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadAnswer(f"/v1/models is no list of models: {error}") from None
+    return [
+        ModelCard(card.id, card.root, card.parent, bytes(raw))
+        for card, raw in zip(read, raws, strict=True)
+    ]
 
 
 def parse_capacities(text: str) -> Iterator[Capacity]:
@@ -193,15 +233,18 @@ def parse_capacities(text: str) -> Iterator[Capacity]:
             labels: dict[str, str] = sample.labels
             if sample.name in gauges:
                 gauges[sample.name][_rank(labels.get("dp_rank", ""))] = _number(sample.value)
-                continue
-            blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
-            if blocks.isdecimal() and size.isdecimal() and int(size) > 0:
-                rank = _rank(labels.get("engine", ""))
-                yield Capacity(rank, _number(int(blocks)), _number(int(size)))
+            else:
+                yield from _vllm_capacity(labels)
     num_tokens, page_sizes = gauges.values()
     for rank, size_of_page in page_sizes.items():
         if rank in num_tokens and size_of_page > 0:
             yield Capacity(rank, num_tokens[rank] // size_of_page, size_of_page)
+
+
+def _vllm_capacity(labels: Mapping[str, str]) -> Iterator[Capacity]:
+    blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
+    if blocks.isdecimal() and size.isdecimal() and int(size) > 0:
+        yield Capacity(_rank(labels.get("engine", "")), _number(int(blocks)), _number(int(size)))
 
 
 def _number(value: float) -> int:

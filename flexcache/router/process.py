@@ -27,7 +27,7 @@ from flexcache.config.router import RouterConfig
 from flexcache.config.values import reject
 from flexcache.errors import ConfigError
 from flexcache.logs import log_event, set_up_logging
-from flexcache.processes import raise_limit
+from flexcache.processes import WorkerSupervisor, raise_limit
 from flexcache.protocol.endpoints import private_endpoint
 from flexcache.router.chooser import Chooser
 from flexcache.router.control import ControlApi
@@ -44,34 +44,26 @@ from flexcache.router.settings import (
     proxy_config,
     routing_of,
 )
-from flexcache.server.workers import WorkerSupervisor
 
 if TYPE_CHECKING:
-    from flexcache.router.gateway.server import GatewayConfig
+    from flexcache.router.gateway.server import Gateway
 
 logger = logging.getLogger(__name__)
 
 _DECIDER_STOP_S = 5.0
 
 
-def gateway_config(config: RouterConfig) -> GatewayConfig | None:
-    """Return the part of the settings that the picker needs; None: there is no picker.
+def gateway_class(config: RouterConfig) -> type[Gateway] | None:
+    """Return the endpoint picker; None: the settings have none.
 
     Raises:
         MissingDependencyError: The extra ``gateway`` is not installed.
     """
     if config.gateway_port is None:
         return None
-    from flexcache.router.gateway.server import GatewayConfig
+    from flexcache.router.gateway.server import Gateway
 
-    return GatewayConfig(
-        host=config.gateway_host,
-        port=config.gateway_port,
-        tls_cert=None if config.tls_cert is None else Path(config.tls_cert),
-        tls_key=None if config.tls_key is None else Path(config.tls_key),
-        max_body_bytes=int(config.max_body_mb * 1e6),
-        drain_timeout_s=config.drain_timeout_s,
-    )
+    return Gateway
 
 
 async def start_gateway(
@@ -83,12 +75,10 @@ async def start_gateway(
         ConfigError: The port is taken, or the certificate cannot be used.
         MissingDependencyError: The extra ``gateway`` is not installed.
     """
-    settings = gateway_config(config)
-    if settings is None:
+    kind, port = gateway_class(config), config.gateway_port
+    if kind is None or port is None:
         return
-    from flexcache.router.gateway.server import Gateway
-
-    gateway = Gateway(chooser, settings, is_ready)
+    gateway = kind(chooser, proxy_config(config), config.gateway_host, port, is_ready)
     stack.push_async_callback(gateway.stop)
     await gateway.start()
 
@@ -246,7 +236,7 @@ async def _relay(config: RouterConfig, link: str) -> None:
         return counters_of(proxy, is_serving=is_serving, num_unsupervised=chooser.num_unsupervised)
 
     chooser = RemoteChooser(link, count)
-    app = make_app(chooser, proxy_config(config), lambda: chooser.has_workers, chooser)
+    app = make_app(chooser, proxy_config(config), lambda: chooser.has_workers)
     proxy = app[PROXY]
     linked = asyncio.create_task(chooser.open())
     stopping = asyncio.create_task(stopped.wait())
@@ -308,7 +298,7 @@ def run_router(config: RouterConfig) -> None:
     Raises:
         ConfigError: A setting, file or address cannot be used.
     """
-    for read in (listing_of, engine_headers, routing_of, proxy_config, gateway_config):
+    for read in (listing_of, engine_headers, routing_of, proxy_config, gateway_class):
         read(config)  # a bad setting is reported here, and not by each child again and again
     if config.proxies:
         asyncio.run(_supervise(config))
@@ -325,8 +315,7 @@ async def _run_alone(config: RouterConfig) -> None:
         with bind_port(config.control_host, config.control_port, "control_port") as control_port:
             config = with_ports(config, listener, control_port)
         service = await _open_decider(stack, config)
-        decider = service.decider
-        app = make_app(decider, proxy_config(config), lambda: service.is_ready, decider)
+        app = make_app(service.decider, proxy_config(config), lambda: service.is_ready)
         service.count_own_proxy = lambda: counters_of(app[PROXY])
         serving = await serve(app, sock=listener)
         _log_serving(config)

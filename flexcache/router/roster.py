@@ -8,17 +8,17 @@ circuit breaker even while probes succeed; further probes are its trials. Pure: 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
 from urllib.parse import urlsplit
 
+from flexcache.breaker import CircuitBreaker
 from flexcache.errors import InternalError
 from flexcache.ids import BreakerState
 from flexcache.logs import log_event
 from flexcache.router.chooser import Outcome
-from flexcache.router.fleet import WorkerSpec, WorkerState
+from flexcache.router.fleet import ModelCard, WorkerSpec, WorkerState
 from flexcache.router.router import KVRouter
-from flexcache.transfer.breaker import CircuitBreaker
 
 _PATIENCE = 3
 """Probes without an answer, one after the other, that take an engine out."""
@@ -33,14 +33,17 @@ class Probe(Enum):
     LATE = "late"
 
 
-class Health:
-    """The health of one engine.
+class KnownEngine:
+    """An engine's health, and what it serves.
 
     Attributes:
         is_up: Whether the last probes found it serving; False before the first.
         circuit: Opened by failing requests.
         num_failures: Probes that failed since startup.
         was_probed: Whether a probe has ended.
+        cards: Its models and adapters; empty: unknown.
+        models: Their names.
+        adapters: Those of them that are adapters.
     """
 
     def __init__(self) -> None:
@@ -48,12 +51,19 @@ class Health:
         self.circuit = CircuitBreaker()
         self.num_failures = 0
         self.was_probed = False
+        self.serves(())
         self._num_late = 0
 
     @property
     def is_trusted(self) -> bool:
         """Whether requests end well there, as far as is known."""
         return self.circuit.state is BreakerState.CLOSED
+
+    def serves(self, cards: Sequence[ModelCard]) -> None:
+        """Take note of what it serves."""
+        self.cards = cards
+        self.models = frozenset(card.id for card in cards)
+        self.adapters = frozenset(card.id for card in cards if card.parent is not None)
 
     def probed(self, probe: Probe, now: float) -> None:
         """Take note of a probe."""
@@ -77,7 +87,7 @@ class Health:
         Returns:
             Whether the engine should be probed at once.
         """
-        if not self.is_trusted:  # only probes are trials: they cost no client anything
+        if not self.is_trusted:  # only probes are trials: a failed one costs no client anything
             return False
         if outcome in (Outcome.REFUSED, Outcome.BROKEN):
             self.circuit.failed(outcome.value, now)
@@ -100,14 +110,14 @@ logger = logging.getLogger(__name__)
 
 
 class Roster:
-    """Workers that are listed, those added and removed by hand, and the health of their engines.
+    """Workers that are listed, those added and removed by hand, and their engines.
 
     Ranks of one URL share an engine, its models and its health. If no engine that serves a model is
     both up and trusted, those that are merely up get requests: a circuit must not turn an overload
     into an outage.
 
     Args:
-        book: Is kept up to date.
+        routing: Is kept up to date; its fleet has each worker's state.
         on_change: Called with all workers when there are others than before.
         on_state: Called when workers take requests that did not before, or the reverse, or serve
             other models.
@@ -116,13 +126,14 @@ class Roster:
 
     def __init__(
         self,
-        book: KVRouter,
+        routing: KVRouter,
         *,
         on_change: Callable[[tuple[WorkerSpec, ...]], None] = lambda specs: None,
         on_state: Callable[[], None] = lambda: None,
         on_doubt: Callable[[str], None] = lambda url: None,
     ) -> None:
-        self._book = book
+        self._routing = routing
+        self._fleet = routing.fleet
         self._on_change = on_change
         self._on_state = on_state
         self._on_doubt = on_doubt
@@ -130,53 +141,43 @@ class Roster:
         self._added: dict[str, WorkerSpec] = {}
         self._removed: set[str] = set()
         self._draining: set[str] = set()
-        self._health: dict[str, Health] = {}
-        self._models: dict[str, frozenset[str]] = {}
-        self._cards: dict[str, Mapping[str, bytes]] = {}
-        self._adapters: dict[str, frozenset[str]] = {}
-        """By URL; those that are known."""
-        self._states: dict[str, WorkerState] = {}
-        self._specs: dict[str, WorkerSpec] = {}
+        self._engines: dict[str, KnownEngine] = {}
+        """By URL."""
 
     @property
     def specs(self) -> tuple[WorkerSpec, ...]:
-        return tuple(self._specs.values())
+        return tuple(member.spec for member in self._fleet)
 
     @property
     def urls(self) -> tuple[str, ...]:
-        return tuple(self._health)
+        return tuple(self._engines)
 
     @property
     def is_known(self) -> bool:
         """Whether every engine was probed."""
-        return all(health.was_probed for health in self._health.values())
+        return all(engine.was_probed for engine in self._engines.values())
 
     @property
-    def num_up(self) -> int:
-        return sum(state is WorkerState.UP for state in self._states.values())
+    def up(self) -> list[WorkerSpec]:
+        """Workers that take requests."""
+        return [member.spec for member in self._fleet if member.state is WorkerState.UP]
 
-    def __contains__(self, worker: object) -> bool:
-        return worker in self._specs
+    def __contains__(self, worker: str) -> bool:
+        return worker in self._fleet
 
     def spec(self, worker: str) -> WorkerSpec:
-        return self._specs[worker]
-
-    def state(self, worker: str) -> WorkerState:
-        return self._states[worker]
-
-    def is_up(self, worker: str) -> bool:
-        return self._states[worker] is WorkerState.UP
+        return self._fleet[worker].spec
 
     def at(self, addresses: Collection[str]) -> list[str]:
         """Return the workers whose URLs have one of these ``HOST:PORT``."""
         return [spec.name for spec in self.specs if urlsplit(spec.url).netloc in addresses]
 
-    def health(self, worker: str) -> Health:
-        return self._health[self._specs[worker].url]
+    def named(self, text: str) -> list[str]:
+        """Return the workers with this name or URL."""
+        return [spec.name for spec in self.specs if text in (spec.name, spec.url)]
 
-    def models(self, worker: str) -> frozenset[str]:
-        """Return the names of the models and adapters that a worker serves; empty: unknown."""
-        return self._models.get(self._specs[worker].url, frozenset())
+    def engine(self, worker: str) -> KnownEngine:
+        return self._engines[self._fleet[worker].spec.url]
 
     # -- which there are ---------------------------------------------------------------------------
 
@@ -210,32 +211,22 @@ class Roster:
             change(worker)
         self._update_states()
 
-    def named(self, text: str) -> list[str]:
-        """Return the workers with this name or URL."""
-        return [spec.name for spec in self.specs if text in (spec.name, spec.url)]
-
     def _update(self) -> None:
         specs = {k: v for k, v in self._listed.items() if k not in self._removed} | self._added
-        if specs == self._specs:
+        before = {spec.name: spec for spec in self.specs}
+        if specs == before:
             return
-        for name in self._specs.keys() - specs.keys():
+        for name in before.keys() - specs.keys():
             log_event(logger, logging.INFO, "worker_removed", worker=name)
-        for name in specs.keys() - self._specs.keys():
-            log_event(logger, logging.INFO, "worker_added", worker=name)
-        self._specs = specs
         self._draining &= specs.keys()
         urls = dict.fromkeys(spec.url for spec in specs.values())
-        self._health = {url: self._health.get(url) or Health() for url in urls}
-        self._models = {k: v for k, v in self._models.items() if k in urls}
-        self._adapters = {k: v for k, v in self._adapters.items() if k in urls}
-        self._cards = {k: v for k, v in self._cards.items() if k in urls}
-        self._states = {k: v for k, v in self._states.items() if k in specs}
-        self._book.set_workers(self.specs)
-        for name in specs.keys() - self._states.keys():
-            self._states[name] = WorkerState.DOWN
-            self._book.set_state(name, WorkerState.DOWN)
-            url = specs[name].url
-            self._book.set_models(name, self.models(name), self._adapters.get(url, frozenset()))
+        self._engines = {url: self._engines.get(url) or KnownEngine() for url in urls}
+        self._routing.set_workers(tuple(specs.values()))
+        for name in specs.keys() - before.keys():
+            log_event(logger, logging.INFO, "worker_added", worker=name)
+            engine = self.engine(name)
+            self._routing.set_state(name, WorkerState.DOWN)  # until a probe has found its engine
+            self._routing.set_models(name, engine.models, engine.adapters)
         self._update_states()
         self._on_change(self.specs)
 
@@ -243,73 +234,77 @@ class Roster:
 
     def probed(self, url: str, probe: Probe, now: float) -> None:
         """Take note of a probe of an engine; one that is gone is ignored."""
-        if url in self._health:
-            self._health[url].probed(probe, now)
+        if url in self._engines:
+            self._engines[url].probed(probe, now)
             self._update_states()
 
-    def set_models(self, url: str, models: Collection[str], adapters: Collection[str] = ()) -> None:
+    def set_cards(self, url: str, cards: Sequence[ModelCard]) -> None:
         """Take note of what an engine serves; one that is gone is ignored."""
-        if url not in self._health or self._models.get(url) == frozenset(models):
+        engine = self._engines.get(url)
+        if engine is None:
             return
-        self._models[url], self._adapters[url] = frozenset(models), frozenset(adapters)
+        before = engine.models
+        engine.serves(cards)
+        if engine.models == before:
+            return
         for spec in self.specs:
             if spec.url == url:
-                self._book.set_models(spec.name, models, adapters)
+                self._routing.set_models(spec.name, engine.models, engine.adapters)
         self._update_states()
         self._on_state()
 
-    def set_cards(self, url: str, cards: Mapping[str, bytes]) -> None:
-        """Keep what an engine says of each model that it serves; one that is gone is ignored."""
-        if url in self._health:
-            self._cards[url] = cards
-
     def cards(self) -> dict[str, bytes]:
         """Return what the engines that take requests say of the models that they serve."""
-        up = dict.fromkeys(spec.url for spec in self.specs if self.is_up(spec.name))
-        return {name: card for url in up for name, card in self._cards.get(url, {}).items()}
+        up = dict.fromkeys(spec.url for spec in self.up)
+        return {card.id: card.raw for url in up for card in self._engines[url].cards}
 
     def ended(self, worker: str, outcome: Outcome, now: float) -> None:
         """Take note of how a request ended."""
-        if worker not in self._specs:
+        if worker not in self._fleet:
             return
-        url = self._specs[worker].url
-        if self._health[url].ended(outcome, now):
+        url = self._fleet[worker].spec.url
+        if self._engines[url].ended(outcome, now):
             self._update_states()
             self._on_doubt(url)
 
     def _update_states(self) -> None:
-        up = {name: self.health(name) for name in self._specs if self.health(name).is_up}
-        takes = {name for name in up if name not in self._draining}
-        trusted = {name for name in takes if up[name].is_trusted}
-        served = frozenset[str]().union(*map(self.models, trusted))
-        needed = {name for name in takes if not self.models(name) <= served}
-        chosen = trusted | needed or takes
+        up = {spec.name for spec in self.specs if self.engine(spec.name).is_up}
+        chosen = self._chosen(up - self._draining)
         is_changed = False
-        for name in self._specs:
-            state = WorkerState.UP if name in chosen else WorkerState.DOWN
-            if name in up and name in self._draining:
+        for member in self._fleet:
+            name, state = member.spec.name, WorkerState.DOWN
+            if name in chosen:
+                state = WorkerState.UP
+            elif name in up and name in self._draining:
                 state = WorkerState.DRAINING
-            if state is self._states[name]:
+            if state is member.state:
                 continue
             log_event(
                 logger, logging.INFO, "worker_changed", worker=name, state=state.value,
-                circuit=self.health(name).circuit.state.value,
+                circuit=self.engine(name).circuit.state.value,
             )  # fmt: skip
-            self._states[name] = state
-            self._book.set_state(name, state)
+            self._routing.set_state(name, state)
             is_changed = True
         if is_changed:
             self._on_state()
+
+    def _chosen(self, able: set[str]) -> set[str]:
+        """Return those of some workers that get requests: the trusted ones, and others where a
+        model would be without."""
+        trusted = {name for name in able if self.engine(name).is_trusted}
+        served = frozenset[str]().union(*(self.engine(name).models for name in trusted))
+        needed = {name for name in able if not self.engine(name).models <= served}
+        return trusted | needed or able
 
     def check(self) -> None:
         """
         Raises:
             InternalError: Its tables do not fit together.
         """
-        urls = {spec.url for spec in self.specs}
-        if self._states.keys() != self._specs.keys() or self._health.keys() != urls:
-            raise InternalError(f"roster: {self._states.keys()}, {self._health.keys()}")
-        if not self._draining <= self._specs.keys() or not self._removed <= self._listed.keys():
+        names = {spec.name for spec in self.specs}
+        if self._engines.keys() != {spec.url for spec in self.specs}:
+            raise InternalError(f"roster: {names}, engines {self._engines.keys()}")
+        if not self._draining <= names or not self._removed <= self._listed.keys():
             raise InternalError(f"roster: draining {self._draining}, removed {self._removed}")
-        for health in self._health.values():
-            health.check()
+        for engine in self._engines.values():
+            engine.check()

@@ -18,10 +18,9 @@ from flexcache.router.chooser import Decision, RouteRequest
 from flexcache.router.dispatcher import LEASE_S, Dispatcher, MatchedPrompt
 from flexcache.router.fleet import Fleet, Tier, WorkerSpec, WorkerState
 from flexcache.router.holdings import Found, Holdings
-from flexcache.router.load import GONE, Load, Running
+from flexcache.router.load import GONE, Running
 from flexcache.router.messages import RunningRequest
 from flexcache.router.policy import Pick, make_policy
-from flexcache.router.service_time import ServiceTime
 from flexcache.router.stats import (
     RouterStats,
     RoutingStats,
@@ -30,7 +29,7 @@ from flexcache.router.stats import (
 )
 
 _MAX_SESSIONS = 100_000
-_MAX_OTHERS = 8
+_MAX_OTHERS = 8  # ranks of one engine are several; the picker names two other engines
 
 
 class WorkerScore(NamedTuple):
@@ -73,7 +72,7 @@ class KVRouter:
         self.policy = policy
         self.fleet = Fleet()
         self.holdings = Holdings(max_blocks, approximate)
-        self.dispatcher = Dispatcher(make_policy(policy), Load(), ServiceTime(), seed=seed)
+        self.dispatcher = Dispatcher(make_policy(policy), seed=seed)
         self.counts = RoutingStats(policy=policy)
         self._worker_counts: dict[str, WorkerStats] = {}
         self._max_requests = max_requests
@@ -94,8 +93,7 @@ class KVRouter:
         Raises:
             ConfigError: Two have one name.
         """
-        changes = self.fleet.set_workers(specs)
-        for number in changes.removed:
+        for number in self.fleet.set_workers(specs):
             self.dispatcher.forget_worker(number, now)
         self.dispatcher.resize(self.fleet.num_numbers)
         self.holdings.set_workers(self.fleet.by_number())
@@ -125,17 +123,13 @@ class KVRouter:
         """Apply a batch of events that a source published."""
         self.holdings.apply(source, batch)
 
-    def lost(self, source: str) -> None:
-        """Note that events of a source were lost for good: what it holds is unknown."""
-        self.holdings.forget(source)
-
-    def restarted(self, source: str) -> None:
-        """Note that a source began again, with nothing."""
-        self.holdings.forget(source)
+    def forget(self, source: str) -> None:
+        """Drop what a source holds: its events were lost for good, or it began again."""
+        self.holdings.applier.forget(source)
 
     def sweep(self, num_blocks: int) -> bool:
         """Free memory of forgotten blocks, a slice at a time; returns whether there is more."""
-        return self.holdings.sweep(num_blocks)
+        return self.holdings.applier.sweep(num_blocks)
 
     # -- requests ----------------------------------------------------------------------------------
 

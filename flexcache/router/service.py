@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-import aiohttp
 import msgspec
 
 from flexcache.config.router import RouterConfig
@@ -20,7 +19,7 @@ from flexcache.router.chooser import Decision
 from flexcache.router.decider import Decider, WaitingLine
 from flexcache.router.discovery import Discovery
 from flexcache.router.feed import Feed
-from flexcache.router.fleet import Tier, WorkerSpec
+from flexcache.router.fleet import ModelCard, Tier, WorkerSpec
 from flexcache.router.link import LinkServer
 from flexcache.router.load import Running
 from flexcache.router.messages import ProxyCounters, RunningRequest, told
@@ -31,7 +30,6 @@ from flexcache.router.roster import Probe, Roster
 from flexcache.router.settings import cache_headers, engine_headers, listing_of, routing_of
 from flexcache.router.stats import ProcessStats, ProxyStats, RouterStats
 from flexcache.router.tokens import Tokenizers
-from flexcache.router.tokens.engines import ModelCard
 from flexcache.router.tokens.engines import open_session as open_engine_session
 from flexcache.router.waiting import Turns, is_set_within
 
@@ -48,6 +46,8 @@ _SWEPT_A_TICK = 2000
 
 class DeciderService:
     """A decider with what it reads from: discovery, probes, tokenizers, KV events.
+
+    Make and use it on one running event loop.
 
     Args:
         address: Where clients connect, for people.
@@ -73,26 +73,31 @@ class DeciderService:
             on_state=self._states_changed,
             on_doubt=self._doubt,
         )
-        self.engine_headers = engine_headers(config)
-        self.tokenizers = Tokenizers(tokenizer=config.tokenizer)
+        headers = engine_headers(config)
+        self.tokenizers = Tokenizers(tokenizer=config.tokenizer, headers=headers)
         self.decider = Decider(
-            self.routing, self.roster, self.tokenizers.read, self.line,
-            engine_headers=self.engine_headers,
-        )  # fmt: skip
+            self.routing, self.roster, self.tokenizers.read, self.line, engine_headers=headers
+        )
         self.decider.on_answer = self._answered
         self.decider.on_decision = self._decided
         self.decider.on_models_changed = self._read_models_again
         self.discovery = Discovery(listing, self.roster.set_listed, file=file)
-        self._feed: Feed | None = None
-        self._prober: Prober | None = None
-        self._session: aiohttp.ClientSession | None = None
-        self._prefetches: Prefetches | None = None
-        self._cache_session: aiohttp.ClientSession | None = None
+        self._feed = Feed(self.routing, asyncio.get_running_loop())
+        self._session = open_engine_session(headers)
+        self._prober = Prober(
+            self._session,
+            on_probe=self._probed,
+            on_details=self._details_read,
+        )
+        self._cache_session = open_session(cache_headers(config))
+        self._prefetches = Prefetches(self._cache_session)
+        self._publisher: LifePublisher | None = None
+        if config.sync_endpoint is not None:
+            self._publisher = LifePublisher(config.sync_endpoint, self._own_requests)
+        self._follower = Follower(config.peers, self.routing)
         self._link_endpoint = link
         self._link: LinkServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._publisher: LifePublisher | None = None
-        self._follower = Follower(config.peers, self.routing)
         self._known = asyncio.Event()
         self.count_own_proxy: Callable[[], ProxyCounters] | None = None
 
@@ -101,7 +106,7 @@ class DeciderService:
         """Whether a proxy accepts requests, the engines are known, and one takes requests."""
         if self._link is not None and not any(each.is_serving for each in self._link.counters):
             return False
-        return self.roster.is_known and self.roster.num_up > 0
+        return self.roster.is_known and bool(self.roster.up)
 
     async def start(self) -> None:
         """Start all parts; returns when every listed engine was probed, and the other routers were
@@ -110,22 +115,10 @@ class DeciderService:
         Raises:
             ConfigError: An address of the other routers cannot be used.
         """
-        if self.config.sync_endpoint is not None:
-            self._publisher = LifePublisher(self.config.sync_endpoint, self._own_requests)
+        if self._publisher is not None:
             self._publisher.start()
             self.decider.tell = self._publisher.tell
         await self.tokenizers.start()
-        self._feed = Feed(self.routing, asyncio.get_running_loop())
-        self._cache_session = open_session(cache_headers(self.config))
-        self._prefetches = Prefetches(self._cache_session)
-        self._session = open_engine_session(self.engine_headers)
-        self._prober = Prober(
-            self._session,
-            interval_s=self.config.health_interval_s,
-            details_interval_s=self.config.metrics_interval_s,
-            on_probe=self._probed,
-            on_details=self._details_read,
-        )
         self._tasks = [
             asyncio.create_task(self._run("discovery", self.discovery.run())),
             asyncio.create_task(self._tick()),
@@ -153,28 +146,20 @@ class DeciderService:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
-        if self._prober is not None and self._session is not None:
-            await self._prober.close()
-            await self._session.close()
-            self._prober = None
-        if self._prefetches is not None and self._cache_session is not None:
-            await self._prefetches.close()
-            await self._cache_session.close()
-            self._prefetches = None
-        if self._feed is not None:
-            await self._feed.close()
-            self._feed = None
-            await self.tokenizers.close()
+        await self._prober.close()
+        await self._session.close()
+        await self._prefetches.close()
+        await self._cache_session.close()
+        await self._feed.close()
+        await self.tokenizers.close()
 
     # -- what the parts tell each other ------------------------------------------------------------
 
     def _workers_changed(self, specs: tuple[WorkerSpec, ...]) -> None:
-        assert self._prober is not None and self._feed is not None
-        assert self._prefetches is not None
         urls = self.roster.urls
         self._prefetches.follow(filter(None, (spec.cache_url for spec in specs)))
         self._prober.follow(urls)
-        self.tokenizers.set_engines(dict.fromkeys(urls, self.engine_headers))
+        self.tokenizers.follow(urls)
         try:
             self._feed.set_sources(
                 dict.fromkeys(source for spec in specs for source in spec.sources)
@@ -188,14 +173,11 @@ class DeciderService:
             self._link.announce()
 
     def _doubt(self, url: str) -> None:
-        if self._prober is not None:
-            self._prober.hurry(url)
+        self._prober.hurry(url)
 
     def _read_models_again(self) -> None:
-        if self._prober is not None:
-            for url in self.roster.urls:
-                self._prober.hurry(url, with_details=True)
-        self.tokenizers.look_soon()
+        for url in self.roster.urls:
+            self._prober.hurry(url, with_details=True)
 
     def _probed(self, url: str, probe: Probe) -> None:
         self.roster.probed(url, probe, time.monotonic())
@@ -206,10 +188,8 @@ class DeciderService:
         self, url: str, cards: list[ModelCard] | None, capacities: list[Capacity]
     ) -> None:
         if cards is not None:
-            names = [card.id for card in cards]
-            adapters = [card.id for card in cards if card.parent is not None]
-            self.roster.set_cards(url, {card.id: card.raw for card in cards})
-            self.roster.set_models(url, names, adapters)
+            self.roster.set_cards(url, cards)
+            self.tokenizers.set_cards(url, cards)
         for spec in self.roster.specs:
             if spec.url != url:
                 continue
@@ -221,15 +201,13 @@ class DeciderService:
 
     def _decided(self, decision: Decision) -> None:
         """Have the cache of the chosen worker begin to load, before the request arrives there."""
-        if decision.disk_block is None or self._prefetches is None:
-            return
         cache_url = self.roster.spec(decision.worker).cache_url
-        if cache_url is not None:
+        if decision.disk_block is not None and cache_url is not None:
             num_tokens = decision.matched[Tier.DISK]
             self._prefetches.begin(cache_url, decision.disk_block, num_tokens)
 
     def _answered(self, running: Running, cached_tokens: int | None) -> None:
-        if self._feed is not None and running.worker in self.roster:
+        if running.worker in self.roster:
             assert running.predicted_tokens is not None
             self._feed.answered(
                 [source.endpoint for source in self.roster.spec(running.worker).sources],
@@ -275,8 +253,8 @@ class DeciderService:
         workers = {
             name: msgspec.structs.replace(
                 worker,
-                circuit=self.roster.health(name).circuit.state,
-                health_failures=self.roster.health(name).num_failures,
+                circuit=self.roster.engine(name).circuit.state,
+                health_failures=self.roster.engine(name).num_failures,
             )
             for name, worker in stats.workers.items()
         }
@@ -287,8 +265,8 @@ class DeciderService:
                 version=__version__, pid=os.getpid(), uptime_s=now - self._started_s,
                 ready=self.is_ready, address=self._address,
             ),
-            sources={} if self._feed is None else self._feed.stats(),
-            caches={} if self._prefetches is None else self._prefetches.stats(),
+            sources=self._feed.stats(),
+            caches=self._prefetches.stats(),
             tokens=self.tokenizers.stats(),
             queue=self.line.counts.snapshot(waiting=len(self.line)),
             proxy=self._proxy_stats(),

@@ -13,6 +13,9 @@ from flexcache.router.listing import Listing, WorkerFile, bracketed, parse_optio
 from flexcache.router.router import KVRouter
 
 MAX_CONNECTIONS = 10_000
+IDLE_TIMEOUT_S = 75.0
+"""Longer than the 60 s after which usual load balancers give an idle connection up: if the router
+closed first, a request could meet its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +55,8 @@ class ProxyConfig:
     max_header_bytes: int = 32 << 10
     max_body_bytes: int = 64 << 20
     max_held_bytes: int = 1 << 30
-    body_timeout_s: float = 60.0
-    client_idle_s: float = 60.0
+    body_timeout_s: float = IDLE_TIMEOUT_S
+    client_idle_s: float = IDLE_TIMEOUT_S
     connect_timeout_s: float = 2.0
     engine_idle_s: float | None = None
     queue_timeout_s: float = 30.0
@@ -120,8 +123,6 @@ def proxy_config(config: RouterConfig) -> ProxyConfig:
         tls_key=None if config.tls_key is None else Path(config.tls_key),
         max_connections=min(room, MAX_CONNECTIONS),
         max_body_bytes=int(config.max_body_mb * 1e6),
-        client_idle_s=config.idle_timeout_s,
-        body_timeout_s=config.idle_timeout_s,
         queue_timeout_s=config.queue_timeout_s,
         stop_deadline_s=config.drain_timeout_s,
         reuse_port=config.proxies > 0,

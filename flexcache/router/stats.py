@@ -70,20 +70,17 @@ class CachedTokensStats(Counters):
     """Reported, but the router did not know the prompt's tokens."""
     predicted_tokens: Annotated[
         int,
-        counter(
-            "router_predicted_cached_tokens",
-            "Cached tokens that were predicted, for requests whose engine reported them.",
-        ),
+        counter("router_predicted_cached_tokens", "Cached tokens predicted, where reported."),
     ] = 0
     actual_tokens: Annotated[
         int,
         counter(
             "router_actual_cached_tokens",
-            "Cached tokens that engines reported for the same requests.",
+            "Cached tokens reported, where predicted.",
         ),
     ] = 0
     prompt_tokens: Annotated[
-        int, counter("router_compared_prompt_tokens", "Prompt tokens of the same requests.")
+        int, counter("router_compared_prompt_tokens", "Prompt tokens of requests with both.")
     ] = 0
 
     def add(self, predicted: int | None, actual: int | None, num_tokens: int) -> None:
@@ -112,16 +109,10 @@ class TTFTStats(Counters):
     """Time from the choice to the first token, over the requests for which it was predicted."""
 
     predicted_s: Annotated[
-        Histogram,
-        histogram(
-            "router_predicted_ttft_seconds", "Predicted time from the choice to the first token."
-        ),
+        Histogram, histogram("router_predicted_ttft_seconds", "Predicted time to the first token.")
     ] = _seconds(_TTFT_S)
     actual_s: Annotated[
-        Histogram,
-        histogram(
-            "router_ttft_seconds", "Time from the choice to the first token, of the same requests."
-        ),
+        Histogram, histogram("router_ttft_seconds", "Time from the choice to the first token.")
     ] = _seconds(_TTFT_S)
     error_s: Annotated[
         Histogram, histogram("router_ttft_error_seconds", "Absolute difference of the two.")
@@ -143,12 +134,7 @@ class ServiceTimeStats(Counters):
 
     samples: int = 0
     """First tokens that service times were learned from."""
-    is_learned: Annotated[
-        bool,
-        gauge(
-            "router_service_time_learned", "1 once there are enough first tokens to predict times."
-        ),
-    ] = False
+    is_learned: bool = False
     """False: there are too few samples, and the router multiplies tokens with requests instead."""
     base_s: float = 0.0
     """Learned time before a first token that does not depend on the prompt."""
@@ -179,13 +165,9 @@ class RoutingStats(Counters):
     """Also where the tokens themselves were unknown."""
     matched_tokens: Annotated[
         dict[str, int],
-        counter(
-            "router_matched_tokens",
-            "Prompt tokens expected on the chosen worker, by tier.",
-            "tier",
-            known=_TIERS,
-        ),
-    ] = _zeros(*_TIERS)
+        counter("router_matched_tokens", "Prompt tokens expected on the chosen worker, by tier.",
+                "tier", known=_TIERS),
+    ] = _zeros(*_TIERS)  # fmt: skip
     ttft: TTFTStats = msgspec.field(default_factory=TTFTStats)
     service_time: ServiceTimeStats = msgspec.field(default_factory=ServiceTimeStats)
     expired_requests: int = 0
@@ -223,46 +205,29 @@ class WorkerStats(Counters):
         ),
     ] = None
     """None: no proxy watches it."""
-    health_failures: Annotated[
-        int | None, counter("router_worker_health_failures", "Failed health checks.")
-    ] = None
+    health_failures: int | None = None
+    """Failed health checks."""
     requests: Annotated[int, gauge("router_worker_requests", "Running requests.")] = 0
     waiting_requests: Annotated[
         int, gauge("router_worker_waiting_requests", "Running requests without a first token.")
     ] = 0
     wait_s: Annotated[
-        float,
-        gauge("router_worker_wait_seconds", "Predicted time until a new request's turn comes."),
+        float, gauge("router_worker_wait_seconds", "Predicted wait of a new request for its turn.")
     ] = 0.0
     speed_factor: Annotated[
-        float,
-        gauge(
-            "router_worker_speed_factor",
-            "Learned service time relative to all workers; 2: twice as slow.",
-        ),
+        float, gauge("router_worker_speed_factor", "Learned service time over that of all workers.")
     ] = 1.0
-    is_approximate: Annotated[
-        bool,
-        gauge(
-            "router_worker_approximate",
-            "1 if the worker publishes no events, and its blocks are guessed from decisions.",
-        ),
-    ] = False
-    decisions: Annotated[
-        int, counter("router_worker_decisions", "Requests sent to the worker.")
-    ] = 0
+    is_approximate: bool = False
+    """The worker publishes no events, and its blocks are guessed from decisions."""
+    decisions: Annotated[int, counter("router_worker_decisions", "Requests sent there.")] = 0
     prompt_tokens: Annotated[
-        int, counter("router_worker_prompt_tokens", "Prompt tokens of those requests.")
+        int, counter("router_worker_prompt_tokens", "Their prompt tokens.")
     ] = 0
     matched_tokens: Annotated[
         dict[str, int],
-        counter(
-            "router_worker_matched_tokens",
-            "Those of them that were expected there, by tier.",
-            "tier",
-            known=_TIERS,
-        ),
-    ] = _zeros(*_TIERS)
+        counter("router_worker_matched_tokens", "Those of them that were expected there, by tier.",
+                "tier", known=_TIERS),
+    ] = _zeros(*_TIERS)  # fmt: skip
 
     def add(self, decision: Decision) -> None:
         """Count a decision for this worker."""
@@ -293,14 +258,11 @@ class IndexStats(Counters):
     refused_blocks: Annotated[
         int, counter("router_refused_blocks", "Blocks not taken because the index was full.")
     ] = 0
-    events: Annotated[
-        dict[str, int],
-        counter("router_events", "KV events applied, by kind.", "kind",
-                known=("stored", "removed", "cleared")),
-    ] = {}  # fmt: skip
+    events: dict[str, int] = {}
+    """KV events applied, by kind."""
     event_blocks: Annotated[
         dict[str, int],
-        counter("router_event_blocks", "Blocks in those events.", "kind",
+        counter("router_event_blocks", "Blocks in KV events that were applied.", "kind",
                 known=("stored", "removed")),
     ] = {}  # fmt: skip
     ignored_events: Annotated[
@@ -315,44 +277,25 @@ class SourceStats(Counters):
 
     TITLE = "Router: sources of events"
 
-    is_connected: Annotated[
-        bool,
-        gauge("router_source_connected", "1 while the router is connected to the publisher."),
-    ] = False
+    is_connected: Annotated[bool, gauge("router_source_connected", "1 while it is connected.")] = (
+        False
+    )
     is_silent: Annotated[
-        bool,
-        gauge(
-            "router_source_silent",
-            "1 if its workers answer requests and it has published nothing for too long.",
-        ),
+        bool, gauge("router_source_silent", "1 if its workers answer and it publishes nothing.")
     ] = False
     is_unmatched: Annotated[
-        bool,
-        gauge(
-            "router_source_unmatched",
-            "1 if its workers report cached tokens and none of them was predicted.",
-        ),
+        bool, gauge("router_source_unmatched", "1 if its workers' cached tokens are not predicted.")
     ] = False
-    last_batch_age_s: Annotated[
-        float | None,
-        gauge(
-            "router_source_last_batch_age_seconds",
-            "Time since its last batch; no sample before the first.",
-        ),
-    ] = None
+    last_batch_age_s: float | None = None
+    """Time since its last batch; None before the first."""
     batches: int = 0
     """Batches received."""
-    waiting_batches: Annotated[
-        int, gauge("router_source_waiting_batches", "Batches received and not applied yet.")
-    ] = 0
+    waiting_batches: int = 0
+    """Batches received and not applied yet."""
     gaps: Annotated[int, counter("router_source_gaps", "Gaps in the numbers of batches.")] = 0
     """Whether or not they could be filled."""
     losses: Annotated[
-        int,
-        counter(
-            "router_source_losses",
-            "Gaps that were not filled: the source's blocks were forgotten.",
-        ),
+        int, counter("router_source_losses", "Gaps that were not filled: its blocks are forgotten.")
     ] = 0
     replayed_batches: int = 0
     """Batches that filled gaps."""
@@ -421,11 +364,7 @@ class ProxyStats(Counters):
         int, counter("router_proxy_restarts", "Proxy processes that were restarted.")
     ] = 0
     unsupervised_requests: Annotated[
-        int,
-        counter(
-            "router_unsupervised_requests",
-            "Requests that proxies routed by themselves because the decider was away.",
-        ),
+        int, counter("router_unsupervised_requests", "Requests routed while the decider was away.")
     ] = 0
 
 
@@ -444,9 +383,7 @@ class LineStats(Counters):
     """Requests that may wait."""
     waits_s: Annotated[
         Histogram,
-        histogram(
-            "router_queue_wait_seconds", "How long routed requests have waited for a worker."
-        ),
+        histogram("router_queue_wait_seconds", "How long routed requests have waited."),
     ] = _seconds(_WAITS_S)
     """Mostly 0."""
 
@@ -458,28 +395,20 @@ class TokenizerStats(Counters):
 
     requests: Annotated[
         dict[str, int],
-        counter(
-            "router_converted_requests",
-            "Requests by how their token ids were found; unknown: routed by load.",
-            "way",
-            known=_WAYS,
-        ),
-    ] = _zeros(*_WAYS)
+        counter("router_converted_requests", "Requests by how their token ids were found.", "way",
+                known=_WAYS),
+    ] = _zeros(*_WAYS)  # fmt: skip
     """By way: ``ids`` (the request has them), ``local``, ``render`` (an engine was asked),
     ``unknown``."""
     unknown: Annotated[
         dict[str, int],
-        counter(
-            "router_unknown_prompts", "Requests whose token ids were not found, by reason.",
-            "reason",
-        ),
-    ] = {}  # fmt: skip
+        counter("router_unknown_prompts", "Requests without token ids, by reason.", "reason"),
+    ] = {}
     memo_bytes: int = 0
     """Memory of remembered token ids."""
     tokens: Annotated[int, counter("router_converted_tokens", "Tokens of those requests.")] = 0
     remembered_tokens: Annotated[
-        int,
-        counter("router_remembered_tokens", "Those of them that were not tokenized again."),
+        int, counter("router_remembered_tokens", "Those of them that were not tokenized again.")
     ] = 0
     seconds: Annotated[
         Histogram, histogram("router_conversion_seconds", "Time to find a request's token ids.")
@@ -487,11 +416,7 @@ class TokenizerStats(Counters):
     checks: int = 0
     """Comparisons of the router's token ids with an engine's."""
     mismatches: Annotated[
-        int,
-        counter(
-            "router_tokenizer_mismatches",
-            "Comparisons that differed: the engine is asked from then on.",
-        ),
+        int, counter("router_tokenizer_mismatches", "Comparisons of tokens that differed.")
     ] = 0
     models: dict[str, str] = {}
     """How prompts are converted, by served model and kind of prompt (``NAME chat``, ``NAME tools``,
@@ -505,17 +430,11 @@ class ProcessStats(Counters):
 
     TITLE = "Router: processes and peers"
 
-    version: Annotated[
-        str,
-        gauge("router_build_info", "Always 1; the label is the running version.", "version"),
-    ]
+    version: Annotated[str, gauge("router_build_info", "Always 1, by version.", "version")]
     pid: int
     uptime_s: float
     """Time since startup."""
-    ready: Annotated[
-        bool,
-        gauge("router_ready", "1 once the router has learned what the publishers hold."),
-    ]
+    ready: Annotated[bool, gauge("router_ready", "1 once engines are known and one is up.")]
     address: str
     """Where it takes requests, for people."""
 
@@ -590,21 +509,22 @@ def find_trouble(stats: RouterStats) -> Iterator[str]:
     if stats.index.blocks >= stats.index.max_blocks:
         yield "The index is full and misses blocks that engines hold: raise max_blocks."
     if stats.tokens is not None:
-        total, unknown = (
-            sum(stats.tokens.requests.values()),
-            stats.tokens.requests.get("unknown", 0),
-        )
-        if total >= _ENOUGH_REQUESTS and unknown > total / 2:
-            reason = max(stats.tokens.unknown.items(), key=lambda each: each[1], default=("", 0))[0]
-            yield (
-                f"The tokens of {unknown:,} of {total:,} prompts are unknown, so these requests go "
-                f"by load. Most frequent reason: {reason}."
-            )
+        yield from _of_tokens(stats.tokens)
     if stats.proxy is not None and stats.proxy.processes == 0:
         yield "No proxy process is up."
     for name, peer in stats.peers.items():
         if not peer.is_up:
             yield f"Router {name} is away: its requests are not counted as load."
+
+
+def _of_tokens(tokens: TokenizerStats) -> Iterator[str]:
+    total, unknown = sum(tokens.requests.values()), tokens.requests.get("unknown", 0)
+    if total >= _ENOUGH_REQUESTS and unknown > total / 2:
+        reason = max(tokens.unknown.items(), key=lambda each: each[1], default=("", 0))[0]
+        yield (
+            f"The tokens of {unknown:,} of {total:,} prompts are unknown, so these requests go "
+            f"by load. Most frequent reason: {reason}."
+        )
 
 
 def _of_workers(stats: RouterStats) -> Iterator[str]:

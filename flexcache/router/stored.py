@@ -19,10 +19,10 @@ from flexcache.router.waiting import is_set_within
 _KINDS = ("responses", "files", "batches")
 _STREAM, _JSON = "text/event-stream", "application/json"
 _MOST = 100_000
-_LONGEST = 256
+_LONGEST = 256  # of an id; a longer one is no engine's
 _DELAY_S = 1.0
-_MOST_EVENT = 64 << 10
-_MOST_ANSWER = 8 << 20
+_MOST_EVENT = 64 << 10  # the first event has the id, and repeats the request's settings
+_MOST_ANSWER = 8 << 20  # an id may stand at its end
 
 
 class _Referred(msgspec.Struct):
@@ -176,15 +176,6 @@ class IdReader:
             self._read(content)
         elif len(self._head) > self._most:
             self._head = None
-
-    def before(self, feed: Callable[[bytes], None]) -> Callable[[bytes], None]:
-        """Return what feeds this first, and then another reader."""
-
-        def both(chunk: bytes) -> None:
-            self.feed(chunk)
-            feed(chunk)
-
-        return both
 
     def end(self) -> None:
         """Note that there is no more."""

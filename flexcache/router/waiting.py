@@ -46,7 +46,7 @@ class Turns:
             yield
         except Exception as error:
             failure = repr(error)
-            if failure != self._failure:
+            if failure != self._failure:  # a loop that fails ten times a second fills no disk
                 log_event(
                     logger, logging.ERROR, "router_loop_failed", loop=self._loop,
                     about=self._about or None, error=failure, effect="it is tried again",

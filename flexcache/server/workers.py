@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import secrets
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import IO, TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import zmq
 
 from flexcache.logs import log_event
-from flexcache.processes import tell_of_forks
+from flexcache.processes import WorkerSupervisor
 from flexcache.server.outbox import WorkerInstruction, make_execute, problem_of
 from flexcache.server.reactor import (
     Reactor,
@@ -243,144 +239,6 @@ class WorkerPool:
         if worker.pidfd >= 0:
             self._reactor.unwatch_pidfd(worker.pidfd)
         worker.stop(patience_s)
-
-
-# A worker that fails at its start must not take a processor with its restarts.
-_FIRST_BACKOFF_S = 0.1
-_LONGEST_BACKOFF_S = 5.0
-_STABLE_AFTER_S = 30.0
-
-
-class WorkerSupervisor:
-    """Keeps one worker running. Driven by the event loop's thread; the time is handed in.
-
-    Args:
-        name: Name of the worker: ``disk``, ``remote``.
-        module: Module that it runs.
-        make_config: Makes the worker's config for a socket identity; called for every start.
-        keep_fds: Descriptors that the child inherits.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        module: str,
-        make_config: Callable[[str], msgspec.Struct],
-        keep_fds: Sequence[int],
-    ) -> None:
-        self.name = name
-        self._module = module
-        self._make_config = make_config
-        self._keep_fds = tuple(keep_fds)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._backoff_s = _FIRST_BACKOFF_S
-        self._started_s = 0.0
-        self.num_starts = 0
-        self.restart_at: float | None = 0.0
-        self.pidfd = -1
-        self.identity = ""
-        self.is_ready = False
-        """Whether it has said that it serves."""
-        tell_of_forks(self)
-
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process is not None else None
-
-    def start(self, now: float) -> bool:
-        """Start the worker; returns whether it runs. A failed start is retried with back-off."""
-        try:
-            self._start(now)
-        except OSError as error:
-            log_event(logger, logging.ERROR, "worker_not_started", worker=self.name, error=error)
-            # It may run, but cannot be watched, or has not got its config.
-            if self._process is not None:
-                self._process.kill()
-                self._process.wait()
-                assert self._process.stdin is not None
-                _close(self._process.stdin)
-                self._process = None
-            if self.pidfd >= 0:
-                os.close(self.pidfd)
-                self.pidfd = -1
-            self._plan_restart(now)
-            return False
-        return True
-
-    def _start(self, now: float) -> None:
-        self.num_starts += 1
-        self.restart_at = None
-        self._started_s = now
-        # Known to the worker alone, so that no other process can send in its name.
-        self.identity = f"{self.name}-{secrets.token_hex(16)}"
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", self._module, self.name],  # the name is for `ps`
-            stdin=subprocess.PIPE,
-            pass_fds=self._keep_fds,
-        )
-        self.pidfd = os.pidfd_open(self._process.pid)
-        assert self._process.stdin is not None
-        config = msgspec.json.encode(self._make_config(self.identity))
-        try:
-            self._process.stdin.write(config + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has died already: its pidfd reports that
-
-    def died(self, now: float) -> str:
-        """Handle the death of the worker and plan the next start. Returns how it ended."""
-        assert self._process is not None and self._process.stdin is not None
-        code = self._process.wait()
-        _close(self._process.stdin)
-        os.close(self.pidfd)
-        self._process, self.pidfd, self.identity, self.is_ready = None, -1, "", False
-        if now - self._started_s > _STABLE_AFTER_S:
-            self._backoff_s = _FIRST_BACKOFF_S
-        self._plan_restart(now)
-        return f"killed by signal {-code}" if code < 0 else f"exited with {code}"
-
-    def _plan_restart(self, now: float) -> None:
-        self.restart_at = now + self._backoff_s
-        self._backoff_s = min(2 * self._backoff_s, _LONGEST_BACKOFF_S)
-
-    def hurry(self, now: float) -> None:
-        """Forget past deaths: a worker that is away is restarted now, and soon after another."""
-        self._backoff_s = _FIRST_BACKOFF_S
-        if self.restart_at is not None:
-            self.restart_at = min(self.restart_at, now)
-
-    def kill(self) -> None:
-        """Kill the worker; `died` must be called when its pidfd reports the death."""
-        if self._process is not None:
-            self._process.kill()
-
-    def stop(self, timeout: float) -> None:
-        """End the worker for good: wait for it, since it was asked to stop before, then kill it."""
-        self.restart_at = None
-        if self._process is None:
-            return
-        try:
-            self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            log_event(
-                logger, logging.WARNING, "worker_killed", worker=self.name, pid=self.pid,
-                reason="did not stop", waited_s=timeout,
-            )  # fmt: skip
-            self._process.kill()
-            self._process.wait()
-        assert self._process.stdin is not None
-        _close(self._process.stdin)
-        os.close(self.pidfd)
-        self._process, self.pidfd, self.is_ready = None, -1, False
-
-    def forked(self) -> None:
-        if self._process is not None and self._process.stdin is not None:
-            _close(self._process.stdin)  # else the worker could not see its parent's end
-
-
-def _close(pipe: IO[bytes]) -> None:
-    with contextlib.suppress(BrokenPipeError):  # it had not read all of it when it died
-        pipe.close()
 
 
 class WorkerOwner(Protocol):

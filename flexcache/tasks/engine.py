@@ -30,6 +30,7 @@ from types import TracebackType
 
 import numpy as np
 
+from flexcache.breaker import CircuitBreaker
 from flexcache.cache.eviction_policy import EvictionPolicy, Study
 from flexcache.cache.plan import Plan
 from flexcache.cache.prompt import Prompt
@@ -65,7 +66,6 @@ from flexcache.tasks.model import (
     TaskSessions,
 )
 from flexcache.tasks.runner import TaskRunner
-from flexcache.transfer.breaker import CircuitBreaker
 from flexcache.transfer.messages import Done, pack_ids
 from flexcache.transfer.scheduler import BlockIds
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from flexcache.breaker import CircuitBreaker
 from flexcache.cache.restore import Records
 from flexcache.cache.tiers import Tiers
 from flexcache.errors import InternalError
@@ -30,7 +31,6 @@ from flexcache.stats import QueueStats
 from flexcache.tasks.accounts import Accounts
 from flexcache.tasks.instructions import DISK, REMOTE, DropOp, Instruction, ReplaceExecutor, RunOp
 from flexcache.tasks.model import LOAD_TIER, LOWER_TIER, WORKER_OF, WORKERS, OpRun, Task, TaskLimits
-from flexcache.transfer.breaker import CircuitBreaker
 from flexcache.transfer.messages import Done, unpack_checksums
 from flexcache.transfer.scheduler import FairQueue, TransferOp, Urgency
 

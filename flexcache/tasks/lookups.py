@@ -17,13 +17,13 @@ from dataclasses import dataclass
 
 from sortedcontainers import SortedList
 
+from flexcache.breaker import CircuitBreaker
 from flexcache.cache.block_keys import BlockKeys, PromptContent
 from flexcache.cache.load_plan import AskedTail
 from flexcache.cache.tiers import RemoteTier
 from flexcache.ids import BlockKey, RootId
 from flexcache.stats import LookUpStats
 from flexcache.tasks.instructions import Instruction, LookUpEnded, RunLookUp
-from flexcache.transfer.breaker import CircuitBreaker
 
 _MAX_KEYS = 8192
 _TRIAL_ROOT = b"\0" * 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import (
     AddedToken,
@@ -17,6 +17,9 @@ from tokenizers import (
     processors,
     trainers,
 )
+
+if TYPE_CHECKING:
+    from flexcache.router.tokens import Tokenizers
 
 _CORPUS = [
     f"block {i} of a prompt that a cache has seen before, tier {i % 3}\n  return x ** {i}"
@@ -182,3 +185,16 @@ def make_tokenizer(directory: Path, name: str) -> Path:
         config["chat_template"] = template
     (target / "tokenizer_config.json").write_text(json.dumps(config))
     return target
+
+
+async def ask_for_models(readers: Tokenizers, *urls: str) -> None:
+    """Have a router's tokenizers know what engines serve, as its probes tell it."""
+    from flexcache.router.prober import read_models
+    from flexcache.router.tokens.engines import open_session
+
+    async with open_session({}) as session:
+        for url in urls:
+            cards = await read_models(session, url)
+            assert cards is not None, f"{url} does not answer"
+            readers.set_cards(url, cards)
+    await readers.start()

@@ -26,7 +26,15 @@ import uvloop
 from aiohttp import web
 from paths import ROOT
 
-from flexcache.router.chooser import UNKNOWN, Arrival, Choice, NotRouted, Outcome, Usage
+from flexcache.router.chooser import (
+    UNKNOWN,
+    Arrival,
+    Choice,
+    NotRouted,
+    Outcome,
+    Usage,
+    WorkerAddress,
+)
 from flexcache.router.proxy.proxy import PROXY, make_app, serve
 from flexcache.router.settings import ProxyConfig
 
@@ -72,6 +80,15 @@ class InTurn:
         return Choice(worker=url, url=url, headers=self.headers, matched_tokens=self.matched_tokens)
 
     def stored(self, url: str, ids: Iterable[str]) -> None:
+        pass
+
+    def addresses(self) -> list[WorkerAddress]:
+        return []
+
+    def cards(self) -> dict[str, bytes]:
+        return {}
+
+    def models_changed(self) -> None:
         pass
 
     def first_token(self, request_id: str, *, tells_time: bool = True) -> None:

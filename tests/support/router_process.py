@@ -17,7 +17,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,16 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
+_WITH_CONSTANTS = """
+import importlib, json, sys
+for name, value in json.loads(sys.argv.pop(1)).items():
+    module, _, constant = name.rpartition(".")
+    setattr(importlib.import_module(f"flexcache.router.{module}"), constant, value)
+from flexcache.cli import app
+app()
+"""
+
+
 class RouterProcess:
     """A router before engines.
 
@@ -47,6 +57,8 @@ class RouterProcess:
         proxies: See `RouterConfig`; other settings likewise, as keywords.
         wait: Whether entering waits until it is ready.
         descriptors: Soft and hard limit of its descriptors; None: those of the test.
+        constants: Values of constants, by ``MODULE.NAME`` within `flexcache.router`. They hold in
+            the first of its processes.
     """
 
     def __init__(
@@ -56,6 +68,7 @@ class RouterProcess:
         proxies: int = 0,
         wait: bool = True,
         descriptors: tuple[int, int] | None = None,
+        constants: Mapping[str, float] | None = None,
         **settings: Any,
     ) -> None:
         self.port, control_port = free_ports(2)
@@ -63,6 +76,8 @@ class RouterProcess:
         self.control = f"http://127.0.0.1:{control_port}"
         self._wait = wait
         self._descriptors = descriptors
+        self._constants = constants
+        assert not (constants and proxies), "the decider is another process then"
         arguments = [
             f"--port={self.port}",
             f"--control-port={control_port}",
@@ -85,8 +100,11 @@ class RouterProcess:
 
     def start(self) -> None:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        command = ["-m", "flexcache.cli"]
+        if self._constants:
+            command = ["-c", _WITH_CONSTANTS, json.dumps(self._constants)]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "flexcache.cli", "router", *self._arguments],
+            [sys.executable, *command, "router", *self._arguments],
             env={**os.environ, "PYTHONPATH": path, **self._environ},
             preexec_fn=None if self._descriptors is None else self._limit_descriptors,
         )

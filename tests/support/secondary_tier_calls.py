@@ -8,7 +8,7 @@ import threading
 import time
 from typing import Any
 
-from flexcache.server.workers import WorkerSupervisor
+from flexcache.processes import WorkerSupervisor
 from flexcache.tasks.instructions import DISK
 
 PATIENCE_S = 120.0

@@ -81,7 +81,7 @@ def test_a_server_that_stops_starts_a_disk_worker_that_is_in_back_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flexcache.server.loop._DRAIN_TIMEOUT_S", 60.0)
-    monkeypatch.setattr("flexcache.server.workers._FIRST_BACKOFF_S", 3600.0)
+    monkeypatch.setattr("flexcache.processes._FIRST_BACKOFF_S", 3600.0)
     with running_cluster([tmp_path], ssd_write_policy="write_back") as cluster:
         for tokens in PROMPTS:
             cluster.put(tokens, BLOCKS)

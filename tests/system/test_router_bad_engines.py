@@ -16,7 +16,8 @@ from odd_engine import Answer, OddEngine, as_json
 from router_process import RouterProcess, complete, until
 
 MIB = 1 << 20
-QUICK = {"health_interval_s": 0.2, "metrics_interval_s": 0.2}
+QUICK = {"prober.PROBE_INTERVAL_S": 0.2, "prober.DETAILS_INTERVAL_S": 0.2}
+"""Constants of the router."""
 
 VLLM = 'vllm:cache_config_info{{block_size="{}",num_gpu_blocks="{}"}} 1.0\n'
 SGLANG = "sglang:max_total_num_tokens{{}} {}\nsglang:page_size{{}} {}\n"
@@ -34,7 +35,10 @@ SGLANG = "sglang:max_total_num_tokens{{}} {}\nsglang:page_size{{}} {}\n"
     ],
 )
 def test_impossible_numbers_of_an_engine_stop_neither_requests_nor_its_probes(metrics: str) -> None:
-    with OddEngine() as engine, RouterProcess((), f"--worker={engine.url}", **QUICK) as router:
+    with (
+        OddEngine() as engine,
+        RouterProcess((), f"--worker={engine.url}", constants=QUICK) as router,
+    ):
         engine.answers["/metrics"] = Answer(metrics.encode())
         seen = engine.seen["GET /metrics"]
         until(lambda: engine.seen["GET /metrics"] > seen + 1)
@@ -50,7 +54,7 @@ def test_an_answer_without_end_is_left(path: str) -> None:
     with (
         OddEngine({path: Answer(padding=512 * MIB)}) as odd,
         FakeEngine() as engine,
-        RouterProcess([engine], f"--worker={odd.url}", **QUICK) as router,
+        RouterProcess([engine], f"--worker={odd.url}", constants=QUICK) as router,
     ):
         until(lambda: odd.seen[f"GET {path}"] > 1)  # the first one has ended
         assert asyncio.run(complete(router.url, [1] * 40)).is_whole
@@ -64,7 +68,7 @@ def test_an_answer_that_unpacks_to_much_is_not_unpacked(path: str) -> None:
     with (
         OddEngine() as odd,
         FakeEngine() as engine,
-        RouterProcess([engine], f"--worker={odd.url}", **QUICK) as router,
+        RouterProcess([engine], f"--worker={odd.url}", constants=QUICK) as router,
     ):
         assert router.process is not None
         before = peak_bytes(router.process.pid)

@@ -84,7 +84,8 @@ def test_connections_without_the_token_do_not_keep_probes_from_the_control_port(
 
 @pytest.mark.whole
 def test_a_body_that_does_not_come_to_the_control_port_is_given_up() -> None:
-    with FakeEngine() as engine, RouterProcess([engine], idle_timeout_s=2) as router:
+    constants = {"control.IDLE_TIMEOUT_S": 2.0}
+    with FakeEngine() as engine, RouterProcess([engine], constants=constants) as router:
         host, port = router.control.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=20) as sock:
             sock.sendall(

@@ -13,9 +13,7 @@ from router_peers import BLOCK, DynamoSelection, peer_python, source_of, wait
 from flexcache.events.publisher import Address, BatchPublisher
 from flexcache.events.wire import BlockStored, Event, encode_batch
 from flexcache.router.dispatcher import GPU, Dispatcher, MatchedPrompt
-from flexcache.router.load import Load
 from flexcache.router.policy import make_policy
-from flexcache.router.service_time import ServiceTime
 
 NUM_WORKERS = 4
 NUM_REQUESTS = 600
@@ -46,9 +44,7 @@ class Both:
     def __init__(self, python: str, publishers: list[BatchPublisher[Event]]) -> None:
         self._publishers = publishers
         self.service = DynamoSelection(python, [source_of(each) for each in publishers])
-        self.dispatcher = Dispatcher(
-            make_policy("dynamo"), Load(NUM_WORKERS), ServiceTime(NUM_WORKERS)
-        )
+        self.dispatcher = Dispatcher(make_policy("dynamo"), NUM_WORKERS)
         self.held: list[set[int]] = [set() for _ in range(NUM_WORKERS)]
         for worker in range(NUM_WORKERS):
             wait(lambda worker=worker: self._is_connected(worker))  # type: ignore[misc]

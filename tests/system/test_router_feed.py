@@ -34,7 +34,7 @@ class Holdings:
 
     def __init__(self) -> None:
         self.blocks: dict[str, set[int]] = {}
-        self.losses: list[str] = []
+
         self.largest = 0
         self.fails_at: int | None = None
 
@@ -56,11 +56,7 @@ class Holdings:
                 assert isinstance(event, AllBlocksCleared)
                 held.clear()
 
-    def lost(self, source: str) -> None:
-        self.losses.append(source)
-        self.blocks.pop(source, None)
-
-    def restarted(self, source: str) -> None:
+    def forget(self, source: str) -> None:
         self.blocks.pop(source, None)
 
 
@@ -219,7 +215,6 @@ def test_a_gap_that_cannot_be_filled_makes_the_source_unknown() -> None:
                 one.publish([BlockRemoved([1 << 70], "GPU")])  # cannot be encoded: lost for good
                 one.publish([stored([1])])
                 await until(lambda: holdings.of(a) == {1})
-                assert holdings.losses == [a.endpoint]
                 stats = feed.stats()[a.endpoint]
                 assert (stats.gaps, stats.losses) == (1, 1)
 
@@ -269,12 +264,12 @@ def test_a_busy_event_loop_slows_the_publisher_s_thread_and_loses_nothing() -> N
 def test_a_batch_that_the_index_refuses_makes_the_source_unknown_and_no_more() -> None:
     async def test() -> None:
         with publishing() as (one, a):
-            async with feeding(a) as (_, holdings):
+            async with feeding(a) as (feed, holdings):
                 holdings.fails_at = 2
                 for number in range(4):
                     one.publish([stored([number])])
                 await until(lambda: holdings.of(a) == {3})
-                assert holdings.losses == [a.endpoint]
+                assert feed.stats()[a.endpoint].losses == 1
 
     run(test)
 

@@ -37,7 +37,8 @@ if find_envoy() is None:
 import grpc  # noqa: E402
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: E402
 
-from flexcache.router.gateway.server import Gateway, GatewayConfig  # noqa: E402
+from flexcache.router.gateway.server import Gateway  # noqa: E402
+from flexcache.router.settings import ProxyConfig  # noqa: E402
 
 pytestmark = pytest.mark.whole
 
@@ -125,7 +126,9 @@ class Side:
         async def start() -> None:
             self.gateway = Gateway(
                 self.chooser,
-                GatewayConfig(port=self.port, drain_timeout_s=0, **config),
+                ProxyConfig(stop_deadline_s=0, **config),
+                "127.0.0.1",
+                self.port,
                 lambda: self.is_ready,
             )
             await self.gateway.start()

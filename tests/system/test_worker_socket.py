@@ -95,7 +95,7 @@ def test_a_worker_that_sends_garbage_fails_its_own_ops_and_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers = itertools.count(1)
-    monkeypatch.setattr("flexcache.server.workers.secrets.token_hex", lambda _: str(next(numbers)))
+    monkeypatch.setattr("flexcache.processes.secrets.token_hex", lambda _: str(next(numbers)))
     with running_cluster([tmp_path], op_timeout_s=5.0) as cluster:
         serves_on(cluster, 1)
         with speaking_as(b"disk-1") as impostor:

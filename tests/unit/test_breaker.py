@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from flexcache.breaker import CircuitBreaker
 from flexcache.ids import BreakerState
-from flexcache.transfer.breaker import CircuitBreaker
 
 
 def opened(now: float = 100.0) -> CircuitBreaker:

@@ -41,6 +41,7 @@ from paths import ROOT
 
 LAYERS = (
     (
+        "breaker",
         "counters",
         "errors",
         "ids",
@@ -72,17 +73,17 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 70_740,
-    "files of the package": 254,
-    "lines of the router": 15_000,
+    "lines of the package": 70_560,
+    "files of the package": 252,
+    "lines of the router": 14_825,
     "modules under 120 lines with one importer": 2,
-    "class names that several classes have": 3,
+    "class names that several classes have": 2,
     "functions with too many parameters": 5,
-    "functions more complex than 12": 53,
+    "functions more complex than 12": 34,
     "types of messages": 54,
     "settings of the cache": 47,
-    "settings of the router": 36,
-    "metrics": 119,
+    "settings of the router": 33,
+    "metrics": 113,
 }
 """What the package has at most. A ceiling falls with the code. It rises only for a feature that
 needs it, with a line in CHANGELOG.md that names the feature."""

@@ -6,10 +6,10 @@ from builders import ROOT, keys_of, prompt
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flexcache.breaker import CircuitBreaker
 from flexcache.cache.tiers import RemoteTier
 from flexcache.tasks.instructions import Instruction
 from flexcache.tasks.lookups import RemoteLookUps
-from flexcache.transfer.breaker import CircuitBreaker
 
 WORDS = st.text("ab", min_size=1, max_size=8)
 

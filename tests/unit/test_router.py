@@ -141,7 +141,7 @@ def test_the_blocks_of_a_worker_without_events_are_guessed() -> None:
     router.check()
 
 
-def test_removed_cleared_lost_and_restarted_blocks_no_longer_count() -> None:
+def test_removed_cleared_and_forgotten_blocks_no_longer_count() -> None:
     router = make_router("a")
     batch = stored([*PROMPT, 1])
 
@@ -153,11 +153,10 @@ def test_removed_cleared_lost_and_restarted_blocks_no_longer_count() -> None:
     assert matched() == 10 * BLOCK
     router.apply("tcp://a", EventBatch(0.0, [AllBlocksCleared()]))
     assert matched() == 0
-    for forget in (router.lost, router.restarted):
-        router.apply("tcp://a", batch)
-        assert matched() == 20 * BLOCK
-        forget("tcp://a")
-        assert matched() == 0
+    router.apply("tcp://a", batch)
+    assert matched() == 20 * BLOCK
+    router.forget("tcp://a")
+    assert matched() == 0
     router.check()
 
 
@@ -426,7 +425,7 @@ def test_a_cache_is_asked_for_the_last_block_that_is_only_below_dram() -> None:
     assert asked_block(router, request([*PROMPT[: 17 * BLOCK], 1])) == names_in(below)[16]
     router.apply(CACHE, removed(below, 18))
     assert asked_block(router, request([*PROMPT, 1])) == names_in(below)[17]
-    router.lost(CACHE)
+    router.forget(CACHE)
     assert asked_block(router, request([*PROMPT, 1])) is None
 
 

@@ -24,8 +24,8 @@ from flexcache.router.chooser import (
     Skipped,
     Usage,
 )
-from flexcache.router.decider import Decider, WaitingLine, Watchers
-from flexcache.router.fleet import WorkerSpec
+from flexcache.router.decider import Decider, Terms, WaitingLine, Watchers
+from flexcache.router.fleet import ModelCard, WorkerSpec
 from flexcache.router.link import LinkServer, RemoteChooser
 from flexcache.router.load import Work
 from flexcache.router.messages import RunningRequest
@@ -152,7 +152,8 @@ def test_a_reservation_whose_lease_is_over_ends() -> None:
     async def test() -> None:
         world = World(max_requests=1)
         for number in range(3):
-            await world.decider.choose(arrival(str(number)), lease_s=10 + number)
+            request = await world.decider.read(arrival(str(number)))
+            await world.decider.decide(request, Terms(lease_s=10 + number))
         waiting = asyncio.create_task(world.decider.choose(arrival("late")))
         await asyncio.sleep(0)
         assert len(world.decider.line) == 1
@@ -206,8 +207,8 @@ def test_a_model_whose_workers_are_down_is_refused_at_once(is_failing: bool) -> 
 def test_a_request_does_not_wait_for_workers_that_do_not_serve_its_model() -> None:
     async def test() -> None:
         world = World(max_requests=1)
-        world.decider.roster.set_models(A, ["small"])
-        world.decider.roster.set_models(B, ["large"])
+        world.decider.roster.set_cards(A, [ModelCard("small")])
+        world.decider.roster.set_cards(B, [ModelCard("large")])
         await world.decider.choose(arrival("a", body=b'{"model": "small"}'))
         waiting = asyncio.create_task(
             world.decider.choose(arrival("b", body=b'{"model": "small"}'))
@@ -426,8 +427,8 @@ def test_without_a_decider_a_model_is_served_by_those_that_list_it(tmp_path: Pat
     async def test() -> None:
         world = World()
         async with linked(world, tmp_path) as (link, chooser):
-            world.decider.roster.set_models(A, ["small"])
-            world.decider.roster.set_models(B, ["large"])
+            world.decider.roster.set_cards(A, [ModelCard("small")])
+            world.decider.roster.set_cards(B, [ModelCard("large")])
             world.decider.roster.probed(A, Probe.BAD, 0.0)
             link.announce()
             await until(lambda: chooser._models == {"small", "large"})

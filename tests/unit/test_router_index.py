@@ -349,9 +349,7 @@ def test_a_token_counts_for_the_fastest_tier_that_has_it() -> None:
         [worker("1", "a", "shared"), worker("2", "b", "shared"), worker("3"), worker("4", "a")]
     )
     matched = table.matched(index.depths(index.match(keys)))
-    assert matched.gpu.tolist() == [5, 0, 0, 5]
-    assert matched.dram.tolist() == [2, 9, 0, 0]
-    assert matched.disk.tolist() == [5, 3, 0, 0]
+    assert matched.tolist() == [[5, 0, 0, 5], [2, 9, 0, 0], [5, 3, 0, 0]]
 
 
 def test_ranks_of_one_publisher_are_kept_apart_once_there_are_several() -> None:
@@ -361,7 +359,7 @@ def test_ranks_of_one_publisher_are_kept_apart_once_there_are_several() -> None:
     table.set_workers([worker("0", "s", rank=0), worker("1", "s", rank=1), worker("x", "s")])
 
     def gpu() -> list[int]:
-        return table.matched(index.depths(index.match(keys))).gpu.tolist()
+        return table.matched(index.depths(index.match(keys)))[0].tolist()
 
     assert gpu() == [0, 0, 0]
     index.stored(Holder("s", Tier.GPU, 4), keys[:3])
@@ -369,7 +367,7 @@ def test_ranks_of_one_publisher_are_kept_apart_once_there_are_several() -> None:
     index.stored(Holder("s", Tier.GPU, 1), keys[:5])
     assert gpu() == [0, 5, 5]
     index.stored(Holder("s", Tier.DRAM), keys[:8])
-    assert table.matched(index.depths(index.match(keys))).dram.tolist() == [8, 3, 3]
+    assert table.matched(index.depths(index.match(keys)))[1].tolist() == [8, 3, 3]
     index.forget(Holder("s", Tier.GPU, 1))
     assert gpu() == [3, 3, 3]
 
@@ -378,4 +376,4 @@ def test_no_workers() -> None:
     index = KVIndexer()
     table = WorkerTable(index.holders)
     table.set_workers([])
-    assert table.matched(index.depths([])).gpu.tolist() == []
+    assert table.matched(index.depths([])).shape == (3, 0)

@@ -1,4 +1,4 @@
-"""Load: arrays against a plain model, and the backlog."""
+"""WorkerLoad: arrays against a plain model, and the backlog."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexcache.errors import InternalError
-from flexcache.router.load import Load, Running, Work
+from flexcache.router.load import Running, Work, WorkerLoad
 
 REQUESTS = [f"r{i}" for i in range(6)]
 
@@ -18,7 +18,7 @@ def running(seconds: float, worker: int = 0) -> Running:
 
 
 def test_a_backlog_is_what_is_predicted_less_what_the_head_has_run() -> None:
-    load, a, b = Load(2), running(2.0), running(3.0)
+    load, a, b = WorkerLoad(2), running(2.0), running(3.0)
     load.add(a, 10.0)
     load.add(b, 10.5)
     assert load.wait_s(10.5) == pytest.approx([4.5, 0])
@@ -34,7 +34,7 @@ def test_a_backlog_is_what_is_predicted_less_what_the_head_has_run() -> None:
 
 
 def test_a_request_that_overtakes_teaches_nothing() -> None:
-    load, a, b = Load(1), running(2.0), running(1.0)
+    load, a, b = WorkerLoad(1), running(2.0), running(1.0)
     load.add(a, 0.0)
     load.add(b, 0.0)
     assert load.first_token(b, 0.5) is None
@@ -44,7 +44,7 @@ def test_a_request_that_overtakes_teaches_nothing() -> None:
 
 
 def test_checks_find_a_request_that_is_not_counted() -> None:
-    load = Load(1)
+    load = WorkerLoad(1)
     load.add(running(1.0), 0.0)
     with pytest.raises(InternalError):
         load.check([])
@@ -60,7 +60,7 @@ Step = st.tuples(
 
 @given(st.lists(Step, max_size=60))
 def test_the_arrays_sum_up_what_is_in_flight(steps: list[tuple[str, str, int, float]]) -> None:
-    load, now = Load(3), 0.0
+    load, now = WorkerLoad(3), 0.0
     flight: dict[str, Running] = {}
     waiting: set[str] = set()
     for what, name, worker, number in steps:

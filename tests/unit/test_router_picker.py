@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexcache.router.chooser import UNKNOWN, Arrival, Choice, NotRouted, Outcome, Usage
+from flexcache.router.chooser import (
+    UNKNOWN,
+    Arrival,
+    Choice,
+    NotRouted,
+    Outcome,
+    Usage,
+    WorkerAddress,
+)
 from flexcache.router.fleet import Fleet, WorkerSpec, WorkerState
 
 pytest.importorskip("grpc_health.v1", reason="the extra gateway is not installed")
@@ -29,10 +37,10 @@ from flexcache.router.gateway.exchange import (  # noqa: E402
     BadStream,
     Destinations,
     Exchange,
-    Room,
     Stage,
 )
 from flexcache.router.gateway.server import Picker  # noqa: E402
+from flexcache.router.proxy.clients import Room  # noqa: E402
 
 HttpBody, HttpHeaders = protocol.HttpBody, protocol.HttpHeaders
 ProcessingRequest = protocol.ProcessingRequest
@@ -50,6 +58,15 @@ class Ledger:
 
     def stored(self, url: str, ids: Iterable[str]) -> None:
         self.notes.append(f"{', '.join(ids)} at {url}")
+
+    def addresses(self) -> list[WorkerAddress]:
+        return []
+
+    def cards(self) -> dict[str, bytes]:
+        return {}
+
+    def models_changed(self) -> None:
+        pass
 
     def first_token(self, request_id: str, *, tells_time: bool = True) -> None:
         self.notes.append("first token")

@@ -9,7 +9,7 @@ import pytest
 
 from flexcache.errors import ConfigError
 from flexcache.router.dispatcher import Dispatcher, MatchedPrompt
-from flexcache.router.load import Load, Served, Work
+from flexcache.router.load import Served, Work
 from flexcache.router.policy import POLICIES, make_policy
 from flexcache.router.service_time import MIN_SAMPLES, ServiceTime
 
@@ -22,7 +22,7 @@ def dispatcher(policy: str = "ours", num_workers: int = 4) -> Dispatcher:
     for i in range(5 * MIN_SAMPLES):
         tokens = 1 + i * 997 % 20_000
         times.learn(Served(i % num_workers, Work(tokens, tokens), 0.02 + 1e-4 * tokens))
-    return Dispatcher(make_policy(policy), Load(num_workers), times)
+    return Dispatcher(make_policy(policy), num_workers, service_time=times)
 
 
 def prompt(
@@ -62,7 +62,7 @@ def test_tokens_in_dram_are_worth_less_than_on_gpu_and_more_than_none() -> None:
 
 
 def test_before_it_knows_seconds_tokens_times_requests_decide() -> None:
-    router = Dispatcher(make_policy("ours"), Load(4), ServiceTime(4))
+    router = Dispatcher(make_policy("ours"), 4)
     router.choose("a", prompt(100), 0.0, np.arange(4) == 0)
     costs = router.score(prompt(1000, 500, 400, 300, 600), 0.0).costs
     assert costs[1:].tolist() == [600, 700, 400]
@@ -97,7 +97,7 @@ def test_a_popular_prefix_is_copied_to_idle_workers(knows_seconds: bool) -> None
     """Paced requests with one system prompt must not all go to its first holder."""
     router = dispatcher()
     if not knows_seconds:
-        router = Dispatcher(make_policy("ours"), Load(4), ServiceTime(4))
+        router = Dispatcher(make_policy("ours"), 4)
     counts: Counter[int] = Counter()
     for i in range(200):
         held = [4_000 if counts[worker] else 0 for worker in range(4)]

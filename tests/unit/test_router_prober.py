@@ -11,11 +11,29 @@ aiohttp = pytest.importorskip("aiohttp")
 from aiohttp import web  # noqa: E402
 from aiohttp.test_utils import TestServer  # noqa: E402
 
-from flexcache.router.prober import Prober  # noqa: E402
+from flexcache.router import prober as module  # noqa: E402
+from flexcache.router.fleet import ModelCard  # noqa: E402
+from flexcache.router.prober import Prober, parse_models  # noqa: E402
 from flexcache.router.roster import Probe  # noqa: E402
-from flexcache.router.tokens.engines import ModelCard  # noqa: E402
+from flexcache.router.tokens.engines import BadAnswer  # noqa: E402
 
 PATIENCE_S = 60
+
+
+@pytest.fixture(autouse=True)
+def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PROBE_INTERVAL_S", "DETAILS_INTERVAL_S"):
+        monkeypatch.setattr(module, name, 0.0)
+
+
+def test_lists_of_models_are_read_or_refused() -> None:
+    card = b'{"id": "lora", "root": "/lora", "parent": "m", "created": 1}'
+    assert parse_models(b'{"data": [%s, {"id": "m"}]}' % card) == [
+        ModelCard("lora", "/lora", "m", card), ModelCard("m", raw=b'{"id": "m"}'),
+    ]  # fmt: skip
+    for strange in (b"", b"[]", b'{"data": 1}', b'{"data": [{}]}', b"[" * 100_000, b"\xff"):
+        with pytest.raises(BadAnswer, match="no list of models"):
+            parse_models(strange)
 
 
 def test_a_list_of_models_that_is_not_answered_is_not_an_empty_one() -> None:
@@ -43,10 +61,8 @@ def test_a_list_of_models_that_is_not_answered_is_not_an_empty_one() -> None:
         app.router.add_get("/v1/models", models)
         async with TestServer(app) as server, aiohttp.ClientSession() as session:
             prober = Prober(
-                session, interval_s=0.0, timeout_s=5.0,
-                details_interval_s=0.0, on_probe=lambda *_: probed.append(len(told)),
-                on_details=on_details,
-            )  # fmt: skip
+                session, on_probe=lambda *_: probed.append(len(told)), on_details=on_details
+            )
             prober.follow((str(server.make_url("")).rstrip("/"),))
             await is_over.wait()
             await prober.close()
@@ -77,10 +93,7 @@ def test_a_fault_where_details_are_used_does_not_end_the_probes() -> None:
         app = web.Application()
         app.router.add_get("/health", health)
         async with TestServer(app) as server, aiohttp.ClientSession() as session:
-            prober = Prober(
-                session, interval_s=0.0, timeout_s=5.0, details_interval_s=0.0,
-                on_probe=on_probe, on_details=on_details,
-            )  # fmt: skip
+            prober = Prober(session, on_probe=on_probe, on_details=on_details)
             prober.follow((str(server.make_url("")).rstrip("/"),))
             await is_over.wait()
             await prober.close()

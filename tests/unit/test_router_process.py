@@ -17,11 +17,6 @@ from flexcache.router.process import run_router
 WORKER = "http://127.0.0.1:1"
 
 
-@pytest.fixture(params=[0, 1], ids=["one process", "a proxy"])
-def proxies(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -32,23 +27,22 @@ def proxies(request: pytest.FixtureRequest) -> int:
         ({"policy": "best"}, "policy = 'best'"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused_by_name(
-    settings: dict[str, Any], named: str, proxies: int
-) -> None:
-    config = {"workers": [WORKER], "port": 0, "control_port": 0, "proxies": proxies}
+def test_settings_that_do_not_fit_are_refused_by_name(settings: dict[str, Any], named: str) -> None:
+    config = {"workers": [WORKER], "port": 0, "control_port": 0}
     with pytest.raises(ConfigError, match=named):
         run_router(RouterConfig(**{**config, **settings}))
 
 
 @pytest.mark.parametrize("name", ["engine_key_file", "api_key_file"])
-def test_a_file_without_a_key_is_refused(name: str, tmp_path: Path, proxies: int) -> None:
+def test_a_file_without_a_key_is_refused(name: str, tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("# none\n\n" if name == "api_key_file" else "two words\n")
-    config = {"workers": [WORKER], "port": 0, "control_port": 0, "proxies": proxies}
+    config = {"workers": [WORKER], "port": 0, "control_port": 0}
     with pytest.raises(ConfigError, match=name):
         run_router(RouterConfig(**config, **{name: str(file)}))
 
 
+@pytest.mark.parametrize("proxies", [0, 1], ids=["one process", "a proxy"])
 @pytest.mark.parametrize("name", ["port", "control_port"])
 def test_a_port_that_is_in_use_is_refused(name: str, proxies: int) -> None:
     for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # also another router's

@@ -13,7 +13,7 @@ pytest.importorskip("aiohttp", reason="the extra router is not installed")
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from flexcache.router.chooser import UNKNOWN, Arrival, Choice, Outcome, Usage
+from flexcache.router.chooser import UNKNOWN, Arrival, Choice, Outcome, Usage, WorkerAddress
 from flexcache.router.proxy.proxy import PROXY, make_app, serve
 from flexcache.router.settings import ProxyConfig
 
@@ -36,6 +36,15 @@ class OneEngine:
         return Choice(worker="e", url=self.url, headers={}, matched_tokens=None)
 
     def stored(self, url: str, ids: Iterable[str]) -> None:
+        pass
+
+    def addresses(self) -> list[WorkerAddress]:
+        return []
+
+    def cards(self) -> dict[str, bytes]:
+        return {}
+
+    def models_changed(self) -> None:
         pass
 
     def first_token(self, request_id: str, *, tells_time: bool = True) -> None:

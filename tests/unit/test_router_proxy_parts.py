@@ -19,7 +19,7 @@ from flexcache.errors import ConfigError
 from flexcache.router.chooser import UNKNOWN, Usage
 from flexcache.router.proxy import answers
 from flexcache.router.proxy.answers import (
-    UsageReader,
+    AnswerReader,
     headers_to_client,
     headers_to_engine,
     is_request_id,
@@ -195,11 +195,11 @@ VLLM = {
 
 def read_usage(answer: bytes, cuts: list[int]) -> Usage:
     """Feed an answer, cut at some places."""
-    reader = UsageReader()
+    reader = AnswerReader()
     places = sorted({min(cut, len(answer)) for cut in cuts} | {0, len(answer)})
     for start, stop in pairwise(places):
         reader.feed(answer[start:stop])
-    return reader.read()
+    return reader.usage()
 
 
 @given(st.lists(st.integers(0, 20_000), max_size=10), st.integers(0, 9_000), st.booleans())
@@ -251,12 +251,12 @@ def test_any_bytes_may_be_an_answer(answer: bytes) -> None:
 
 
 def test_a_long_stream_is_not_kept() -> None:
-    reader = UsageReader()
+    reader = AnswerReader()
     reader.feed(json.dumps({"usage": VLLM}).encode())
-    assert reader.read().prompt_tokens == 40
+    assert reader.usage().prompt_tokens == 40
     for _ in range(100):
         reader.feed(b"x" * 230)
-    assert reader.read() == UNKNOWN
+    assert reader.usage() == UNKNOWN
 
 
 # -- answers --------------------------------------------------------------------------------------

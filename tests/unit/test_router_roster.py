@@ -7,9 +7,9 @@ import random
 import pytest
 
 from flexcache.router.chooser import Outcome
-from flexcache.router.fleet import WorkerSpec, WorkerState
+from flexcache.router.fleet import ModelCard, WorkerSpec, WorkerState
 from flexcache.router.prober import Capacity, parse_capacities
-from flexcache.router.roster import Health, Probe, Roster
+from flexcache.router.roster import KnownEngine, Probe, Roster
 from flexcache.router.router import KVRouter
 
 A, B = "http://a:1", "http://b:1"
@@ -18,6 +18,10 @@ A, B = "http://a:1", "http://b:1"
 def spec(url: str, rank: int | None = None) -> WorkerSpec:
     name = url if rank is None else f"{url}#{rank}"
     return WorkerSpec(name=name, url=url, data_parallel_rank=rank)
+
+
+def cards(*names: str) -> list[ModelCard]:
+    return [ModelCard(name) for name in names]
 
 
 class Book(KVRouter):
@@ -68,21 +72,21 @@ def test_only_engines_that_take_requests_say_what_their_models_are(book: Book) -
 
 
 def test_an_engine_that_refuses_is_out_at_once_and_one_that_is_late_after_three_probes() -> None:
-    health = Health()
-    health.probed(Probe.GOOD, 0.0)
+    engine = KnownEngine()
+    engine.probed(Probe.GOOD, 0.0)
     for _ in range(2):
-        health.probed(Probe.LATE, 0.0)
-    assert health.is_up
-    health.probed(Probe.GOOD, 0.0)
+        engine.probed(Probe.LATE, 0.0)
+    assert engine.is_up
+    engine.probed(Probe.GOOD, 0.0)
     for _ in range(2):
-        health.probed(Probe.LATE, 0.0)
-    assert health.is_up
-    health.probed(Probe.LATE, 0.0)
-    assert not health.is_up
-    health.probed(Probe.GOOD, 0.0)
-    health.probed(Probe.BAD, 0.0)
-    assert not health.is_up
-    health.check()
+        engine.probed(Probe.LATE, 0.0)
+    assert engine.is_up
+    engine.probed(Probe.LATE, 0.0)
+    assert not engine.is_up
+    engine.probed(Probe.GOOD, 0.0)
+    engine.probed(Probe.BAD, 0.0)
+    assert not engine.is_up
+    engine.check()
 
 
 def test_failing_requests_take_an_engine_out_until_probes_succeed(book: Book) -> None:
@@ -112,12 +116,12 @@ def test_circuits_never_take_all_engines_out(book: Book) -> None:
 
 def test_circuits_never_take_all_engines_of_a_model_out(book: Book) -> None:
     roster = two(book)
-    roster.set_models(A, ["small"])
-    roster.set_models(B, ["large"])
+    roster.set_cards(A, cards("small"))
+    roster.set_cards(B, cards("large"))
     for _ in range(4):
         roster.ended(A, Outcome.BROKEN, 1.0)
     assert book.up == {A, B}
-    roster.set_models(B, ["large", "small"])
+    roster.set_cards(B, cards("large", "small"))
     assert book.up == {B}
     roster.drain([B])
     assert book.up == {A}
@@ -128,8 +132,8 @@ def test_circuits_never_take_all_engines_of_a_model_out(book: Book) -> None:
 def test_workers_of_a_known_engine_serve_its_models(book: Book) -> None:
     roster = Roster(book)
     roster.set_listed([spec(A)])
-    roster.set_models(A, ["small", "lora"], ["lora"])
-    roster.set_models("http://gone:1", ["large"])
+    roster.set_cards(A, [ModelCard("small"), ModelCard("lora", parent="small")])
+    roster.set_cards("http://gone:1", cards("large"))
     roster.set_listed([spec(A, 0), spec(A, 1), spec(B)])
     both = {"small", "lora"}
     assert book.models == {f"{A}#0": both, f"{A}#1": both, B: set()}
@@ -213,13 +217,12 @@ def test_tables_agree_after_any_sequence(book: Book) -> None:
             case 4:
                 roster.probed(rng.choice(specs).url, rng.choice(list(Probe)), step / 10)
             case 6:
-                roster.set_models(rng.choice(specs).url, rng.sample("xyz", rng.randrange(3)))
+                roster.set_cards(rng.choice(specs).url, cards(*rng.sample("xyz", rng.randrange(3))))
             case 5:
                 roster.ended(rng.choice(specs).name, rng.choice(list(Outcome)), step / 10)
         roster.check()
         assert set(book.states) == {each.name for each in roster.specs}
-        assert all(roster.state(name) is state for name, state in book.states.items())
-        assert roster.num_up == len(book.up)
+        assert {each.name for each in roster.up} == book.up
 
 
 def test_capacities_are_read_from_vllms_metrics() -> None:

@@ -17,7 +17,7 @@ from flexcache.router.chooser import Arrival, RouteRequest
 from flexcache.router.control import BODIES, SelectionApi
 from flexcache.router.decider import Decider, WaitingLine
 from flexcache.router.fleet import WorkerSpec
-from flexcache.router.proxy.clients import Bodies
+from flexcache.router.proxy.clients import Bodies, Room
 from flexcache.router.roster import Probe, Roster
 from flexcache.router.router import KVRouter
 
@@ -40,7 +40,7 @@ def with_api(max_requests: int | None, test: Callable[[Ask], Coroutine[Any, Any,
 
     async def run() -> None:
         app = web.Application()
-        app[BODIES] = Bodies(1 << 20, 1 << 20, 60.0)
+        app[BODIES] = Bodies(Room(1 << 20, 1 << 20), 60.0)
         app.add_routes(SelectionApi(decider).routes())
         async with TestClient(TestServer(app)) as client:
 

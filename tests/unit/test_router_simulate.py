@@ -16,9 +16,7 @@ from flexcache.errors import TraceError
 from flexcache.ids import TaskKind
 from flexcache.replay.traces import read_requests
 from flexcache.router.dispatcher import Dispatcher
-from flexcache.router.load import Load
 from flexcache.router.policy import POLICIES, make_policy
-from flexcache.router.service_time import ServiceTime
 from flexcache.router.simulate.comparison import Simulated, Simulation, compare, spec_for
 from flexcache.router.simulate.engine import EngineSpec
 from flexcache.router.simulate.workload import (
@@ -43,7 +41,7 @@ def request(
 
 
 def run(workload: Recorded, spec: EngineSpec = SPEC, engines: int = 1) -> Simulated:
-    dispatcher = Dispatcher(make_policy("ours"), Load(engines), ServiceTime(engines))
+    dispatcher = Dispatcher(make_policy("ours"), engines)
     simulation = Simulation(dispatcher, [spec] * engines, workload)
     outcome = simulation.run()
     simulation.check()

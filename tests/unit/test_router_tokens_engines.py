@@ -20,6 +20,7 @@ pytest.importorskip("jinja2")
 from aiohttp import web  # noqa: E402
 
 from flexcache.router.chooser import Arrival, RouteRequest  # noqa: E402
+from flexcache.router.fleet import ModelCard  # noqa: E402
 from flexcache.router.tokens import Tokenizers, TokenLimits  # noqa: E402
 from flexcache.router.tokens.body import Kind  # noqa: E402
 from flexcache.router.tokens.local import TokenMemo  # noqa: E402
@@ -29,10 +30,10 @@ CHAT = "/v1/chat/completions"
 
 
 class FakeEngine:
-    """Lists models and renders, with a router's own tokenizer.
+    """Renders with a router's own tokenizer.
 
     Attributes:
-        cards: What ``/v1/models`` answers.
+        cards: What it serves.
         shift: Added to every token id: 0 renders as the router does.
         has_render: Otherwise 403, as vLLM answers without ``--enable-scale-out``.
         has_tokenize: Otherwise 404.
@@ -42,8 +43,8 @@ class FakeEngine:
     """
 
     def __init__(self, root: str, adapters: tuple[str, ...] = (), name: str = "m") -> None:
-        self.cards: list[dict[str, Any]] = [{"id": name, "root": root, "parent": None}]
-        self.cards += [{"id": a, "root": f"/lora/{a}", "parent": name} for a in adapters]
+        self.cards = [ModelCard(name, root)]
+        self.cards += [ModelCard(each, f"/lora/{each}", name) for each in adapters]
         self.shift = 0
         self.has_render = True
         self.has_tokenize = False
@@ -58,7 +59,6 @@ class FakeEngine:
         self._own = Tokenizers(tokenizer=tokenizer)
         await self._own.start()
         app = web.Application(client_max_size=1 << 28)
-        app.router.add_get("/v1/models", self._models)
         app.router.add_post("/{path:.*}/render", self._render)
         app.router.add_post("/tokenize", self._tokenize)
         runner = web.AppRunner(app)
@@ -70,10 +70,6 @@ class FakeEngine:
         self.gate.set()
         await runner.cleanup()
         await self._own.close()
-
-    async def _models(self, request: web.Request) -> web.Response:
-        self.keys.add(request.headers.get("authorization"))
-        return web.json_response({"object": "list", "data": self.cards})
 
     async def _render(self, request: web.Request) -> web.Response:
         if not self.has_render:
@@ -131,8 +127,12 @@ def run(source: str, scenario: Scenario, *, root: str = "/nowhere", tokenizer: s
 
     async def main() -> None:
         async with FakeEngine(root, adapters).serving(source) as engine:
-            readers = Tokenizers(tokenizer=tokenizer, limits=TokenLimits(**limits))
-            readers.set_engines({engine.url: {"authorization": "Bearer secret"}})
+            readers = Tokenizers(
+                tokenizer=tokenizer, headers={"authorization": "Bearer secret"},
+                limits=TokenLimits(**limits),
+            )  # fmt: skip
+            readers.set_cards(engine.url, engine.cards)
+            await readers.start()
             try:
                 await scenario(engine, readers)
             finally:
@@ -162,7 +162,6 @@ def test_the_model_that_the_engine_reports_is_used_and_its_first_prompts_are_com
     source: str,
 ) -> None:
     async def scenario(engine: FakeEngine, readers: Tokenizers) -> None:
-        await readers.start()
         stats = readers.stats()
         assert stats.models == {"m completion": "local", "m chat": "local", "m tools": "local"}
         assert set(stats.reasons.values()) == {"unchecked"}
@@ -187,7 +186,6 @@ def test_the_model_that_the_engine_reports_is_used_and_its_first_prompts_are_com
 
 def test_adapters_are_told_from_models(source: str) -> None:
     async def scenario(engine: FakeEngine, readers: Tokenizers) -> None:
-        await readers.start()
         assert (await read(readers, messages=says("hi"), model="lora")).adapter == "lora"
         assert (await read(readers, messages=says("hi"), model="m")).adapter is None
         assert (await read(readers, messages=says("hi"))).adapter is None
@@ -202,10 +200,11 @@ def test_models_are_told_apart(source: str, tmp_path: Path) -> None:
 
     async def main() -> None:
         one, two = FakeEngine(source), FakeEngine(other_source, name="n")
-        two.cards.append({"id": "alias", "root": other_source, "parent": None})
+        two.cards.append(ModelCard("alias", other_source))
         async with one.serving(source), two.serving(other_source):
             readers = Tokenizers()
-            readers.set_engines({one.url: {}, two.url: {}})
+            for engine in (one, two):
+                readers.set_cards(engine.url, engine.cards)
             await readers.start()
             ids = {}
             for name in ("m", "n", "alias"):
@@ -217,8 +216,8 @@ def test_models_are_told_apart(source: str, tmp_path: Path) -> None:
             assert (await read(readers, messages=says("hi"))).token_ids is None  # of which?
             assert (await read(readers, messages=says("hi"), model="who")).token_ids is None
             assert (await read(readers, "/v1/completions", prompt=[1], model="m")).model == "m"
-            readers.set_engines({one.url: {}})
-            await readers.look()
+            readers.follow([one.url])
+            await readers.update()
             assert (await read(readers, messages=says("hi"))).token_ids is not None
             await readers.close()
 
@@ -228,7 +227,6 @@ def test_models_are_told_apart(source: str, tmp_path: Path) -> None:
 def test_an_engine_that_differs_is_asked(source: str) -> None:
     async def scenario(engine: FakeEngine, readers: Tokenizers) -> None:
         engine.shift = 1
-        await readers.start()
         prompt = says("hi", "yes", "go")
         own = await read(readers, messages=prompt, model="m")
         await compared(readers, 1)
@@ -248,7 +246,6 @@ def test_an_engine_that_differs_is_asked(source: str) -> None:
 def test_impossible_token_ids_of_an_engine_are_no_tokens(source: str, shift: int) -> None:
     async def scenario(engine: FakeEngine, readers: Tokenizers) -> None:
         engine.shift = shift
-        await readers.start()
         for _ in range(2):
             assert (await read(readers, messages=says("hi"), model="m")).token_ids is not None
             while not engine.seen:
@@ -260,7 +257,6 @@ def test_impossible_token_ids_of_an_engine_are_no_tokens(source: str, shift: int
 
 def test_an_engine_whose_tokenizer_is_not_here_is_asked(source: str) -> None:
     async def scenario(engine: FakeEngine, readers: Tokenizers) -> None:
-        await readers.start()
         assert set(readers.stats().reasons.values()) == {"no tokenizer here for /nowhere"}
         request = await read(readers, "/v1/completions", prompt="hello", model="m")
         assert request.token_ids is not None and request.num_tokens == len(request.token_ids)
@@ -272,7 +268,6 @@ def test_an_engine_whose_tokenizer_is_not_here_is_asked(source: str) -> None:
 def test_without_render_and_tokenizer_requests_go_by_load(source: str) -> None:
     async def scenario(engine: FakeEngine, readers: Tokenizers) -> None:
         engine.has_render = False
-        await readers.start()
         for _ in range(3):
             request = await read(readers, messages=says("word " * 400), model="m")
             assert request.token_ids is None and 400 <= request.num_tokens <= 600
@@ -286,14 +281,13 @@ def test_without_render_and_tokenizer_requests_go_by_load(source: str) -> None:
 def test_without_render_tokenize_does(source: str) -> None:
     async def scenario(engine: FakeEngine, readers: Tokenizers) -> None:
         engine.has_render, engine.has_tokenize = False, True
-        await readers.start()
         await read(readers, messages=says("hi"), model="m")
         await compared(readers, 1)
         assert readers.stats().reasons["m chat"] == "checked"
         engine.shift = 1
         asked = len(engine.seen)
         other = Tokenizers(limits=TokenLimits(render_deadline_s=30.0))
-        other.set_engines({engine.url: {}})
+        other.set_cards(engine.url, engine.cards)
         await other.start()
         body = {
             "messages": says("hi"),
@@ -315,7 +309,6 @@ def test_without_render_tokenize_does(source: str) -> None:
 def test_without_either_a_tokenizer_is_used_unchecked(source: str) -> None:
     async def scenario(engine: FakeEngine, readers: Tokenizers) -> None:
         engine.has_render = False
-        await readers.start()
         assert (await read(readers, messages=says("hi"), model="m")).token_ids is not None
         while set(readers.stats().reasons.values()) != {"unchecked: no /tokenize"}:
             await asyncio.sleep(0.005)
@@ -326,7 +319,6 @@ def test_without_either_a_tokenizer_is_used_unchecked(source: str) -> None:
 
 def test_a_slow_engine_is_not_waited_for_nor_asked_without_bound(source: str) -> None:
     async def scenario(engine: FakeEngine, readers: Tokenizers) -> None:
-        await readers.start()
         engine.gate.clear()
         reads = [read(readers, messages=says(f"{i}"), model="m") for i in range(5)]
         assert all(request.token_ids is None for request in await asyncio.gather(*reads))
@@ -341,7 +333,6 @@ def test_a_slow_engine_is_not_waited_for_nor_asked_without_bound(source: str) ->
 
 def test_images_are_not_matched_by_what_an_engine_rendered(source: str) -> None:
     async def scenario(engine: FakeEngine, readers: Tokenizers) -> None:
-        await readers.start()
         image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,QUJD"}}
         messages = [{"role": "user", "content": [image]}]
         assert (await read(readers, messages=messages, model="m")).token_ids is None
@@ -353,7 +344,6 @@ def test_images_are_not_matched_by_what_an_engine_rendered(source: str) -> None:
 
 def test_real_requests_are_compared_from_time_to_time(source: str) -> None:
     async def scenario(engine: FakeEngine, readers: Tokenizers) -> None:
-        await readers.start()
         await read(readers, messages=says("hi"), model="m")
         engine.shift = 1  # it was started again with another template, say
         while readers.stats().models["m chat"] == "local":
@@ -372,36 +362,13 @@ def test_real_requests_are_compared_from_time_to_time(source: str) -> None:
 def test_an_engine_that_comes_later_is_found(source: str) -> None:
     async def main() -> None:
         async with FakeEngine(source).serving(source) as engine:
-            readers = Tokenizers(limits=TokenLimits(refresh_every_s=3600))
+            readers = Tokenizers()
             await readers.start()
             assert (await read(readers, messages=says("hi"), model="m")).token_ids is None
-            readers.set_engines({"http://127.0.0.1:1": {}, engine.url: {}})
+            readers.set_cards(engine.url, engine.cards)
             while (await read(readers, messages=says("hi"), model="m")).token_ids is None:
                 await asyncio.sleep(0.01)
             await readers.close()
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize(
-    "answer", [b"", b"[]", b'{"data": 1}', b'{"data": [{}]}', b'{"data": [{"id": "m"}]}']
-)
-def test_strange_lists_of_models_are_survived(answer: bytes) -> None:
-    async def main() -> None:
-        async def models(request: web.Request) -> web.Response:
-            return web.Response(body=answer, content_type="application/json")
-
-        app = web.Application()
-        app.router.add_get("/v1/models", models)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        readers = Tokenizers()
-        readers.set_engines({f"http://127.0.0.1:{runner.addresses[0][1]}": {}})
-        await readers.start()
-        assert (await read(readers, messages=says("hi"), model="m")).token_ids is None
-        await readers.close()
-        await runner.cleanup()
 
     asyncio.run(main())
 

@@ -9,7 +9,7 @@ import subprocess
 import msgspec
 import pytest
 
-from flexcache.server.workers import WorkerSupervisor
+from flexcache.processes import WorkerSupervisor
 
 
 class Config(msgspec.Struct):

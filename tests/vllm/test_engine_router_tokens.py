@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from api_server import ApiServer, serving
 from engines import FLEXCACHE
-from make_tokenizers import make_tokenizer
+from make_tokenizers import ask_for_models, make_tokenizer
 from paths import MODELS
 from predictions import Predictions, predicting
 
@@ -140,8 +140,7 @@ def test_chats_and_texts_become_the_engines_tokens(server: ApiServer, tokenizer:
     async def main() -> None:
         rng = random.Random(tokenizer.name)
         readers = Tokenizers(tokenizer=str(tokenizer))
-        readers.set_engines({server.url: {}})
-        await readers.start()
+        await ask_for_models(readers, server.url)
         assert set(readers.stats().reasons.values()) == {"checked"}, readers.stats()
         refused = 0
         async with aiohttp.ClientSession() as session:
@@ -170,8 +169,7 @@ def test_a_generating_request_has_the_tokens_that_were_rendered(
 ) -> None:
     async def main() -> None:
         readers = Tokenizers(tokenizer=str(tokenizer))
-        readers.set_engines({server.url: {}})
-        await readers.start()
+        await ask_for_models(readers, server.url)
         cached = []
         body: dict[str, Any] = {
             "messages": [{"role": "user", "content": "block of a prompt " * 60}],
@@ -211,8 +209,7 @@ def test_routers_that_come_later_expect_of_chats_what_the_engine_finds(tmp_path:
 
     async def main() -> None:
         readers = Tokenizers(tokenizer=str(tokenizer))
-        readers.set_engines({made.url: {}})
-        await readers.start()
+        await ask_for_models(readers, made.url)
         asked: list[int] = []
 
         async def turn(*routers: Predictions) -> list[int]:
@@ -253,8 +250,7 @@ def test_routers_that_come_later_expect_of_chats_what_the_engine_finds(tmp_path:
 def test_another_tokenizer_than_the_engines_is_noticed(server: ApiServer) -> None:
     async def main() -> None:
         readers = Tokenizers(limits=TokenLimits(render_deadline_s=60))
-        readers.set_engines({server.url: {}})
-        await readers.start()
+        await ask_for_models(readers, server.url)
         # The model's directory has a tokenizer, which the engine does not use.
         async with aiohttp.ClientSession() as session:
             for kind, path, body in (
@@ -310,8 +306,7 @@ def test_the_form_of_content_is_detected_as_in_vllm() -> None:
 def test_the_engine_lists_its_model_and_where_it_is(server: ApiServer) -> None:
     async def main() -> None:
         readers = Tokenizers(limits=TokenLimits(render_deadline_s=60))
-        readers.set_engines({server.url: {}})
-        await readers.start()
+        await ask_for_models(readers, server.url)
         assert {name.split()[0] for name in readers.stats().models} == {server.model}
         request = await read(readers, COMPLETIONS, {"prompt": [5, 6], "model": server.model})
         assert request.token_ids is not None and np.asarray(request.token_ids).tolist() == [5, 6]

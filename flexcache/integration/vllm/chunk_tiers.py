@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from flexcache.breaker import CircuitBreaker
 from flexcache.cache.block_keys import BlockKeys, EngineBlockKeys, PromptContent
 from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.tier import Lease, Tier
@@ -30,7 +31,6 @@ from flexcache.tasks.instructions import (
 )
 from flexcache.tasks.lookups import RemoteLookUps
 from flexcache.tasks.model import LOAD_TIER, WORKER_OF
-from flexcache.transfer.breaker import CircuitBreaker
 from flexcache.transfer.messages import BlockNames, Done, LookedUp, unpack_checksums
 from flexcache.transfer.scheduler import BlockIds, FairQueue, TransferOp, Urgency
 

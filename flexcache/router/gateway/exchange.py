@@ -1,13 +1,17 @@
 """Exchange of Envoy with the endpoint picker: a request and its answer, piece by piece.
 
-No I/O: takes messages and returns those to answer with.
+The messages are those of Envoy's external processing protocol, with what the Gateway API Inference
+Extension puts into them (its proposal 004). No I/O: takes messages and returns those to answer
+with.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import json
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from urllib.parse import urlsplit
@@ -15,15 +19,15 @@ from urllib.parse import urlsplit
 from flexcache.errors import InternalError, MissingDependencyError
 from flexcache.router.chooser import Arrival, Choice, Chooser, NotRouted, Outcome
 from flexcache.router.discovery import Resolve, resolve
-from flexcache.router.gateway import messages
 from flexcache.router.listing import bracketed
 from flexcache.router.proxy.answers import (
     MATCHED_TOKENS_HEADER,
     ROUTING_HEADERS,
     WORKER_HEADER,
-    UsageReader,
+    AnswerReader,
 )
-from flexcache.router.stored import IdReader, id_reader
+from flexcache.router.proxy.clients import BodyRefused, Room
+from flexcache.router.stored import id_reader
 
 KEPT_S = 5.0
 
@@ -71,55 +75,143 @@ def _is_address(host: str) -> bool:
     return True
 
 
-class Room:
-    """Limits of a picker's memory.
-
-    Args:
-        max_body_bytes: Of one body.
-        max_held_bytes: Of all of them.
-
-    Attributes:
-        held_bytes: In use.
-    """
-
-    def __init__(self, max_body_bytes: int, max_held_bytes: int) -> None:
-        self.max_body_bytes = max_body_bytes
-        self.held_bytes = 0
-        self._max_held_bytes = max_held_bytes
-
-    @property
-    def is_full(self) -> bool:
-        return self.held_bytes > self._max_held_bytes
-
-    def take(self, num_bytes: int) -> None:
-        self.held_bytes += num_bytes
-
-    def give_back(self, num_bytes: int) -> None:
-        self.held_bytes -= num_bytes
-
-    def check(self, *, is_idle: bool) -> None:
-        """
-        Args:
-            is_idle: There is no request.
-
-        Raises:
-            InternalError: Bytes are held by no request.
-        """
-        if self.held_bytes < 0 or (is_idle and self.held_bytes):
-            raise InternalError(f"{self.held_bytes} bytes held, is_idle={is_idle}")
-
-
 try:
+    from envoy.config.core.v3.base_pb2 import HeaderMap, HeaderValue, HeaderValueOption, Metadata
     from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
     from envoy.service.ext_proc.v3.external_processor_pb2 import (
+        BodyMutation,
+        BodyResponse,
+        CommonResponse,
+        HeaderMutation,
+        HeadersResponse,
         HttpBody,
+        ImmediateResponse,
         ProcessingRequest,
         ProcessingResponse,
+        StreamedBodyResponse,
+        TrailersResponse,
     )
+    from envoy.type.v3.http_status_pb2 import HttpStatus
+    from google.protobuf.struct_pb2 import Struct
 except ImportError as error:
     raise MissingDependencyError(
         f"the endpoint picker needs the package {error.name}: pip install '.[gateway]'"
     ) from None
+
+DESTINATION = "x-gateway-destination-endpoint"
+"""Header and metadata entry: ``IP:PORT[,IP:PORT...]``, in the order in which they are tried."""
+_LB = "envoy.lb"
+_SUBSET_SPACE = "envoy.lb.subset_hint"
+_SUBSET = "x-gateway-destination-endpoint-subset"
+_SERVED = "x-gateway-destination-endpoint-served"
+_UPSTREAM = "upstream.address"
+
+
+# -- what Envoy sends ------------------------------------------------------------------------------
+
+
+def read_headers(headers: HeaderMap) -> dict[str, str]:
+    """Return header fields, pseudo-headers included; of repeated ones the last."""
+    return {
+        each.key: each.raw_value.decode("latin-1") if each.raw_value else each.value
+        for each in headers.headers
+    }
+
+
+def subset_of(metadata: Metadata) -> tuple[str, ...] | None:
+    """Return the endpoints to choose from; None: all."""
+    value = _entry(metadata, _SUBSET_SPACE, _SUBSET)
+    if value is None:
+        return None
+    texts = value.split(",") if isinstance(value, str) else value
+    return tuple(text.strip() for text in texts if isinstance(text, str) and text.strip())
+
+
+def served_by(message: ProcessingRequest) -> str | None:
+    """Return the endpoint that an answer comes from: as the protocol has it in the metadata, or as
+    Envoy alone can report it, as an attribute; None if neither is configured."""
+    value = _entry(message.metadata_context, _LB, _SERVED)
+    if value is None:
+        for attributes in message.attributes.values():
+            if _UPSTREAM in attributes.fields:
+                value = attributes.fields[_UPSTREAM].string_value
+    return value if isinstance(value, str) and value else None
+
+
+def _entry(metadata: Metadata, space: str, key: str) -> str | list[object] | None:
+    if space not in metadata.filter_metadata:
+        return None
+    fields = metadata.filter_metadata[space].fields
+    if key not in fields:
+        return None
+    kind = fields[key].WhichOneof("kind")
+    if kind == "list_value":
+        return [each.string_value for each in fields[key].list_value.values]
+    return str(fields[key].string_value)
+
+
+# -- what Envoy is answered ------------------------------------------------------------------------
+
+
+def mutation(fields: Mapping[str, str], removed: Iterable[str] = ()) -> HeaderMutation:
+    """Set header fields, in place of those of the same names, and remove others."""
+    return HeaderMutation(
+        set_headers=[
+            HeaderValueOption(
+                header=HeaderValue(key=name.lower(), raw_value=value.encode("latin-1")),
+                append_action=HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD,
+            )
+            for name, value in fields.items()
+        ],
+        remove_headers=list(removed),
+    )
+
+
+def destined(headers: HeaderMutation, destinations: str) -> ProcessingResponse:
+    """Send a request to the first of some endpoints that can be reached."""
+    metadata = Struct()
+    metadata.update({_LB: {DESTINATION: destinations}})
+    common = CommonResponse(header_mutation=headers, clear_route_cache=True)
+    return ProcessingResponse(
+        request_headers=HeadersResponse(response=common), dynamic_metadata=metadata
+    )
+
+
+def headers_of_answer(headers: HeaderMutation) -> ProcessingResponse:
+    """Pass the headers of an answer on, changed."""
+    common = CommonResponse(header_mutation=headers)
+    return ProcessingResponse(response_headers=HeadersResponse(response=common))
+
+
+def streamed(chunk: HttpBody) -> BodyResponse:
+    """Pass a piece of a body on, where Envoy leaves that to the processor."""
+    piece = StreamedBodyResponse(body=chunk.body, end_of_stream=chunk.end_of_stream)
+    return BodyResponse(
+        response=CommonResponse(body_mutation=BodyMutation(streamed_response=piece))
+    )
+
+
+REQUEST_TRAILERS = ProcessingResponse(request_trailers=TrailersResponse())
+RESPONSE_TRAILERS = ProcessingResponse(response_trailers=TrailersResponse())
+RESPONSE_BODY = ProcessingResponse(response_body=BodyResponse())
+"""Passes a piece of the answer's body on, where Envoy keeps it meanwhile."""
+
+
+def refusal(error: NotRouted) -> ProcessingResponse:
+    """Answer a request without an engine."""
+    fields = {"content-type": "application/json"}
+    if error.retry_after_s is not None:
+        fields["retry-after"] = str(math.ceil(error.retry_after_s))
+    content = {"error": {"message": str(error), "type": "router_error", "code": error.status}}
+    return ProcessingResponse(
+        immediate_response=ImmediateResponse(
+            status=HttpStatus(code=error.status),
+            headers=mutation(fields),
+            body=json.dumps(content).encode(),
+            details="flexcache_router",
+        )
+    )
+
 
 _REFUSALS = ("429", "502", "503")
 _STREAM = "text/event-stream"
@@ -167,8 +259,7 @@ class Exchange:
         self._choice: Choice | None = None
         self._destinations: tuple[str, ...] = ()
         self._outcome = Outcome.ABORTED
-        self._usage = UsageReader()
-        self._ids: IdReader | None = None
+        self._reader = AnswerReader()
         self._has_first_token = self._is_error = self._tells_time = False
         self._has_ended = False
         self._takers: dict[Stage, dict[str | None, Callable[[ProcessingRequest], _Replies]]] = {
@@ -201,8 +292,8 @@ class Exchange:
 
     def _take_headers(self, message: ProcessingRequest) -> _Replies:
         headers = message.request_headers
-        self._headers = messages.read_headers(headers.headers)
-        self._subset = messages.subset_of(message.metadata_context)
+        self._headers = read_headers(headers.headers)
+        self._subset = subset_of(message.metadata_context)
         if message.HasField("protocol_config"):
             config = message.protocol_config
             self._answer_mode = config.response_body_mode
@@ -219,12 +310,10 @@ class Exchange:
         chunk = message.request_body
         self._body.append(chunk)
         self._num_bytes += len(chunk.body)
-        self._room.take(len(chunk.body))
-        limit = self._room.max_body_bytes
-        if self._num_bytes > limit:
-            return self.refused(NotRouted(413, f"the body is larger than {limit} bytes"))
-        if self._room.is_full:
-            return self.refused(NotRouted(503, "too many large requests at once"))
+        try:
+            self._room.take(len(chunk.body), self._num_bytes)
+        except BodyRefused as refused:
+            return self.refused(NotRouted(refused.status, str(refused)))
         if chunk.end_of_stream:
             self.stage = Stage.WHOLE
         return ()
@@ -261,15 +350,13 @@ class Exchange:
         self.stage = Stage.PLACED
         self._destinations = tuple(destinations)
         text = ",".join(destinations)
-        added = {**self._choice.headers, messages.DESTINATION: text}
+        added = {**self._choice.headers, DESTINATION: text}
         has_key = any(name.lower() == "authorization" for name in self._choice.headers)
-        headers = messages.mutation(added, ["x-api-key"] if has_key else [])
-        replies = [messages.destined(headers, text)]
-        replies += [
-            ProcessingResponse(request_body=messages.streamed(chunk)) for chunk in self._body
-        ]
+        headers = mutation(added, ["x-api-key"] if has_key else [])
+        replies = [destined(headers, text)]
+        replies += [ProcessingResponse(request_body=streamed(chunk)) for chunk in self._body]
         if self._has_trailers:
-            replies.append(messages.REQUEST_TRAILERS)
+            replies.append(REQUEST_TRAILERS)
         self._forget_body()
         return replies
 
@@ -277,7 +364,7 @@ class Exchange:
         """Return the answer to a request that goes to no engine."""
         self.stage = Stage.OVER
         self._forget_body()
-        return [messages.refusal(error)]
+        return [refusal(error)]
 
     def _forget_body(self) -> None:
         self._body.clear()
@@ -290,49 +377,45 @@ class Exchange:
         choice = self._choice
         if choice is None:
             raise InternalError("an answer to a request without a worker")
+        served = served_by(message)
+        if served is not None and served != self._destinations[0]:  # Envoy has tried another one
+            self._end(Outcome.REFUSED)
+            return [headers_of_answer(mutation({}))]
         headers = message.response_headers
-        served = messages.served_by(message)
-        was_moved = served is not None and served != self._destinations[0]
-        fields = messages.read_headers(headers.headers)
-        status = fields.get(":status", "")
+        fields = read_headers(headers.headers)
+        status, content_type = fields.get(":status", ""), fields.get("content-type", "")
+        is_passed = self._answer_mode != ProcessingMode.NONE
         self._is_error = status[:1] in ("4", "5")
-        is_stream = fields.get("content-type", "").startswith(_STREAM)
-        self._tells_time = is_stream and self._answer_mode != ProcessingMode.NONE
-        if not (self._is_error or was_moved):
-            found, target = (
-                partial(self._chooser.stored, choice.url),
-                self._headers.get(":path", ""),
-            )
-            self._ids = id_reader(found, target, fields.get("content-type", ""), None)
-        is_refused = was_moved or status in _REFUSALS
-        self._outcome = Outcome.REFUSED if is_refused else Outcome.DONE
-        if self._answer_mode == ProcessingMode.NONE:
+        self._tells_time = content_type.startswith(_STREAM) and is_passed
+        if not self._is_error:
+            found = partial(self._chooser.stored, choice.url)
+            ids = id_reader(found, self._headers.get(":path", ""), content_type, None)
+            self._reader = AnswerReader(ids)
+        self._outcome = Outcome.REFUSED if status in _REFUSALS else Outcome.DONE
+        if not is_passed:
             self._note_first_token()
-        if headers.end_of_stream or self._answer_mode == ProcessingMode.NONE or was_moved:
+        if headers.end_of_stream or not is_passed:
             self._end(self._outcome)
-        added = {} if was_moved else {WORKER_HEADER: choice.worker}
-        if choice.matched_tokens is not None and not was_moved:
+        added = {WORKER_HEADER: choice.worker}
+        if choice.matched_tokens is not None:
             added[MATCHED_TOKENS_HEADER] = str(choice.matched_tokens)
-        return [messages.headers_of_answer(messages.mutation(added))]
+        return [headers_of_answer(mutation(added))]
 
     def _take_answer_body(self, message: ProcessingRequest) -> _Replies:
         chunk = message.response_body
         if chunk.body:
             self._note_first_token()
-            self._usage.feed(chunk.body)
-        if self._ids is not None:
-            self._ids.feed(chunk.body)
-            if chunk.end_of_stream:
-                self._ids.end()
+            self._reader.feed(chunk.body)
         if chunk.end_of_stream:
+            self._reader.end()
             self._end(self._outcome)
         if self._answer_mode == ProcessingMode.FULL_DUPLEX_STREAMED:
-            return [ProcessingResponse(response_body=messages.streamed(chunk))]
-        return [messages.RESPONSE_BODY]
+            return [ProcessingResponse(response_body=streamed(chunk))]
+        return [RESPONSE_BODY]
 
     def _take_answer_trailers(self, message: ProcessingRequest) -> _Replies:
         self._end(self._outcome)
-        return [messages.RESPONSE_TRAILERS]
+        return [RESPONSE_TRAILERS]
 
     def close(self) -> None:
         """End the request if it has not ended: its client left, or the engine."""
@@ -351,4 +434,4 @@ class Exchange:
         if self._choice is None or self._has_ended:
             return
         self._has_ended = True
-        self._chooser.ended(self._request_id, outcome, self._usage.read())
+        self._chooser.ended(self._request_id, outcome, self._reader.usage())

@@ -8,14 +8,14 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from flexcache.errors import ConfigError, MissingDependencyError
 from flexcache.logs import log_event
 from flexcache.router.chooser import Choice, Chooser, NotRouted
-from flexcache.router.gateway.exchange import BadStream, Destinations, Exchange, Room, Stage
+from flexcache.router.gateway.exchange import BadStream, Destinations, Exchange, Stage
+from flexcache.router.proxy.clients import Room
+from flexcache.router.settings import ProxyConfig
 from flexcache.router.waiting import Turns
 
 try:
@@ -137,33 +137,12 @@ class Picker(ExternalProcessorServicer):  # type: ignore[misc]
         return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayConfig:
-    """Where the picker listens, and its limits.
-
-    Attributes:
-        port: 0: any.
-        tls_cert: Certificate chain (PEM); None: plain text.
-        tls_key: Its private key.
-        max_body_bytes: Larger requests are refused with 413.
-        max_held_bytes: Size of the bodies of all requests that wait for a choice; beyond it they
-            are refused with 503.
-        drain_timeout_s: Time that running requests have to end when the picker stops.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 9002
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    max_body_bytes: int = 64 << 20
-    max_held_bytes: int = 1 << 30
-    drain_timeout_s: float = 30.0
-
-
 class Gateway:
     """A running picker.
 
     Args:
+        config: Of it count the certificate, the limits of bodies, and the time to stop.
+        port: 0: any.
         is_ready: Whether the router can choose; reported by the health services.
 
     Attributes:
@@ -172,9 +151,15 @@ class Gateway:
     """
 
     def __init__(
-        self, chooser: Chooser, config: GatewayConfig, is_ready: Callable[[], bool] = lambda: True
+        self,
+        chooser: Chooser,
+        config: ProxyConfig,
+        host: str,
+        port: int,
+        is_ready: Callable[[], bool] = lambda: True,
     ) -> None:
-        self.port = config.port
+        self.port = port
+        self._host = host
         self._config = config
         self._is_ready = is_ready
         self.room = Room(config.max_body_bytes, config.max_held_bytes)
@@ -203,7 +188,7 @@ class Gateway:
         )
         add_ExternalProcessorServicer_to_server(self._picker, server)
         add_HealthServicer_to_server(self._health, server)
-        address = f"{config.host}:{config.port}"
+        address = f"{self._host}:{self.port}"
         try:
             if config.tls_cert is None or config.tls_key is None:
                 self.port = server.add_insecure_port(address)
@@ -217,7 +202,7 @@ class Gateway:
         await server.start()
         self._server = server
         self._reporting = asyncio.create_task(self._report_always())
-        log_event(logger, logging.INFO, "gateway_started", host=config.host, port=self.port)
+        log_event(logger, logging.INFO, "gateway_started", host=self._host, port=self.port)
 
     async def stop(self) -> None:
         """Refuse new requests, let running ones end, then stop."""
@@ -225,7 +210,7 @@ class Gateway:
             self._reporting.cancel()
         await self._health.enter_graceful_shutdown()
         if self._server is not None:
-            await self._server.stop(self._config.drain_timeout_s)
+            await self._server.stop(self._config.stop_deadline_s)
 
     async def _report_always(self) -> None:
         turns = Turns("gateway health")

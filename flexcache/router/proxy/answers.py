@@ -1,4 +1,4 @@
-"""Answers of the proxy: header fields that pass, errors of its own, reported usage."""
+"""Answers: header fields that pass, errors of the proxy's own, what is read as they pass."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from aiohttp import hdrs, web
 from multidict import CIMultiDict, CIMultiDictProxy, istr
 
 from flexcache.router.chooser import UNKNOWN, Usage
+from flexcache.router.stored import IdReader
 
 REQUEST_ID_HEADER = "x-request-id"
 WORKER_HEADER = "x-flexcache-worker"
@@ -142,22 +143,39 @@ _KEPT_CHUNKS = 16  # pieces as they come from the engine; the last event spans o
 _decode_first = json.JSONDecoder().raw_decode
 
 
-class UsageReader:
-    """Keeps the last pieces of an answer: usage is the end of a JSON answer, and in one of the last
-    events of a stream.
+class AnswerReader:
+    """Reads the usage that an answer reports, and the ids that it names, as it passes.
+
+    Usage is the end of a JSON answer, and in one of the last events of a stream: the last pieces
+    are kept.
+
+    Args:
+        ids: Finds the ids; None: there are none.
 
     Attributes:
-        feed: Takes the next bytes of the answer, in a fraction of a microsecond.
+        feed: Takes the next bytes, before the client does; without ids in a fraction of a
+            microsecond.
     """
 
-    __slots__ = ("_chunks", "feed")
+    __slots__ = ("_chunks", "_ids", "feed")
 
-    def __init__(self) -> None:
+    def __init__(self, ids: IdReader | None = None) -> None:
         self._chunks: deque[bytes] = deque(maxlen=_KEPT_CHUNKS)
-        self.feed: Callable[[bytes], None] = self._chunks.append
+        self._ids = ids
+        self.feed: Callable[[bytes], None] = self._chunks.append if ids is None else self._feed
 
-    def read(self) -> Usage:
-        """Return the last usage that the answer reports."""
+    def _feed(self, chunk: bytes) -> None:
+        assert self._ids is not None
+        self._ids.feed(chunk)
+        self._chunks.append(chunk)
+
+    def end(self) -> None:
+        """Note that there is no more, before the client does."""
+        if self._ids is not None:
+            self._ids.end()
+
+    def usage(self) -> Usage:
+        """Return the last usage that the answer has reported."""
         tail = b"".join(self._chunks)
         end = len(tail)
         while (start := tail.rfind(_KEY, 0, end)) >= 0:

@@ -185,20 +185,71 @@ class HeldBody:
         return self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
 
 
-class Bodies:
-    """The bodies of all requests in flight.
+class Room:
+    """Memory for the bodies of all requests in flight.
 
     Args:
-        max_bytes: Of one body.
+        max_body_bytes: Of one body.
         max_held_bytes: Of all of them.
+
+    Attributes:
+        held_bytes: In use.
+    """
+
+    def __init__(self, max_body_bytes: int, max_held_bytes: int) -> None:
+        self.max_body_bytes = max_body_bytes
+        self.held_bytes = 0
+        self._max_held_bytes = max_held_bytes
+
+    def take(self, num_bytes: int, body_bytes: int) -> None:
+        """Count bytes that have arrived; they are to be given back, also after an error.
+
+        Args:
+            body_bytes: Of their body so far, these included.
+
+        Raises:
+            BodyRefused: There is no room for them.
+        """
+        self.held_bytes += num_bytes
+        self.check_size(body_bytes)
+        if self.held_bytes > self._max_held_bytes:
+            raise BodyRefused(503, "too many large requests at once")
+
+    def check_size(self, body_bytes: int) -> None:
+        """
+        Raises:
+            BodyRefused: A body is too large.
+        """
+        if body_bytes > self.max_body_bytes:
+            raise BodyRefused(413, f"the body is larger than {self.max_body_bytes} bytes")
+
+    def give_back(self, num_bytes: int) -> None:
+        self.held_bytes -= num_bytes
+
+    def check(self, *, is_idle: bool) -> None:
+        """Check invariants.
+
+        Args:
+            is_idle: There is no request in flight.
+
+        Raises:
+            InternalError: Bytes are held by no request.
+        """
+        if self.held_bytes < 0 or (is_idle and self.held_bytes):
+            raise InternalError(f"{self.held_bytes} bytes held, is_idle={is_idle}")
+
+
+class Bodies:
+    """Reads the bodies of requests.
+
+    Args:
+        room: For all of them.
         timeout_s: For one body.
     """
 
-    def __init__(self, max_bytes: int, max_held_bytes: int, timeout_s: float) -> None:
-        self._max_bytes = max_bytes
-        self._max_held_bytes = max_held_bytes
+    def __init__(self, room: Room, timeout_s: float) -> None:
+        self.room = room
         self._timeout_s = timeout_s
-        self._held_bytes = 0
 
     async def read(self, request: web.Request, body: HeldBody) -> bytes:
         """Read the body of a request.
@@ -217,23 +268,10 @@ class Bodies:
 
     def release(self, body: HeldBody) -> None:
         """Note that a body is no longer held."""
-        self._held_bytes -= body.size
-
-    def check(self, *, is_idle: bool) -> None:
-        """Check invariants.
-
-        Args:
-            is_idle: There is no request in flight.
-
-        Raises:
-            InternalError: One does not hold.
-        """
-        if self._held_bytes < 0 or (is_idle and self._held_bytes):
-            raise InternalError(f"{self._held_bytes} bytes held, is_idle={is_idle}")
+        self.room.give_back(body.size)
 
     async def _collect(self, request: web.Request, body: HeldBody) -> None:
-        if (request.content_length or 0) > self._max_bytes:
-            raise self._too_large()
+        self.room.check_size(request.content_length or 0)
         try:
             await asyncio.wait_for(self._read_all(request, body), self._timeout_s)
         except asyncio.TimeoutError:
@@ -249,11 +287,4 @@ class Bodies:
 
     def _take(self, chunk: bytes, body: HeldBody) -> None:
         body.add(chunk)
-        self._held_bytes += len(chunk)
-        if body.size > self._max_bytes:
-            raise self._too_large()
-        if self._held_bytes > self._max_held_bytes:
-            raise BodyRefused(503, "too many large requests at once")
-
-    def _too_large(self) -> BodyRefused:
-        return BodyRefused(413, f"the body is larger than {self._max_bytes} bytes")
+        self.room.take(len(chunk), body.size)

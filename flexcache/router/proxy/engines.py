@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 import aiohttp
@@ -19,8 +19,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from flexcache.logs import log_event
-from flexcache.router.chooser import Arrival, Choice
-from flexcache.router.messages import WorkerAddress
+from flexcache.router.chooser import Arrival, Chooser, WorkerAddress
 from flexcache.router.proxy.answers import SERVER, WORKER_HEADER, error_answer, headers_to_engine
 from flexcache.router.settings import ProxyConfig
 from flexcache.router.tokens.body import named_model
@@ -59,10 +58,7 @@ async def read_whole(answer: ClientResponse) -> bytes:
 
 
 async def end_within(
-    response: web.StreamResponse,
-    transport: asyncio.WriteTransport | None,
-    size: int,
-    stall_s: float,
+    response: web.StreamResponse, transport: asyncio.WriteTransport, size: int, stall_s: float
 ) -> None:
     """Send a short answer, which is prepared, to its end.
 
@@ -74,8 +70,6 @@ async def end_within(
         ClientStalled: See ``stall_s``.
         ConnectionError: The client is gone.
     """
-    if transport is None:
-        raise ConnectionResetError
     most_unread = transport.get_write_buffer_limits()[1] // 2  # the header needs room too
     if transport.get_write_buffer_size() + size < most_unread:
         await response.write_eof()  # does not wait
@@ -140,22 +134,6 @@ _LARGE_BODY_BYTES = 1 << 20  # aiohttp sends larger ones from a file, piece by p
 _ALIVE_S = 30.0  # an engine that took a connection this long ago is busy, not gone
 _OWN_FAULTS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS)
 _NO_AUTOMATIC_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
-
-
-class EngineBook(Protocol):
-    """What a proxy needs of the engines beside a choice among them."""
-
-    def addresses(self) -> list[WorkerAddress]:
-        """Return the workers that take requests."""
-        ...
-
-    def cards(self) -> dict[str, bytes]:
-        """Return what they say of each model that they serve, as JSON."""
-        ...
-
-    def models_changed(self) -> None:
-        """Have the engines' lists of models read again."""
-        ...
 
 
 class NotTaken(Exception):
@@ -253,7 +231,7 @@ class Engines:
 
     async def send(
         self,
-        choice: Choice,
+        engine: str,
         method: str,
         target: str,
         headers: CIMultiDict[str],
@@ -262,6 +240,7 @@ class Engines:
         """Send a request; returns once the header of the answer has come.
 
         Args:
+            engine: Its base URL.
             target: Path and query as received; begins with a slash.
 
         Raises:
@@ -270,17 +249,14 @@ class Engines:
         """
         assert self._session is not None and target.startswith("/")
         data = io.BytesIO(body) if body and len(body) > _LARGE_BODY_BYTES else body
-        url = URL(choice.url + target, encoded=True)
+        # Encoded: a target that was quoted again would be another one.
+        url = URL(engine + target, encoded=True)
         try:
             answer = await self._session.request(
-                method,
-                url,
-                headers=headers,
-                data=data,
-                allow_redirects=False,
+                method, url, headers=headers, data=data, allow_redirects=False
             )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise self._no_connection(choice, url, error) from error
+            raise self._no_connection(engine, error) from error
         except _Closed as closed:
             if _has_begun(closed.__cause__):
                 raise NoAnswer("the connection was closed within the answer's header") from closed
@@ -295,18 +271,18 @@ class Engines:
             raise NotTaken(f"status {answer.status}", answer.status, retry_after)
         return answer
 
-    def _no_connection(self, choice: Choice, url: URL, error: Exception) -> NotTaken:
+    def _no_connection(self, engine: str, error: Exception) -> NotTaken:
         """Return why there is no connection. An engine with a full backlog does not answer, as one
         that is gone; but it took connections a moment ago."""
         if isinstance(error, aiohttp.ClientConnectorError):
             is_full = error.os_error.errno in _OWN_FAULTS
         else:
-            is_full = self._connector.is_alive(url)
+            is_full = self._connector.is_alive(URL(engine))
         if not is_full:
             return NotTaken(f"no connection: {error}")
-        if self._says_full.is_due(choice.url):
+        if self._says_full.is_due(engine):
             log_event(
-                logger, logging.WARNING, "engine_backlog_full", engine=choice.url,
+                logger, logging.WARNING, "engine_backlog_full", engine=engine,
                 error=str(error), effect="requests wait for a connection",
             )  # fmt: skip
         return NotTaken(f"no connection: {error}", 503, "1", is_full=True)
@@ -363,12 +339,12 @@ def is_for_all(method: str, target: str) -> bool:
     return method in _METHODS and target.partition("?")[0] in _TO_ALL
 
 
-def list_models(book: EngineBook, target: str) -> web.Response | None:
+def list_models(chooser: Chooser, target: str) -> web.Response | None:
     """Return the models of all engines, or the one that is asked for; None: an engine may know."""
     path = target.partition("?")[0]
     if path != _MODELS and not path.startswith(f"{_MODELS}/"):
         return None
-    cards, name = book.cards(), unquote(path[len(_MODELS) + 1 :])
+    cards, name = chooser.cards(), unquote(path[len(_MODELS) + 1 :])
     if not cards or (name and name not in cards):
         return None
     listed = [msgspec.Raw(card) for card in cards.values()]
@@ -381,7 +357,7 @@ def list_models(book: EngineBook, target: str) -> web.Response | None:
 
 
 async def send_to_all(
-    engines: Engines, book: EngineBook, arrival: Arrival, passed: CIMultiDict[str]
+    engines: Engines, chooser: Chooser, arrival: Arrival, passed: CIMultiDict[str]
 ) -> web.Response | None:
     """Send a request to every engine; None: there is one at most.
 
@@ -390,20 +366,23 @@ async def send_to_all(
     Args:
         passed: The header fields of the request.
     """
-    model = named_model(arrival)
-    workers = {worker.url: worker for worker in book.addresses()}
-    able = {url: worker for url, worker in workers.items() if model in worker.models}
-    chosen = able or workers
+    workers = {worker.url: worker for worker in chooser.addresses()}  # its ranks are one engine
     if len(workers) <= 1:
         return None
-    said = await asyncio.gather(
-        *(_send(engines, worker, arrival, passed) for worker in chosen.values())
-    )
-    book.models_changed()
+    model = named_model(arrival)
+    able = [worker for worker in workers.values() if model in worker.models]
+    chosen = able or list(workers.values())
+    said = await asyncio.gather(*(_send(engines, each, arrival, passed) for each in chosen))
+    chooser.models_changed()
+    return _summary(said)
+
+
+def _summary(said: list[_Said]) -> web.Response:
     failed = [each for each in said if not each.is_done]
     if not failed:
         first = said[0]
-        fields = {"Content-Type": first.content_type, WORKER_HEADER: ", ".join(chosen)}
+        urls = ", ".join(each.url for each in said)
+        fields = {"Content-Type": first.content_type, WORKER_HEADER: urls}
         return web.Response(status=first.status or 200, body=first.body, headers=fields)
     shown = "; ".join(f"{each.url}: {_shown(each)}" for each in failed)
     message = f"{len(failed)} of {len(said)} engines did not do it, the others did: {shown}"
@@ -413,11 +392,10 @@ async def send_to_all(
 async def _send(
     engines: Engines, worker: WorkerAddress, arrival: Arrival, passed: CIMultiDict[str]
 ) -> _Said:
-    choice = Choice(worker=worker.name, url=worker.url, headers=worker.headers, matched_tokens=None)
     fields = headers_to_engine(passed, {**worker.headers, "Accept-Encoding": "identity"})
     try:
         answer = await engines.send(
-            choice, arrival.method, arrival.path, fields, arrival.body or None
+            worker.url, arrival.method, arrival.path, fields, arrival.body or None
         )
     except NotTaken as error:
         return _Said(worker.url, error.status, str(error).encode())

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from typing import Any
 
 from aiohttp import ClientResponse, web
 from aiohttp.http_exceptions import HttpProcessingError
-from multidict import CIMultiDict
 
 from flexcache.errors import ConfigError, InternalError
 from flexcache.router.chooser import UNKNOWN, Arrival, Choice, Chooser, NotRouted, Outcome, Usage
@@ -27,8 +27,7 @@ from flexcache.router.proxy.answers import (
     ROUTING_HEADERS,
     SERVER,
     WORKER_HEADER,
-    Headers,
-    UsageReader,
+    AnswerReader,
     broken_stream,
     error_answer,
     headers_to_client,
@@ -36,11 +35,18 @@ from flexcache.router.proxy.answers import (
     in_whole_seconds,
     is_request_id,
 )
-from flexcache.router.proxy.clients import ApiKeys, Bodies, BodyRefused, HeldBody, Seats, holding
+from flexcache.router.proxy.clients import (
+    ApiKeys,
+    Bodies,
+    BodyRefused,
+    HeldBody,
+    Room,
+    Seats,
+    holding,
+)
 from flexcache.router.proxy.engines import (
     SMALL_BYTES,
     ClientStalled,
-    EngineBook,
     EngineBroke,
     Engines,
     NoAnswer,
@@ -53,23 +59,32 @@ from flexcache.router.proxy.engines import (
     send_to_all,
 )
 from flexcache.router.settings import ProxyConfig
-from flexcache.router.stored import IdReader, id_reader
+from flexcache.router.stored import id_reader
 
 
 class RequestLife:
     """A request's choices, of which one at most is open. Leaving the context ends an open one: the
-    client left, or the choice was not used."""
+    client left, or the choice was not used.
 
-    __slots__ = ("_chooser", "choice", "request_id")
+    Attributes:
+        request_id: Names it to the chooser.
+        shown_id: Names it to its client and to engines.
+        workers: Those that were chosen so far.
+    """
 
-    def __init__(self, chooser: Chooser, request_id: str) -> None:
+    __slots__ = ("_chooser", "choice", "request_id", "shown_id", "workers")
+
+    def __init__(self, chooser: Chooser, request_id: str, shown_id: str) -> None:
         self._chooser = chooser
         self.request_id = request_id
+        self.shown_id = shown_id
         self.choice: Choice | None = None
+        self.workers: dict[str, None] = {}
 
     def begin(self, choice: Choice) -> None:
         assert self.choice is None
         self.choice = choice
+        self.workers[choice.worker] = None
 
     def first_byte(self, *, tells_time: bool) -> None:
         self._chooser.first_token(self.request_id, tells_time=tells_time)
@@ -125,7 +140,7 @@ _REJECTED = {
 }  # fmt: skip
 """Why a request was refused without an engine, by the status of its answer."""
 _FIRST_ERROR = 400
-_PAUSE_S = 0.1
+_PAUSE_S = 0.1  # until the backlog of a full engine is tried again
 _STREAM = "text/event-stream"
 _BROKE = "the connection to the engine broke before the answer was complete"
 
@@ -135,7 +150,6 @@ class Proxy:
 
     Args:
         is_ready: What ``GET /health`` reports.
-        book: None: every request goes to one engine, whichever is chosen.
 
     Attributes:
         num_running: Requests in flight.
@@ -148,14 +162,13 @@ class Proxy:
         chooser: Chooser,
         config: ProxyConfig,
         is_ready: Callable[[], bool] = lambda: True,
-        book: EngineBook | None = None,
     ) -> None:
-        self._book = book
         self._chooser = chooser
         self._config = config
         self._is_ready = is_ready
         self._keys = ApiKeys(config.api_keys)
-        self._bodies = Bodies(config.max_body_bytes, config.max_held_bytes, config.body_timeout_s)
+        self._room = Room(config.max_body_bytes, config.max_held_bytes)
+        self._bodies = Bodies(self._room, config.body_timeout_s)
         self._budget = RetryBudget(config.retry_ratio, config.retry_burst)
         self._engines = Engines(config)
         self._prefix = secrets.token_hex(8)
@@ -197,7 +210,7 @@ class Proxy:
             InternalError: One does not hold.
         """
         self._budget.check()
-        self._bodies.check(is_idle=not self.num_running)
+        self._room.check(is_idle=not self.num_running)
         if self._idle.is_set() != (self.num_running == 0):
             raise InternalError(f"{self.num_running} running, idle={self._idle.is_set()}")
 
@@ -206,11 +219,12 @@ class Proxy:
         if refusal is not None:
             self._count_rejected(refusal.status)
             return refusal
+        # Not the client's id: two requests may have the same, and the chooser counts by it.
         unique_id = f"{self._prefix}-{next(self._numbers)}"
         shown_id = request.headers.get(REQUEST_ID_HEADER, unique_id)
-        with holding(request), RequestLife(self._chooser, unique_id) as life:
+        with holding(request), RequestLife(self._chooser, unique_id, shown_id) as life:
             try:
-                sent = await self._send(request, life, shown_id)
+                sent = await self._send(request, life)
             except BodyRefused as refused:
                 self._count_rejected(refused.status)
                 sent = error_answer(refused.status, str(refused))
@@ -218,10 +232,25 @@ class Proxy:
             if isinstance(sent, web.Response):
                 sent.headers[REQUEST_ID_HEADER] = shown_id
                 return sent
-            return await self._pass_on(request, life, sent, shown_id)
+            try:
+                return await self._pass_on(request, life, sent)
+            finally:
+                sent.close()
 
     def _refusal(self, request: web.Request) -> web.Response | None:
         """Return the answer to a request that goes to no engine."""
+        malformed = self._malformed(request)
+        if malformed is not None:
+            return malformed
+        target = request.raw_path
+        if target.partition("?")[0] == HEALTH and request.method in ("GET", "HEAD"):
+            status = 200 if self._is_ready() else 503
+            return web.Response(status=status, headers={"Server": SERVER})
+        if not self._keys.admit(request.headers):
+            return error_answer(401, "a valid API key is required")
+        return list_models(self._chooser, target) if request.method == "GET" else None
+
+    def _malformed(self, request: web.Request) -> web.Response | None:
         target, fields = request.raw_path, request.headers
         if not target.startswith("/") or "#" in target:
             return error_answer(400, "the request's target must be a path")
@@ -233,22 +262,13 @@ class Proxy:
         request_id = fields.get(REQUEST_ID_HEADER)
         if request_id is not None and not is_request_id(request_id):
             return error_answer(400, f"{REQUEST_ID_HEADER}: not printable, or too long")
-        if target.partition("?")[0] == HEALTH and request.method in ("GET", "HEAD"):
-            status = 200 if self._is_ready() else 503
-            return web.Response(status=status, headers={"Server": SERVER})
-        if not self._keys.admit(fields):
-            return error_answer(401, "a valid API key is required")
-        if self._book is not None and request.method == "GET":
-            return list_models(self._book, target)
         return None
 
     def _count_rejected(self, status: int) -> None:
         if status in _REJECTED:
             self.rejected[_REJECTED[status]] += 1
 
-    async def _send(
-        self, request: web.Request, life: RequestLife, shown_id: str
-    ) -> ClientResponse | web.Response:
+    async def _send(self, request: web.Request, life: RequestLife) -> ClientResponse | web.Response:
         """Read a request and send it to engines until one answers. Its body is held only meanwhile.
 
         Raises:
@@ -256,30 +276,24 @@ class Proxy:
         """
         fields, held = request.headers, HeldBody()
         try:
-            body = await self._bodies.read(request, held)
             arrival = Arrival(
                 request_id=life.request_id,
                 method=request.method,
                 path=request.raw_path,
                 headers={n: fields[n] for n in ROUTING_HEADERS if n in fields},
-                body=body,
+                body=await self._bodies.read(request, held),
             )
-            if self._book is not None and is_for_all(arrival.method, arrival.path):
-                passed = headers_to_engine(fields, {REQUEST_ID_HEADER: shown_id})
-                answer = await send_to_all(self._engines, self._book, arrival, passed)
+            if is_for_all(arrival.method, arrival.path):
+                passed = headers_to_engine(fields, {REQUEST_ID_HEADER: life.shown_id})
+                answer = await send_to_all(self._engines, self._chooser, arrival, passed)
                 if answer is not None:
                     return answer
-            return await self._place(arrival, fields, life, shown_id, request.body_exists)
+            return await self._place(request, arrival, life)
         finally:
             self._bodies.release(held)
 
     async def _place(
-        self,
-        arrival: Arrival,
-        fields: Headers,
-        life: RequestLife,
-        shown_id: str,
-        has_body: bool,
+        self, request: web.Request, arrival: Arrival, life: RequestLife
     ) -> ClientResponse | web.Response:
         """Send a request to the engines that the chooser names, until one answers.
 
@@ -287,131 +301,101 @@ class Proxy:
         directly would let it wait, too.
         """
         self._budget.add_request()
-        body = arrival.body if has_body else None
         failure: NotTaken | None = None
-        num_failures = 0
+        num_retries = 0
         give_up_s = time.monotonic() + self._config.queue_timeout_s
         while True:
             try:
-                choice = await self._chooser.choose(arrival)
-            except NotRouted as refused:
-                return _not_routed(refused) if failure is None else _not_taken(failure)
-            life.begin(choice)
-            if failure is not None:
-                is_again = failure.may_be_stale or failure.is_full
-                if choice.worker in arrival.tried and not is_again:
-                    return _not_taken(failure)  # no other engine is left
-                self.num_retries += 1
-            passed = headers_to_engine(fields, {**choice.headers, REQUEST_ID_HEADER: shown_id})
-            try:
-                return await self._engines.send(choice, arrival.method, arrival.path, passed, body)
-            except NoAnswer as error:
-                life.end(Outcome.BROKEN)
-                return error_answer(502, str(error))
+                return await self._try(request, arrival, life, failure)
             except NotTaken as error:
-                life.end(Outcome.REFUSED)
                 if error.retry_after is None and failure is not None:
                     error.retry_after = failure.retry_after
                 failure = error
-            tried = tuple(dict.fromkeys((*arrival.tried, choice.worker)))
-            arrival = replace(arrival, tried=tried)
+            arrival = replace(arrival, tried=tuple(life.workers))
             if failure.is_full:
                 if time.monotonic() > give_up_s:
                     return _not_taken(failure)
                 await asyncio.sleep(_PAUSE_S)
                 continue
-            num_failures += 1
-            if num_failures > self._config.max_retries or not self._budget.take_retry():
+            if num_retries == self._config.max_retries or not self._budget.take_retry():
                 return _not_taken(failure)
+            num_retries += 1
+
+    async def _try(
+        self, request: web.Request, arrival: Arrival, life: RequestLife, failure: NotTaken | None
+    ) -> ClientResponse | web.Response:
+        """Send a request to the engine that the chooser names.
+
+        Args:
+            failure: Of the engine before; None: this is the first.
+
+        Raises:
+            NotTaken: Another engine may be tried.
+        """
+        try:
+            choice = await self._chooser.choose(arrival)
+        except NotRouted as refused:
+            return _not_routed(refused) if failure is None else _not_taken(failure)
+        life.begin(choice)
+        if failure is not None:
+            is_again = failure.may_be_stale or failure.is_full
+            if choice.worker in arrival.tried and not is_again:
+                return _not_taken(failure)  # no other engine is left
+            self.num_retries += 1
+        added = {**choice.headers, REQUEST_ID_HEADER: life.shown_id}
+        fields = headers_to_engine(request.headers, added)
+        body = arrival.body if request.body_exists else None
+        try:
+            return await self._engines.send(choice.url, arrival.method, arrival.path, fields, body)
+        except NoAnswer as error:
+            life.end(Outcome.BROKEN)
+            return error_answer(502, str(error))
+        except NotTaken:
+            life.end(Outcome.REFUSED)
+            raise
 
     async def _pass_on(
-        self, request: web.Request, life: RequestLife, answer: ClientResponse, shown_id: str
+        self, request: web.Request, life: RequestLife, answer: ClientResponse
     ) -> web.StreamResponse:
-        """Pass the answer of an engine on."""
-        assert life.choice is not None
-        fields = headers_to_client(answer.headers)
-        fields.setdefault("Server", SERVER)
-        fields.update(_of_choice(life.choice), **{REQUEST_ID_HEADER: shown_id})
-        ids = None
-        if answer.status < _FIRST_ERROR:
-            found = partial(self._chooser.stored, life.choice.url)
-            size = answer.content_length
-            ids = id_reader(found, request.raw_path, answer.content_type, size)
-            if self._book is not None and is_for_all(request.method, request.raw_path):
-                self._book.models_changed()
-        try:
-            if request.method != "HEAD" and 0 < (answer.content_length or 0) <= SMALL_BYTES:
-                return await self._pass_on_whole(request, life, answer, fields, ids)
-            return await self._pass_on_stream(request, life, answer, fields, ids)
-        finally:
-            answer.close()
+        """Pass the answer of an engine on.
 
-    async def _pass_on_whole(
-        self,
-        request: web.Request,
-        life: RequestLife,
-        answer: ClientResponse,
-        fields: CIMultiDict[str],
-        ids: IdReader | None,
-    ) -> web.StreamResponse:
-        usage = UsageReader()
-        try:
-            body = await read_whole(answer)
-        except EngineBroke:
-            life.end(Outcome.BROKEN)
-            broken = error_answer(502, _BROKE)
-            broken.headers[REQUEST_ID_HEADER] = fields[REQUEST_ID_HEADER]
-            return broken
-        if answer.status < _FIRST_ERROR:
-            life.first_byte(tells_time=False)
-        usage.feed(body)
-        if ids is not None:
-            ids.feed(body)
-        response = web.Response(
-            status=answer.status, reason=answer.reason, headers=fields, body=body
-        )
-        try:
-            await response.prepare(request)
-            await end_within(response, request.transport, len(body), self._config.client_idle_s)
-            life.end(Outcome.DONE, usage.read())
-        except ClientStalled:
-            if request.transport is not None:
-                request.transport.abort()
-        except ConnectionError:
-            pass  # the client left
-        return response
-
-    async def _pass_on_stream(
-        self,
-        request: web.Request,
-        life: RequestLife,
-        answer: ClientResponse,
-        fields: CIMultiDict[str],
-        ids: IdReader | None,
-    ) -> web.StreamResponse:
-        response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=fields)
-        usage = UsageReader()
-        transport = request.transport
+        A short one is read to its end before: all of it goes in one packet, and if the engine
+        breaks, the client gets a 502 instead of a part.
+        """
+        head = self._head(life, answer)
+        response = web.StreamResponse(**head)
+        transport, stall_s = request.transport, self._config.client_idle_s
         if transport is None:  # the client left
             return response
+        is_short = request.method != "HEAD" and 0 < (answer.content_length or 0) <= SMALL_BYTES
         is_stream = answer.content_type == _STREAM
-        first_byte = partial(life.first_byte, tells_time=is_stream)
+        reader, first_byte = AnswerReader(), _ignore
+        if answer.status < _FIRST_ERROR:
+            reader = self._reader(request, life, answer)
+            first_byte = partial(life.first_byte, tells_time=is_stream and not is_short)
         try:
-            await response.prepare(request)
-            await relay(
-                answer,
-                response,
-                transport,
-                feed=usage.feed if ids is None else ids.before(usage.feed),
-                first_byte=_ignore if answer.status >= _FIRST_ERROR else first_byte,
-                stall_s=self._config.client_idle_s,
-            )
-            if ids is not None:
-                ids.end()
-            await response.write_eof()
-            life.end(Outcome.DONE, usage.read())
+            if is_short:
+                body = await read_whole(answer)
+                first_byte()
+                reader.feed(body)
+                response = web.Response(**head, body=body)
+                await response.prepare(request)
+                await end_within(response, transport, len(body), stall_s)
+            else:
+                await response.prepare(request)
+                await relay(
+                    answer, response, transport, feed=reader.feed, first_byte=first_byte,
+                    stall_s=stall_s,
+                )  # fmt: skip
+                reader.end()
+                await response.write_eof()
+            life.end(Outcome.DONE, reader.usage())
         except EngineBroke:
             life.end(Outcome.BROKEN)
+            if not response.prepared:
+                response = error_answer(502, _BROKE)
+                response.headers[REQUEST_ID_HEADER] = life.shown_id
+                return response
             if is_stream:
                 with contextlib.suppress(ConnectionError):
                     await response.write(broken_stream(_BROKE))
@@ -422,16 +406,30 @@ class Proxy:
             pass  # the client left
         return response
 
+    def _head(self, life: RequestLife, answer: ClientResponse) -> dict[str, Any]:
+        choice = life.choice
+        assert choice is not None
+        fields = headers_to_client(answer.headers)
+        fields.setdefault("Server", SERVER)
+        fields[WORKER_HEADER] = choice.worker
+        if choice.matched_tokens is not None:
+            fields[MATCHED_TOKENS_HEADER] = str(choice.matched_tokens)
+        fields[REQUEST_ID_HEADER] = life.shown_id
+        return {"status": answer.status, "reason": answer.reason, "headers": fields}
+
+    def _reader(
+        self, request: web.Request, life: RequestLife, answer: ClientResponse
+    ) -> AnswerReader:
+        assert life.choice is not None
+        if is_for_all(request.method, request.raw_path):
+            self._chooser.models_changed()
+        found = partial(self._chooser.stored, life.choice.url)
+        size = answer.content_length
+        return AnswerReader(id_reader(found, request.raw_path, answer.content_type, size))
+
 
 def _ignore() -> None:
     """An error is no answer to the prompt: the time that it took says nothing."""
-
-
-def _of_choice(choice: Choice) -> dict[str, str]:
-    shown = {WORKER_HEADER: choice.worker}
-    if choice.matched_tokens is not None:
-        shown[MATCHED_TOKENS_HEADER] = str(choice.matched_tokens)
-    return shown
 
 
 def _not_routed(refused: NotRouted) -> web.Response:
@@ -464,16 +462,14 @@ def make_app(
     chooser: Chooser,
     config: ProxyConfig,
     is_ready: Callable[[], bool] = lambda: True,
-    book: EngineBook | None = None,
 ) -> web.Application:
     """Return the application, to be passed to `serve`.
 
     Args:
         is_ready: What ``GET /health`` reports: 200 or 503.
-        book: None: every request goes to one engine, whichever is chosen.
     """
     app = web.Application()
-    proxy = Proxy(chooser, config, is_ready, book)
+    proxy = Proxy(chooser, config, is_ready)
     app[PROXY], app[CONFIG] = proxy, config
     app.router.add_route("*", "/{path:.*}", proxy.handle)
 
@@ -533,8 +529,8 @@ async def serve(
     runner = web.AppRunner(
         app,
         access_log=None,
-        auto_decompress=False,
-        handler_cancellation=True,
+        auto_decompress=False,  # bodies pass as they came
+        handler_cancellation=True,  # a client that leaves ends its request at the engine
         keepalive_timeout=config.client_idle_s,
         lingering_time=LINGER_S,
         logger=_logger_without_bad_requests(),

@@ -16,9 +16,8 @@ import numpy as np
 
 from flexcache.errors import ConfigError, MissingDependencyError, TraceError
 from flexcache.router.dispatcher import DRAM, GPU, Dispatcher, MatchedPrompt
-from flexcache.router.load import FloatArray, Load, Running
+from flexcache.router.load import FloatArray, Running
 from flexcache.router.policy import Pick, make_policy
-from flexcache.router.service_time import ServiceTime
 from flexcache.router.simulate.engine import Engine, EngineSpec
 from flexcache.router.simulate.workload import SimRequest, Workload
 
@@ -249,7 +248,7 @@ def compare(
     made = {name: make_policy(name) for name in policies}
     outcomes: dict[str, Simulated] = {}
     for name, policy in made.items():
-        dispatcher = Dispatcher(policy, Load(len(specs)), ServiceTime(len(specs)), seed=seed)
+        dispatcher = Dispatcher(policy, len(specs), seed=seed)
         simulation = Simulation(dispatcher, specs, workload)
 
         def say(done: int, name: str = name) -> None:

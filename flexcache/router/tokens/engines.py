@@ -1,4 +1,4 @@
-"""Questions to engines over HTTP: the models they serve, the tokens they make of a request."""
+"""Engines as tokenizers: HTTP requests for the tokens that they make of a prompt."""
 
 from __future__ import annotations
 
@@ -22,22 +22,6 @@ class BadAnswer(ValueError):
     """An engine answered what no engine in order does."""
 
 
-class ModelCard(msgspec.Struct):
-    """A model that an engine serves.
-
-    Attributes:
-        id: Served name.
-        root: Directory or name of its files; of an adapter, the adapter's.
-        parent: The model that an adapter belongs to; None: no adapter.
-        raw: All that the engine says of it, as JSON.
-    """
-
-    id: str
-    root: str | None = None
-    parent: str | None = None
-    raw: bytes = b""
-
-
 class NotRendered(Exception):
     """The engine made no tokens of the request.
 
@@ -48,16 +32,6 @@ class NotRendered(Exception):
     def __init__(self, message: str, *, missing: bool = False) -> None:
         super().__init__(message)
         self.missing = missing
-
-
-class _Card(msgspec.Struct):
-    id: str
-    root: str | None = None
-    parent: str | None = None
-
-
-class _Models(msgspec.Struct):
-    data: list[msgspec.Raw]
 
 
 _TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -72,14 +46,11 @@ class _Tokenized(msgspec.Struct):
     tokens: list[_TokenId]
 
 
-_models = msgspec.json.Decoder(_Models)
-_card = msgspec.json.Decoder(_Card)
 _rendered = msgspec.json.Decoder(_Rendered | list[_Rendered])
 _tokenized = msgspec.json.Decoder(_Tokenized)
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _FAILURES = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-_LIST_TIMEOUT = aiohttp.ClientTimeout(total=5)
 _MISSING = (403, 404, 405, 501)
 """403: vLLM 0.32 has ``/render`` only with ``--enable-scale-out``."""
 _BYTES_PER_TOKEN_ID = 16
@@ -123,6 +94,7 @@ class EngineApi:
     """HTTP client of the engines.
 
     Args:
+        session: Of `open_session`.
         timeout_s: For one prompt, all in all.
     """
 
@@ -131,35 +103,13 @@ class EngineApi:
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._without_render: set[str] = set()
 
-    async def models(self, url: str, headers: Mapping[str, str]) -> list[ModelCard] | None:
-        """Fetch the models that an engine serves; None: it did not answer.
-
-        Raises:
-            BadAnswer: Its answer is no list of models.
-        """
-        try:
-            async with self._session.get(
-                f"{url}/v1/models", headers=headers, timeout=_LIST_TIMEOUT, allow_redirects=False
-            ) as answer:
-                if answer.status != 200:
-                    return None
-                raws = _models.decode(await read_answer(answer)).data
-                read = [_card.decode(raw) for raw in raws]
-                cards = [
-                    ModelCard(card.id, card.root, card.parent, bytes(raw))
-                    for card, raw in zip(read, raws, strict=True)
-                ]
-        except _UNREADABLE as error:
-            raise BadAnswer(f"/v1/models is no list of models: {error}") from None
-        except _FAILURES:
-            return None
-        self._without_render.discard(url)  # it may be another one by now
-        return cards
+    def forget(self, url: str) -> None:
+        """Note that an engine may be another one by now."""
+        self._without_render.discard(url)
 
     async def tokens(
         self,
         url: str,
-        headers: Mapping[str, str],
         path: str,
         raw: bytes,
         body: ChatBody | CompletionBody,
@@ -176,24 +126,22 @@ class EngineApi:
         """
         if url not in self._without_render:
             try:
-                return await self._render(url, headers, path, raw)
+                return await self._render(url, path, raw)
             except NotRendered as error:
                 if not error.missing:
                     raise
                 self._without_render.add(url)
         content = msgspec.json.encode(body.for_tokenize())
-        answer = await self._post(f"{url}/tokenize", headers, content)
+        answer = await self._post(f"{url}/tokenize", content)
         try:
             return np.array(_tokenized.decode(answer).tokens, dtype=np.uint32)
         except _UNREADABLE as error:
             raise NotRendered(str(error)) from error
 
-    async def _render(
-        self, url: str, headers: Mapping[str, str], path: str, raw: bytes
-    ) -> np.ndarray:
+    async def _render(self, url: str, path: str, raw: bytes) -> np.ndarray:
         fields = _object.decode(raw)
         fields["mm_payload"] = msgspec.Raw(b'"none"')
-        answer = await self._post(f"{url}{path}/render", headers, msgspec.json.encode(fields))
+        answer = await self._post(f"{url}{path}/render", msgspec.json.encode(fields))
         try:
             rendered = _rendered.decode(answer)
         except _UNREADABLE as error:
@@ -206,12 +154,12 @@ class EngineApi:
             raise NotRendered("media")
         return np.array(rendered.token_ids, dtype=np.uint32)
 
-    async def _post(self, url: str, headers: Mapping[str, str], content: bytes) -> bytes:
+    async def _post(self, url: str, content: bytes) -> bytes:
         try:
             async with self._session.post(
                 url,
                 data=content,
-                headers={**headers, "content-type": "application/json"},
+                headers={hdrs.CONTENT_TYPE: "application/json"},
                 timeout=self._timeout,
                 allow_redirects=False,
             ) as answer:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TypeVar
 
 import numpy as np
@@ -44,7 +45,6 @@ class TokenLimits:
         render_timeout_s: Time after which the engine's answer is given up.
         rendering: Requests that may be at engines at a time.
         check_every_s: Time between comparisons with the engine, for each kind of prompt.
-        refresh_every_s: Time between looks at the engines' lists of models.
     """
 
     max_body: int = 16 << 20
@@ -60,7 +60,6 @@ class TokenLimits:
     render_timeout_s: float = 30.0
     rendering: int = 16
     check_every_s: float = 60.0
-    refresh_every_s: float = 10.0
 
 
 _ENTRY_BYTES = 300
@@ -105,6 +104,10 @@ class TokenMemo:
         if ids is not None:
             self._entries.move_to_end(key)
         return ids
+
+    def find(self, keys: Iterable[bytes]) -> dict[bytes, np.ndarray]:
+        """Return those of some texts that are remembered."""
+        return {key: ids for key in keys if (ids := self.get(key)) is not None}
 
     def put(self, key: bytes, ids: np.ndarray) -> None:
         """Remember the ids of a text."""
@@ -156,6 +159,7 @@ class LocalTokens:
     def __init__(self, limits: TokenLimits, seed: int) -> None:
         self._limits = limits
         self._memo = TokenMemo(limits.memo_bytes, seed)
+        # Two pools, so that short texts need not wait behind texts that take a second.
         self._short = ThreadPoolExecutor(limits.threads, "flexcache-short-texts")
         self._long = ThreadPoolExecutor(limits.threads, "flexcache-long-texts")
         self._waiting_chars = 0
@@ -218,16 +222,11 @@ class LocalTokens:
         segments = await self._call(len(text) <= _LOOP_TEXT, lambda: files.text.split(text))
         space = files.number
         keys = [self._memo.key(segment, space) for segment in segments]
-        found = {key: ids for key in keys if (ids := self._memo.get(key)) is not None}
+        found = self._memo.find(keys)
         remembered = sum(len(found[key]) for key in keys if key in found)
         missing = {key: text for key, text in zip(keys, segments, strict=True) if key not in found}
-        if missing:
-            found |= await self._encode(files, missing)
-        parts = []
-        for key in keys:
-            if key not in found:
-                break
-            parts.append(found[key])
+        found |= await self._encode(files, missing)
+        parts = [found[key] for key in takewhile(found.__contains__, keys)]
         is_whole = len(parts) == len(keys)
         wrapped = files.text.wrap(parts, special_tokens, ends=ends and is_whole)
         if wrapped is None:
@@ -240,7 +239,7 @@ class LocalTokens:
     async def _encode(
         self, files: ModelFiles, missing: dict[bytes, str]
     ) -> dict[bytes, np.ndarray]:
-        """Encode segments, and wait for those that are being encoded already.
+        """Encode segments, none perhaps, and wait for those that are being encoded already.
 
         Returns:
             Those that were done in time.

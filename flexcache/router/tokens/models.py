@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from enum import Enum
 
@@ -12,8 +13,9 @@ import numpy as np
 
 from flexcache.errors import InternalError
 from flexcache.logs import log_event
+from flexcache.router.fleet import ModelCard
 from flexcache.router.tokens.body import ChatBody, CompletionBody, Kind
-from flexcache.router.tokens.engines import BadAnswer, EngineApi, ModelCard, NotRendered
+from flexcache.router.tokens.engines import EngineApi, NotRendered
 from flexcache.router.tokens.text_tokenizer import (
     ModelFiles,
     NoTokenizer,
@@ -112,7 +114,8 @@ class ServedModel:
     def __init__(self, name: str, files: ModelFiles | None, missing: str) -> None:
         self.name = name
         self.files = files
-        self.engines: dict[str, Mapping[str, str]] = {}
+        self.engines: deque[str] = deque()
+        """URLs, the one that is asked next first."""
         kinds = frozenset[Kind]()
         if files is not None:
             kinds = frozenset(Kind) if files.chat is not None else frozenset({Kind.COMPLETION})
@@ -134,10 +137,10 @@ class ServedModel:
         """
         if not self.engines:
             raise NotRendered("no engine")
-        url = next(iter(self.engines))
-        headers = self.engines[url] = self.engines.pop(url)
+        url = self.engines[0]
+        self.engines.rotate(-1)
         try:
-            ids = await engines.tokens(url, headers, path, raw, body)
+            ids = await engines.tokens(url, path, raw, body)
         except NotRendered as error:
             if error.missing:
                 self.ways.engine_renders(False)
@@ -190,11 +193,10 @@ class ModelRegistry:
             cache; None: that which the engine reports as the model's.
     """
 
-    def __init__(self, engines: EngineApi, tokenizer: str | None) -> None:
-        self._engines = engines
+    def __init__(self, tokenizer: str | None) -> None:
         self._tokenizer = tokenizer
-        self._urls: dict[str, Mapping[str, str]] = {}
-        self._cards: dict[str, list[ModelCard]] = {}
+        self._cards: dict[str, Sequence[ModelCard]] = {}
+        """By URL of their engine."""
         self._models: dict[str, ServedModel] = {}  # by source of their files
         self._names: dict[str, tuple[ServedModel, str | None]] = {}
 
@@ -203,9 +205,14 @@ class ModelRegistry:
         """All served models."""
         return list(self._models.values())
 
-    def set_engines(self, engines: Mapping[str, Mapping[str, str]]) -> None:
-        """Set the engines: base URL to headers."""
-        self._urls = dict(engines)
+    def follow(self, urls: Collection[str]) -> None:
+        """Keep these engines, and no others. `update` must follow."""
+        for url in self._cards.keys() - set(urls):
+            del self._cards[url]
+
+    def set_cards(self, url: str, cards: Sequence[ModelCard]) -> None:
+        """Take note of what an engine serves. `update` must follow."""
+        self._cards[url] = cards
 
     def find(self, name: str | None) -> tuple[ServedModel | None, str | None]:
         """Find model and adapter by the name in a request.
@@ -219,27 +226,16 @@ class ModelRegistry:
         (model,) = self._models.values()
         return model, name if self._names else None
 
-    async def refresh(self) -> None:
-        """Ask every engine which models it serves."""
-        urls = list(self._urls)
-        answers = await asyncio.gather(*(self._list(url, self._urls[url]) for url in urls))
-        heard = {url: cards for url, cards in zip(urls, answers, strict=True) if cards is not None}
-        self._cards = {
-            url: cards for url, cards in (self._cards | heard).items() if url in self._urls
-        }
-        for cards in self._cards.values():
+    async def update(self) -> None:
+        """Read the files of new models, and work out which name belongs to which."""
+        listed = dict(self._cards)  # they may change while files are read
+        for cards in listed.values():
             for root, names in base_models(cards).items():
                 if root not in self._models:
                     self._models[root] = await self._read(names[0], root)
         if self._tokenizer is not None and not self._models:
             self._models[self._tokenizer] = await self._read("", self._tokenizer)
-        self._assign()
-
-    async def _list(self, url: str, headers: Mapping[str, str]) -> list[ModelCard] | None:
-        try:
-            return await self._engines.models(url, headers)
-        except BadAnswer:  # the prober, which reads it too, says so
-            return None
+        self._assign(listed)
 
     async def _read(self, name: str, root: str) -> ServedModel:
         source = self._tokenizer or root
@@ -254,19 +250,18 @@ class ModelRegistry:
         )
         return ServedModel(name, files, missing)
 
-    def _assign(self) -> None:
-        """Work out names and engines of all models."""
-        engines: dict[str, dict[str, Mapping[str, str]]] = {}
+    def _assign(self, listed: Mapping[str, Sequence[ModelCard]]) -> None:
+        engines: dict[str, deque[str]] = {}
         names: dict[str, tuple[ServedModel, str | None]] = {}
-        for url, cards in self._cards.items():
+        for url, cards in listed.items():
             for root, served in base_models(cards).items():
-                engines.setdefault(root, {})[url] = self._urls[url]
+                engines.setdefault(root, deque()).append(url)
                 names |= dict.fromkeys(served, (self._models[root], None))
             for card in cards:
                 if card.parent is not None and card.parent in names:
                     names[card.id] = (names[card.parent][0], card.id)
-        if self._cards:
+        if listed:
             self._models = {root: model for root, model in self._models.items() if root in engines}
         for root, model in self._models.items():
-            model.engines = engines.get(root, {})
+            model.engines = engines.get(root, deque())
         self._names = names

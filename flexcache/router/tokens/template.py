@@ -107,16 +107,9 @@ def _parts(message: Message, media: str) -> tuple[list[Message], bool]:
             raise UnknownPrompt("content")
         kind = part.get("type")
         if kind in _TEXT_PARTS:
-            text = part.get(_TEXT_PARTS[kind])
-            if text is None and kind in ("text", "refusal"):
-                continue
-            if not isinstance(text, str):
-                raise UnknownPrompt("content")
-            if message.get("role") == "system" and text.startswith(_BILLING_HEADER):
-                text = text.partition("\n")[2]
-                if not text:
-                    continue
-            parts.append({"type": "text", "text": text})
+            text = _text(part, is_system=message.get("role") == "system")
+            if text is not None:
+                parts.append({"type": "text", "text": text})
         elif kind in _MEDIA:
             found = True
             if media == "keep":
@@ -126,26 +119,26 @@ def _parts(message: Message, media: str) -> tuple[list[Message], bool]:
     return parts, found
 
 
+def _text(part: Message, *, is_system: bool) -> str | None:
+    """Return the text of a part; None: the engine leaves it out."""
+    kind = part["type"]
+    text = part.get(_TEXT_PARTS[kind])
+    if text is None and kind in ("text", "refusal"):
+        return None
+    if not isinstance(text, str):
+        raise UnknownPrompt("content")
+    if is_system and text.startswith(_BILLING_HEADER):
+        return text.partition("\n")[2] or None
+    return text
+
+
 def _message(message: Message, parts: list[Message], content_format: ContentFormat) -> Message:
     role = message.get("role")
     if not isinstance(role, str):
         raise UnknownPrompt("role")
-    content: Any = parts
-    texts = [part["text"] for part in parts if part["type"] == "text"]
-    if content_format == "string":
-        content = "\n".join(text for text in texts if text)
-    elif role == "tool" and len(texts) == len(parts):
-        content = "\n".join(texts)
-    result: Message = {"role": role, "content": content}
+    result: Message = {"role": role, "content": _content(role, parts, content_format)}
     if role == "assistant":
-        calls = message.get("tool_calls")
-        if calls:
-            result["tool_calls"] = [_tool_call(call) for call in calls]
-        reasoning = message.get("reasoning")
-        if reasoning is None:
-            reasoning = message.get("reasoning_content")
-        if reasoning is not None:
-            result["reasoning"] = result["reasoning_content"] = reasoning
+        result |= _of_assistant(message)
     elif role == "tool" and "tool_call_id" in message:
         result["tool_call_id"] = message["tool_call_id"]
     for key in ("name", "task"):
@@ -153,6 +146,29 @@ def _message(message: Message, parts: list[Message], content_format: ContentForm
             result[key] = message[key]
     if role == "developer":
         result["tools"] = message.get("tools")
+    return result
+
+
+def _content(role: str, parts: list[Message], content_format: ContentFormat) -> str | list[Message]:
+    texts = [part["text"] for part in parts if part["type"] == "text"]
+    if content_format == "string":
+        return "\n".join(text for text in texts if text)
+    if role == "tool" and len(texts) == len(parts):
+        return "\n".join(texts)
+    return parts
+
+
+def _of_assistant(message: Message) -> Message:
+    """Return the fields that only the model's own messages have."""
+    result: Message = {}
+    calls = message.get("tool_calls")
+    if calls:
+        result["tool_calls"] = [_tool_call(call) for call in calls]
+    reasoning = message.get("reasoning")
+    if reasoning is None:
+        reasoning = message.get("reasoning_content")
+    if reasoning is not None:
+        result["reasoning"] = result["reasoning_content"] = reasoning
     return result
 
 

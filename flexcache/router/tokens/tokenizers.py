@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 import numpy as np
 
 from flexcache.logs import log_event
 from flexcache.router.chooser import Arrival, RouteRequest
+from flexcache.router.fleet import ModelCard
 from flexcache.router.stats import TokenizerStats
 from flexcache.router.tokens.body import (
     CHAT_PATH,
@@ -31,7 +32,7 @@ from flexcache.router.tokens.engines import EngineApi, NotRendered, open_session
 from flexcache.router.tokens.local import LocalTokens, TokenLimits
 from flexcache.router.tokens.models import ModelRegistry, ServedModel, TokenWay
 from flexcache.router.tokens.template import has_media
-from flexcache.router.waiting import Turns, is_set_within
+from flexcache.router.waiting import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,7 @@ class Tokenizers:
     Args:
         tokenizer: Directory of the models' tokenizer, or a model's name in the Hugging Face
             cache; None: as the engines report. Without a tokenizer the engines are asked.
+        headers: Sent with each request to an engine, a key, say.
         seed: Secret of the memos' hashes; None: random.
     """
 
@@ -118,57 +120,59 @@ class Tokenizers:
         self,
         *,
         tokenizer: str | None = None,
+        headers: Mapping[str, str] | None = None,
         seed: int | None = None,
         limits: TokenLimits | None = None,
     ) -> None:
         if seed is None:
             seed = secrets.randbits(63)
         self._limits = limits or TokenLimits()
-        self._session = open_session({})
+        self._session = open_session(headers or {})
         self._engines = EngineApi(self._session, self._limits.render_timeout_s)
         self._local = LocalTokens(self._limits, seed)
-        self._registry = ModelRegistry(self._engines, tokenizer)
+        self._registry = ModelRegistry(tokenizer)
         self._comparison = TokenComparison(self._local, self._engines, self._limits)
         self._num_asking = 0
-        self._look = asyncio.Event()
-        self._looking: asyncio.Task[None] | None = None
-        self._looks = Turns("tokenizers")
+        self._has_news = asyncio.Event()
+        self._updating: asyncio.Task[None] | None = None
+        self._updates = Turns("tokenizers")
         self._counts = TokenizerStats()
 
     async def start(self) -> None:
-        """Ask the engines for their models, and go on doing so beside."""
-        with self._looks.turn():
-            await self.look()
-        self._looking = asyncio.create_task(self._keep_looking())
+        """Read the models' files, and go on doing so as engines tell of others."""
+        await self.update()
+        self._updating = asyncio.create_task(self._keep_updating())
 
     async def close(self) -> None:
         """Stop all that runs."""
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
+        if self._updating is not None:
+            self._updating.cancel()
+            await asyncio.gather(self._updating, return_exceptions=True)
         await self._comparison.close()
         await self._local.close()
         await self._session.close()
 
-    def set_engines(self, engines: Mapping[str, Mapping[str, str]]) -> None:
-        """Set the engines, by base URL, with the headers that they require, a key, say."""
-        self._registry.set_engines(engines)
-        self.look_soon()
+    def follow(self, urls: Collection[str]) -> None:
+        """Keep the engines with these base URLs, and no others."""
+        self._registry.follow(urls)
+        self._has_news.set()
 
-    def look_soon(self) -> None:
-        """Have the engines' models looked at again."""
-        self._look.set()
+    def set_cards(self, url: str, cards: Sequence[ModelCard]) -> None:
+        """Take note of what an engine serves."""
+        self._engines.forget(url)
+        self._registry.set_cards(url, cards)
+        self._has_news.set()
 
-    async def look(self) -> None:
-        """Look at the engines' models now."""
-        self._look.clear()
-        await self._registry.refresh()
+    async def update(self) -> None:
+        """Read the files of the models that were told of."""
+        self._has_news.clear()
+        with self._updates.turn():
+            await self._registry.update()
 
-    async def _keep_looking(self) -> None:
+    async def _keep_updating(self) -> None:
         while True:
-            await is_set_within(self._look, self._limits.refresh_every_s)
-            with self._looks.turn():
-                await self.look()
+            await self._has_news.wait()
+            await self.update()
 
     async def read(self, arrival: Arrival) -> RouteRequest:
         """Read a request. Never raises: what cannot be read goes by load."""
