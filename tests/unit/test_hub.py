@@ -284,6 +284,16 @@ def look_up_answered(world: World, num_present: int) -> None:
     world.settle()
 
 
+def test_the_answer_of_a_put_is_final_once_nothing_is_written_below_any_more(asking: World) -> None:
+    engine = up_with_store(asking)
+    task_id = engine.put("abc")
+    assert [answer.is_final for answer in engine.answers(task_id)] == [False]
+    assert asking.hub.cache is not None
+    asking.hub.cache.tasks.executor_down(REMOTE, "it died", asking.now)
+    asking.settle()
+    assert [answer.is_final for answer in engine.answers(task_id)] == [False, True]
+
+
 def test_a_match_waits_for_the_remote_store_if_its_client_does(asking: World) -> None:
     engine = up_with_store(asking)
     assert engine.ask("abcd", may_wait=True) == []

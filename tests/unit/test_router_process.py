@@ -1,7 +1,8 @@
-"""What a router refuses before it starts anything."""
+"""What a router refuses before it starts anything, and what it counts of a proxy of its own."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ pytest.importorskip("aiohttp", reason="the proxy needs the extra `router`")
 
 from flexcache.config.router import RouterConfig
 from flexcache.errors import ConfigError
+from flexcache.router.messages import ProxyCounters
 from flexcache.router.process import run_router
+from flexcache.router.service import DeciderService
+from flexcache.router.stats import ProxyStats
 
 WORKER = "http://127.0.0.1:1"
 
@@ -53,3 +57,15 @@ def test_a_port_that_is_in_use_is_refused(name: str, proxies: int) -> None:
             ports = {"port": 0, "control_port": 0, name: taken.getsockname()[1]}
             with pytest.raises(ConfigError, match=f"{name} = .*in use"):
                 run_router(RouterConfig(workers=[WORKER], proxies=proxies, **ports))
+
+
+def test_a_proxy_in_the_routers_own_process_is_counted() -> None:
+    async def read() -> ProxyStats | None:
+        service = DeciderService(RouterConfig(workers=(WORKER,)))
+        service.count_own_proxy = lambda: ProxyCounters(True, 2, 3, {"malformed": 4})
+        return service.stats().proxy
+
+    proxy = asyncio.run(read())
+    assert proxy is not None
+    assert (proxy.processes, proxy.open_requests, proxy.retries) == (1, 2, 3)
+    assert proxy.rejected == {"malformed": 4}

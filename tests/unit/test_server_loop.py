@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import subprocess
 import sys
@@ -13,11 +14,13 @@ from pathlib import Path
 
 import pytest
 import zmq
-from test_hub import Engine, World
+from test_hub import TIMEOUT_S, Engine, World
 
 from flexcache.errors import InternalError
-from flexcache.server.loop import IdleExit
+from flexcache.server.loop import EventLoop, IdleExit
+from flexcache.server.outbox import BackgroundThread
 from flexcache.server.reactor import Reactor, RouterSocket, Sent
+from flexcache.server.workers import WorkerPool
 
 WAIT_S = 60.0
 
@@ -198,4 +201,23 @@ def test_the_hubs_check_finds_leftovers_of_an_engine_that_is_gone() -> None:
             world.hub.check()
         table.update([entry])
     world.hub.check()
+    world.close()
+
+
+def test_silent_clients_are_looked_for_several_times_a_timeout(loop: Loop) -> None:
+    world = World()
+    world.now = time.monotonic()
+    Engine(world)
+    pool = WorkerPool(loop.reactor, world.hub)
+    background = BackgroundThread(lambda job, error: None)
+    events = EventLoop(world.hub, loop.reactor, loop.socket, pool, background, None)
+    serving = threading.Thread(target=events.run, daemon=True)
+    serving.start()
+    give_up_s = time.monotonic() + WAIT_S
+    while not world.now < loop.reactor.wakes_at_s < math.inf and time.monotonic() < give_up_s:
+        time.sleep(0.001)
+    assert loop.reactor.wakes_at_s < time.monotonic() + TIMEOUT_S / 2
+    loop.reactor.stopping = True
+    loop.reactor.wake()
+    serving.join(WAIT_S)
     world.close()

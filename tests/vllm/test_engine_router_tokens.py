@@ -141,7 +141,6 @@ def test_chats_and_texts_become_the_engines_tokens(server: ApiServer, tokenizer:
         rng = random.Random(tokenizer.name)
         readers = Tokenizers(tokenizer=str(tokenizer))
         await ask_for_models(readers, server.url)
-        assert set(readers.stats().reasons.values()) == {"checked"}, readers.stats()
         refused = 0
         async with aiohttp.ClientSession() as session:
             for i in range(150):
@@ -159,6 +158,8 @@ def test_chats_and_texts_become_the_engines_tokens(server: ApiServer, tokenizer:
                 assert list(request.token_ids) == theirs, body
                 assert request.num_tokens == len(theirs)
         assert refused < 75
+        stats = readers.stats()
+        assert stats.checks and not stats.mismatches, stats
         await readers.close()
 
     asyncio.run(main())
