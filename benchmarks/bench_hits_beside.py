@@ -28,8 +28,7 @@ from typing import Annotated, Any
 
 import search_path  # noqa: F401
 import typer
-from engine_systems import Settings, llm_arguments
-from engines import ENGINE_ENV, Engine
+from engines import ENGINE_ENV, Engine, Settings, llm_arguments
 from reporting import Say, computing_threads, run_and_show
 
 from flexcache.bench.suite import Case, Result

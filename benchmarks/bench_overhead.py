@@ -35,7 +35,7 @@ import numpy as np
 import search_path  # noqa: F401
 import typer
 from driven_engine import DrivenEngine, running
-from engine_systems import Settings
+from engines import Settings
 from reporting import Say, computing_threads, run_and_show
 
 from flexcache.bench.suite import Case, Result

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from flexcache.bench.dram import CpuEngine
-from flexcache.bench.ssd import QUEUE_DEPTH, BareLoop
+from flexcache.bench.ssd import BareLoop
 from flexcache.bench.suite import Case, Result
-from flexcache.storage.block_io import Direction, open_block_io
+from flexcache.storage.block_io import QUEUE_DEPTH, Direction, open_block_io
 
 NUM_LAYERS, RUN_BYTES = 32, 64 << 10  # blocks of 2 MiB, as of a model of 8B parameters
 BLOCK_BYTES = NUM_LAYERS * RUN_BYTES

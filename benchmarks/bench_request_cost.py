@@ -1,4 +1,4 @@
-"""What a request that hits nothing costs an engine that keeps its cache in its own process.
+"""Cost of a request that hits nothing, for an engine that keeps its cache in its own process.
 
     python benchmarks/bench_request_cost.py [--requests 250] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""How much of a prompt is found again by models with windows or states, and what keeping it costs.
+"""Resumption of prompts by models with windows or states: how much is found, and its cost.
 
     python benchmarks/bench_resume.py [--model gemma3 --model qwen3next] [--json FILE]
 
@@ -23,8 +23,7 @@ from typing import Annotated, Any
 import search_path  # noqa: F401
 import typer
 from driven_engine import DrivenEngine, running
-from engine_systems import Settings
-from engines import make_prompt
+from engines import Settings, make_prompt
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table

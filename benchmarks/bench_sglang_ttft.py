@@ -29,8 +29,7 @@ from typing import Annotated, Any, Protocol
 import search_path  # noqa: F401
 import typer
 from reporting import Say, run_and_show
-from sglang_engine import ENVIRONMENT, STAND_INS, TinyEngine
-from sglang_linker import forget_gpu, linker_options, settle
+from sglang_engine import ENVIRONMENT, STAND_INS, TinyEngine, forget_gpu, linker_options, settle
 
 from flexcache.bench.suite import Case, Result
 

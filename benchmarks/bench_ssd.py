@@ -16,9 +16,9 @@ from disk_workers import driven_workers
 from rich.console import Console
 from rich.table import Table
 
-from flexcache.bench.ssd import BLOCK_BYTES, QUEUE_DEPTH, Fio, beside_raw, raw_disks
+from flexcache.bench.ssd import BLOCK_BYTES, Fio, beside_raw, raw_disks
 from flexcache.config.cache import SSD_SYNCS
-from flexcache.storage.block_io import open_block_io
+from flexcache.storage.block_io import QUEUE_DEPTH, open_block_io
 
 BLOCKS_PER_SYNC = 96
 """About as many as a group of the disk worker has."""

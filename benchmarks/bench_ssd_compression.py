@@ -1,4 +1,4 @@
-"""What `ssd_compression` saves and costs: bytes, speed, CPU time.
+"""SSD compression: the bytes that it saves, and its cost in speed and CPU time.
 
     python benchmarks/bench_ssd_compression.py [DIRECTORY] [--model DIRECTORY] [--gb 0.5]
 

@@ -30,7 +30,7 @@ from typing import Annotated, Any
 import search_path  # noqa: F401
 import typer
 from driven_engine import DidNotRun, DrivenEngine, running
-from engine_systems import Settings
+from engines import Settings
 from least_load import LeastLoad
 from lmcache_server import running_server
 from reporting import Say, run_and_show

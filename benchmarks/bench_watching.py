@@ -29,7 +29,7 @@ import typer
 import zmq
 from bench_overhead import LOADS, NUM_GENERATED, rounds_of
 from driven_engine import DrivenEngine, running
-from engine_systems import Settings
+from engines import Settings
 from ports import free_port
 from reporting import Say, run_and_show
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from flexcache.bench.ssd import BLOCK_BYTES, QUEUE_DEPTH, beside_raw, raw_disks
+from flexcache.bench.ssd import BLOCK_BYTES, beside_raw, raw_disks
 from flexcache.bench.suite import Case, Result
 from flexcache.ids import OpKind
-from flexcache.storage.block_io import BlockIO, Direction, open_block_io
+from flexcache.storage.block_io import QUEUE_DEPTH, BlockIO, Direction, open_block_io
 from flexcache.storage.compression import Codec
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.host_pool import HostSegment

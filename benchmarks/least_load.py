@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from flexcache.bench.dram import copy_at_once
-from flexcache.bench.ssd import QUEUE_DEPTH, raw_disks
-from flexcache.storage.block_io import Direction, open_block_io
+from flexcache.bench.ssd import raw_disks
+from flexcache.storage.block_io import QUEUE_DEPTH, Direction, open_block_io
 
 READ_BYTES = 1 << 20
 

@@ -1,4 +1,4 @@
-"""What is done to the parts of the soak, one fault after the other."""
+"""Faults that the soak strikes its parts with, one after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the soak runs: two vLLM engines and an SGLang engine, a cache server for each model and
+"""Fleet of the soak: two vLLM engines and an SGLang engine, a cache server for each model and
 engine, a store, and the router in front.
 
 One of the vLLM engines has a model with sliding windows; the SGLang engine and the other one serve
@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from api_server import SERVER
-from engine_systems import FLEXCACHE
-from engines import ENGINE_ENV
+from engines import ENGINE_ENV, FLEXCACHE
 from make_models import make_model
 from paths import MODELS, ROOT, SUPPORT
 from ports import free_port

@@ -18,8 +18,7 @@ from paths import ROOT
 
 os.environ["MODELS_DIR"] = str(ROOT / ".models")
 
-from sglang_engine import ENVIRONMENT, TinyEngine
-from sglang_linker import forget_gpu, linker_options, manager_of, settle
+from sglang_engine import ENVIRONMENT, TinyEngine, forget_gpu, linker_options, manager_of, settle
 
 
 class SGLangDemo:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from flexcache.config.settings import Setting, describe_router_settings, describe_settings
+from flexcache.config.router import RouterConfig
+from flexcache.config.settings import Setting, describe_settings
 from flexcache.counters import families
 from flexcache.integration.adapter import COUNTERS, VLLM_COUNTERS
 from flexcache.router.stats import RouterStats
@@ -95,7 +96,7 @@ Counters of one engine, with the labels of its own metrics.
 
 
 def render_settings() -> str:
-    return HEAD + _table(describe_settings()) + ROUTER + _table(describe_router_settings())
+    return HEAD + _table(describe_settings()) + ROUTER + _table(describe_settings(RouterConfig))
 
 
 def _table(settings: list[Setting]) -> str:

@@ -62,7 +62,6 @@ class Load:
             num_ssd_blocks=1024,
             ssd_cache_dirs=[str(directory / "ssd")],
             remote_url=f"file://{directory / 'store'}",
-            remote_absent_ttl_s=0.5,
             remote_timeout_s=1.0,
             transfer_chunk_mb=1.0,
             kv_events_endpoint=self.events,

@@ -32,7 +32,7 @@ import router_path  # noqa: F401
 import typer
 from api_server import ApiServer, serving
 from conversations import Answer, Conversations, Session, Shape
-from engine_systems import FLEXCACHE
+from engines import FLEXCACHE
 from make_models import make_model
 from paths import MODELS
 from ports import free_port, free_ports

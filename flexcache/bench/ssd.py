@@ -29,12 +29,9 @@ from pathlib import Path
 
 from flexcache.bench.dram import CpuEngine
 from flexcache.bench.suite import Case, Result, Unsupported
-from flexcache.storage.block_io import BlockIO, Direction, Request, open_block_io
+from flexcache.storage.block_io import QUEUE_DEPTH, BlockIO, Direction, Request, open_block_io
 
 logger = logging.getLogger(__name__)
-
-QUEUE_DEPTH = 32
-"""I/Os in flight, the default of `ssd_queue_depth`."""
 
 
 class RawDisk(ABC):

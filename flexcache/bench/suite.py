@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TypeVar
 
 from flexcache.config.remote_url import check_remote_url
 from flexcache.errors import ConfigError, MissingDependencyError
-from flexcache.storage.machine import installed_memory, mount_of, usable_memory
+from flexcache.storage.machine import installed_memory, mount_of, read_text, usable_memory
 
 logger = logging.getLogger(__name__)
 
@@ -210,8 +210,8 @@ def describe_directory(directory: Path) -> dict[str, Any]:
     return {
         "path": str(directory),
         **described,
-        "device_model": _read(device / "device" / "model"),
-        "rotational": _read(device / "queue" / "rotational") == "1",
+        "device_model": read_text(device / "device" / "model"),
+        "rotational": read_text(device / "queue" / "rotational") == "1",
         "io_scheduler": _chosen(device / "queue" / "scheduler"),
     }
 
@@ -236,30 +236,23 @@ def _gpus() -> list[dict[str, str]]:
 
 def _reserved_huge_pages() -> dict[str, int]:
     sizes = Path("/sys/kernel/mm/hugepages").glob("hugepages-*")
-    return {size.name.removeprefix("hugepages-"): int(_read(size / "nr_hugepages") or 0)
+    return {size.name.removeprefix("hugepages-"): int(read_text(size / "nr_hugepages") or 0)
             for size in sorted(sizes)}  # fmt: skip
 
 
 def _chosen(path: Path) -> str:
     """Return the bracketed word of ``always [madvise] never``."""
-    _, bracket, rest = _read(path).partition("[")
+    _, bracket, rest = read_text(path).partition("[")
     return rest.partition("]")[0] if bracket else ""
 
 
 def _value(path: str, name: str) -> str:
     """Return the value of the first line ``name : value``."""
-    for line in _read(Path(path)).splitlines():
+    for line in read_text(Path(path)).splitlines():
         key, _, value = line.partition(":")
         if key.strip() == name:
             return value.strip()
     return ""
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 SECTIONS = {name: f"flexcache.bench.{name}" for name in ("dram", "ssd", "remote", "gpu")}

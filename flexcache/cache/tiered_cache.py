@@ -223,6 +223,8 @@ class TieredCache:
 
 _STORE_BLOCKS = 1 << 20
 """Size assumed for a remote store: the memory of sightings must have a bound."""
+MAX_DIRTY = 0.5
+"""Share of DRAM that may wait to be written back. Gets need the rest: it can be evicted at once."""
 _UNFED_CHUNKS = 4  # copied by one op if no tier feeds another
 _STAGING_CHUNKS = 8  # held by a host tier that only stages
 
@@ -241,6 +243,7 @@ class CacheSizes:
         chunk_blocks: Blocks that one op moves if one tier feeds another.
         max_store_backlog: Host blocks that may wait to be written below.
         keeps_on_host: Whether the host tier is a cache; else it only stages.
+        max_dirty: Host blocks that may wait to be written back.
         stored_bytes: Bytes that a block takes in a tier.
         host_quotas: Blocks that each tenant is sure of, by name; empty if all share everything.
         ssd_quotas: Likewise.
@@ -252,6 +255,7 @@ class CacheSizes:
     chunk_blocks: int
     max_store_backlog: int
     keeps_on_host: bool = True
+    max_dirty: int = 0
     stored_bytes: int = 1
     host_quotas: Mapping[str, int] = field(default_factory=dict)
     ssd_quotas: Mapping[str, int] = field(default_factory=dict)
@@ -285,6 +289,7 @@ class CacheSizes:
             # Blocks that wait to be written are pinned: an eighth remains for gets to stage in. A
             # put beyond it keeps the prefix that fits, and counts the rest (`ssd_write_backlog`).
             max_store_backlog=max(1, num_host_blocks - num_host_blocks // 8),
+            max_dirty=int(MAX_DIRTY * num_host_blocks),
             keeps_on_host=keeps_on_host,
             stored_bytes=stored_bytes,
             host_quotas=host_quotas,
@@ -320,7 +325,7 @@ def build_cache(
         tiers.append(Tier(TierName.SSD, sizes.num_slots, make_queue, False, quotas, keep_s))
         writes[TierName.SSD] = config.ssd_write_policy
     if config.remote_url is not None:
-        tiers.append(RemoteTier(config.remote_absent_ttl_s, sizes.num_remembered, keep_s))
+        tiers.append(RemoteTier(sizes.num_remembered, keep_s))
         writes[TierName.REMOTE] = config.remote_write_policy
     ordered = Tiers(tiers, policy)
     cache = TieredCache(ordered, _settings(config, sizes, ordered, writes, shape, op_ids))
@@ -341,7 +346,6 @@ def _settings(
     """
     limits = {TierName.SSD: config.ssd_write_mb_s, TierName.REMOTE: config.remote_write_mb_s}
     capacities = {TierName.SSD: sizes.num_slots, TierName.REMOTE: _STORE_BLOCKS}
-    max_dirty = int(config.write_back_max_dirty * sizes.num_host_blocks)
     reuse: ReuseWatch | None = None
     admissions: dict[TierName, Admission] = {
         name: Selective(capacities[name]) for name, how in writes.items() if how == "selective"
@@ -356,7 +360,9 @@ def _settings(
         chunk_blocks=sizes.chunk_blocks,
         max_store_backlog=sizes.max_store_backlog,
         admissions=admissions,
-        write_back={n: DirtyQueue(max_dirty) for n, how in writes.items() if how == "write_back"},
+        write_back={
+            n: DirtyQueue(sizes.max_dirty) for n, how in writes.items() if how == "write_back"
+        },
         write_budgets={
             name: WriteBudget(rate * 1e6, sizes.stored_bytes)
             for name, rate in limits.items()

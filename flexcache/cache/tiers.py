@@ -33,6 +33,10 @@ _MAX_ABSENT = 65_536
 _MAX_PLAIN = 65_536
 
 
+ABSENT_TTL_S = 5.0
+"""How long a block that the store did not have is assumed to stay missing."""
+
+
 class RemoteTier(Tier):
     """Knowledge of a remote store.
 
@@ -44,16 +48,12 @@ class RemoteTier(Tier):
     while.
 
     Args:
-        absent_ttl_s: How long a missing block is assumed to stay missing.
         capacity: Blocks to remember at most; the least recently used are forgotten first.
         retention_s: As of a `Tier`.
     """
 
-    def __init__(
-        self, absent_ttl_s: float, capacity: int, retention_s: float | None = None
-    ) -> None:
+    def __init__(self, capacity: int, retention_s: float | None = None) -> None:
         super().__init__(TierName.REMOTE, capacity, retention_s=retention_s)
-        self._absent_ttl_s = absent_ttl_s
         self._absent: OrderedDict[tuple[RootId, BlockKey], float] = OrderedDict()
         self._salt = b""
         self._plain: dict[RootId, None] = {}
@@ -125,7 +125,7 @@ class RemoteTier(Tier):
         """Remember that a block is missing, or that nothing could be learned about it."""
         # Only absence expires. What was there costs one failed read once it is gone, whereas to ask
         # again each time would cost every hit a round trip.
-        self._absent[root, key] = now + self._absent_ttl_s
+        self._absent[root, key] = now + ABSENT_TTL_S
         self._absent.move_to_end((root, key))
         while len(self._absent) > _MAX_ABSENT:
             self._absent.popitem(last=False)

@@ -88,15 +88,15 @@ def _endpoint_error(found: EffectiveSettings) -> str | None:
 
 
 def _show(console: Console, found: EffectiveSettings, describe: bool) -> None:
-    from flexcache.config.settings import DEFAULT, describe_settings
+    from flexcache.config.settings import DEFAULT
 
     columns = ("environment", "meaning") if describe else ()
     table = Table("setting", "value", "unit", "source", *columns)
-    described = {row.name: row for row in describe_settings()}
     for setting in found.settings:
-        row = described.get(setting.name)
+        row = setting.described
         more = (row.environment, row.meaning) if describe and row is not None else ()
-        cells = (setting.name, _text(setting.value), setting.unit, setting.source, *more)
+        unit = "" if row is None else row.unit
+        cells = (setting.name, _text(setting.value), unit, setting.source, *more)
         style = None if setting.source == DEFAULT else "bold"
         table.add_row(*map(escape, cells), style=style)
     console.print(table)
@@ -117,14 +117,11 @@ def _text(value: Any) -> str:
 
 
 def _as_table(found: EffectiveSettings, describe: bool) -> dict[str, Any]:
-    from flexcache.config.settings import describe_settings
-
-    settings: dict[str, dict[str, Any]] = {
-        s.name: {"value": s.value, "source": s.source} for s in found.settings
-    }
-    if describe:
-        for row in describe_settings():
-            settings[row.name] |= {
+    settings = {}
+    for setting in found.settings:
+        settings[setting.name] = {"value": setting.value, "source": setting.source}
+        if describe and (row := setting.described) is not None:
+            settings[setting.name] |= {
                 "unit": row.unit, "environment": row.environment, "meaning": row.meaning,
             }  # fmt: skip
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -77,13 +78,12 @@ def doctor(
         for finding in pools.examine(subject.directories):
             yield "pool", finding
 
-    reported = []
-    for check, finding in findings():
-        reported.append((check, finding))
-        if not as_json:
-            _show(console, finding)
     if as_json:
-        typer.echo(json.dumps({"findings": [_as_table(*item) for item in reported]}, indent=1))
+        reported = list(findings())
+        found = [{"check": check, **asdict(finding)} for check, finding in reported]
+        typer.echo(json.dumps({"findings": found}, indent=1))
+    else:
+        reported = [(check, _show(console, finding)) for check, finding in findings()]
     if any(finding.level is Level.ERROR for _, finding in reported):
         raise typer.Exit(1)
 
@@ -100,7 +100,7 @@ def _transfer_table(text: str | None) -> Mapping[str, Any] | None:
     return table
 
 
-def _show(console: Console, finding: Finding) -> None:
+def _show(console: Console, finding: Finding) -> Finding:
     level = finding.level.value
     label = f"[{_COLOURS[level]}]{level:8}[/]"
     console.print(label + escape(finding.text), soft_wrap=True, highlight=False)
@@ -108,13 +108,4 @@ def _show(console: Console, finding: Finding) -> None:
         console.print(f"{'':8}-> {escape(finding.remedy)}", soft_wrap=True, highlight=False)
     if finding.details:
         console.print(f"\n{escape(finding.details)}\n", soft_wrap=True, highlight=False)
-
-
-def _as_table(check: str, finding: Finding) -> dict[str, str]:
-    return {
-        "check": check,
-        "level": finding.level.value,
-        "text": finding.text,
-        "remedy": finding.remedy,
-        "details": finding.details,
-    }
+    return finding

@@ -106,7 +106,7 @@ class CacheConfig:
     )
     ssd_write_policy: WritePolicy = setting(
         "write_through",
-        "write_through: every block at once. write_back: when DRAM holds too many that the SSD "
+        "write_through: every block at once. write_back: when half of DRAM holds what the SSD "
         "lacks. selective: blocks seen repeatedly.",
     )
     ssd_write_mb_s: Megabytes | None = setting(
@@ -134,12 +134,6 @@ class CacheConfig:
     # prompt, and its breaker opens.
     remote_lookup_timeout_s: Seconds = setting(
         0.25, "How long a match waits to learn what the store has. vLLM's steps do not wait.", "s"
-    )
-    remote_absent_ttl_s: Seconds = setting(
-        5.0, "How long before a block that the store did not have is looked up again.", "s"
-    )
-    write_back_max_dirty: Annotated[float, Meta(gt=0, le=0.75)] = setting(
-        0.5, "For write_back: the share of DRAM that may wait to be written.", "of DRAM"
     )
     skip_slow_loads: bool = setting(
         True,
@@ -201,8 +195,6 @@ class CacheConfig:
     io_engine: Literal["auto", "io_uring", "threads"] = setting(
         "auto", "SSD I/O: auto (io_uring, else threads), io_uring (or fail), threads."
     )
-    direct_io: bool = setting(True, "O_DIRECT on the SSD tier where the directory allows it.")
-    ssd_queue_depth: Count = setting(32, "Block I/Os in flight at the SSD tier.", "I/Os")
     transfer_chunk_mb: Megabytes = setting(
         16.0, "Blocks move from tier to tier in chunks of about this size.", "1e6 bytes"
     )
@@ -523,13 +515,8 @@ class ServerConfig:
         return cls.from_layers({"endpoint": default_endpoint}, file, variables, given)
 
     @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> ServerConfig:
-        """Invert `to_dict`."""
-        return cls.from_layers(content)
-
-    @classmethod
     def from_layers(cls, *layers: Mapping[str, Any]) -> ServerConfig:
-        """Make a config from tables of settings; later ones win."""
+        """Make a config from tables of settings, of which later ones win; inverts `to_dict`."""
         names = sources.SERVER_ONLY
         own = {k: v for layer in layers for k, v in layer.items() if k in names}
         others = [sources.without(layer, names) for layer in layers]

@@ -240,10 +240,17 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.model_id, str) or not self.model_id:
             raise reject("model_id", self.model_id, "must be a non-empty string")
+        self._check_counts()
+        self._check_types()
+        self._check_division()
+
+    def _check_counts(self) -> None:
         for name in (*_COUNTS, *(["kv_replicas"] if self.kv_replicas is not None else [])):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise reject(name, value, "must be an integer of at least 1")
+
+    def _check_types(self) -> None:
         torch = sys.modules.get("torch")  # else there is no dtype of it
         if not isinstance(self.dtype, NamedDtype if torch is None else (NamedDtype, torch.dtype)):
             raise reject("dtype", self.dtype, "must be a torch.dtype")
@@ -253,9 +260,11 @@ class ModelConfig:
         are_listed = isinstance(self.groups, (tuple, list))
         if not are_listed or not all(isinstance(group, KVGroup) for group in self.groups):
             raise reject("groups", self.groups, "must be a tuple of KVGroup")
-        if not self.use_mla and max(self.num_kv_heads, self.tp_size) % min(
-            self.num_kv_heads, self.tp_size
-        ):
+
+    def _check_division(self) -> None:
+        """Raise `ConfigError` unless the ranks can divide the KV so."""
+        least, most = sorted((self.num_kv_heads, self.tp_size))
+        if not self.use_mla and most % least:
             raise reject(
                 "num_kv_heads",
                 self.num_kv_heads,

@@ -9,7 +9,7 @@ that are not named, together; if it is missing, they have what the others leave.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,22 +60,20 @@ def parse_quotas(text: str | None) -> tuple[Quota, ...]:
         return ()
     quotas = tuple(_parse_quota(text, entry.strip()) for entry in text.split(","))
     tenants = [quota.tenant for quota in quotas]
-    for tenant in tenants:
-        if tenants.count(tenant) > 1:
-            raise reject("quotas", text, f"names {tenant} twice")
+    if twice := [tenant for tenant in tenants if tenants.count(tenant) > 1]:
+        raise reject("quotas", text, f"names {twice[0]} twice")
     if len(quotas) > MAX_TENANTS:
         raise reject("quotas", text, f"must name at most {MAX_TENANTS} tenants")
-    for tier, amounts in (
-        ("dram", [quota.dram for quota in quotas]), ("ssd", [quota.ssd for quota in quotas]),
-    ):  # fmt: skip
-        total = sum(amount.value for amount in amounts if amount.is_share)
-        if total > 1 + _SLACK:
-            raise reject(
-                "quotas",
-                text,
-                f"the shares of the {tier} tier add up to {total:.4g}: must be at most 1",
-            )
+    _check_shares(text, "dram", [quota.dram for quota in quotas])
+    _check_shares(text, "ssd", [quota.ssd for quota in quotas])
     return quotas
+
+
+def _check_shares(text: str, tier: str, amounts: Sequence[Amount]) -> None:
+    total = sum(amount.value for amount in amounts if amount.is_share)
+    if total > 1 + _SLACK:
+        hint = f"the shares of the {tier} tier add up to {total:.4g}: must be at most 1"
+        raise reject("quotas", text, hint)
 
 
 def blocks_of(

@@ -150,16 +150,20 @@ def check_remote_url(url: str) -> RemoteUrl:
         raise reject(f"must be {kind.form}")
     options = dict(parse_qsl(split.query, keep_blank_values=True))
     for name, value in options.items():
-        if name not in kind.options:
-            near = difflib.get_close_matches(name, kind.options, 1)
-            known = ", ".join(kind.options) or "-"
-            hint = f"did you mean {near[0]}?" if near else f"known are: {known}"
-            raise reject(f"option {name!r} is not known to {scheme}://; {hint}")
-        problem = kind.options[name](value)
-        if problem:
-            raise reject(f"{name} = {presentable(value)!r}: {problem}")
+        if (problem := _option_problem(scheme, kind, name, value)) is not None:
+            raise reject(problem)
     location = split.netloc + (split.path.rstrip("/") if split.netloc else unquote(split.path))
     return RemoteUrl(scheme, location, options)
+
+
+def _option_problem(scheme: str, kind: StoreKind, name: str, value: str) -> str | None:
+    if name not in kind.options:
+        near = difflib.get_close_matches(name, kind.options, 1)
+        known = ", ".join(kind.options) or "-"
+        hint = f"did you mean {near[0]}?" if near else f"known are: {known}"
+        return f"option {name!r} is not known to {scheme}://; {hint}"
+    problem = kind.options[name](value)
+    return f"{name} = {presentable(value)!r}: {problem}" if problem else None
 
 
 def presentable(url: str) -> str:

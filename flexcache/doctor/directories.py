@@ -175,14 +175,7 @@ class PoolDoctor:
                 f"{path}: no O_DIRECT, I/O goes through the page cache",
                 "put the directory on a local disk with a file system that supports it (ext4, XFS)",
             )
-        if (path / OLD_DATA_FILE).exists():
-            yield ok(f"{path}: the next start removes {OLD_DATA_FILE} of FlexCache 0.1")
-        files = files_in(path)
-        if INDEX_FILE not in files and not (files and self.clear):
-            yield ok(f"{path}: no cache in it")
-            return None
-        if DATA_FILE not in files and not self.clear:
-            yield error(str(missing_data_file(path)))
+        if not (yield from self._has_cache(path)):
             return None
         try:
             return PoolDirectory(path)
@@ -193,6 +186,18 @@ class PoolDoctor:
         except OSError as failure:
             yield error(f"{path}: {failure.strerror}")
         return None
+
+    def _has_cache(self, path: Path) -> Told[bool]:
+        if (path / OLD_DATA_FILE).exists():
+            yield ok(f"{path}: the next start removes {OLD_DATA_FILE} of FlexCache 0.1")
+        files = files_in(path)
+        if INDEX_FILE not in files and not (files and self.clear):
+            yield ok(f"{path}: no cache in it")
+            return False
+        if DATA_FILE not in files and not self.clear:
+            yield error(str(missing_data_file(path)))
+            return False
+        return True
 
     def _read_header(self, directory: PoolDirectory) -> Told[PoolHeader | None]:
         """Return the header of the directory's pool; None if there is nothing left to examine."""
@@ -242,15 +247,17 @@ class PoolDoctor:
             bad["slots do not match their records"] = wrong
             if not len(wrong):
                 yield ok(f"{name}: all recorded slots match their checksums")
+        fds = [directory.index_fd for directory in at_hand.values()]
         for what, slots in bad.items():
-            if len(slots):
-                text, fds = f"{name}: {len(slots):,} {what}", [fd for fd in index_fds if fd >= 0]
-                erased = self._erase(text, index, slots, fds)
-                yield from _errors_told(f"{text} and could not be erased", erased)
+            text = f"{name}: {len(slots):,} {what}"
+            erased = self._erase(text, index, slots, fds)
+            yield from _errors_told(f"{text} and could not be erased", erased)
 
     def _erase(
         self, text: str, index: SlotIndex, slots: SlotIds, index_fds: Sequence[int]
     ) -> Told[None]:
+        if not len(slots):
+            return
         if not self.repair:
             options = "--verify --repair" if self.verify else "--repair"
             yield error(text, f"{options} erases their records")

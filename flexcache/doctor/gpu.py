@@ -34,6 +34,7 @@ from flexcache.doctor.subject import Finding, Subject, error, in_gb, ok, warning
 from flexcache.errors import ConfigError
 from flexcache.ids import __version__
 from flexcache.storage.host_pool import HostSegment
+from flexcache.storage.machine import read_text
 
 _BATCH_COPY_VERSION = 12_080
 _BLOCK_BYTES = 2 << 20
@@ -258,9 +259,11 @@ def _gpus(found: DriverFound) -> Table:
     table = _table("GPU", "name", "PCI address", "link", "NUMA node")
     for index, gpu in enumerate(found.gpus):
         device = _DEVICES / gpu.bus_id.lower()
-        speed, width = (_read(device / f"current_link_{part}") for part in ("speed", "width"))
+        speed, width = (read_text(device / f"current_link_{part}") for part in ("speed", "width"))
         link = f"{speed} x{width}" if speed else ""
-        table.add_row(str(index), escape(gpu.name), gpu.bus_id, link, _read(device / "numa_node"))
+        table.add_row(
+            str(index), escape(gpu.name), gpu.bus_id, link, read_text(device / "numa_node")
+        )
     return table
 
 
@@ -321,10 +324,3 @@ def _as_text(table: Table) -> str:
 
 def _in_kib(num_bytes: int) -> str:
     return f"{num_bytes >> 20} MiB" if num_bytes >= 1 << 20 else f"{num_bytes >> 10} KiB"
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

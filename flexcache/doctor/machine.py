@@ -33,7 +33,7 @@ def check_kernel(subject: Subject) -> Iterator[Finding]:
 
 
 def judge_kernel(release: str) -> Finding:
-    version = kernel_version(release)
+    version = first_two(release)
     if version < _PIDFD:
         return error(
             f"kernel {release}: processes cannot be watched (pidfd)", "use Linux 5.3 or later"
@@ -46,8 +46,9 @@ def judge_kernel(release: str) -> Finding:
     return ok(f"kernel {release}")
 
 
-def kernel_version(release: str) -> tuple[int, int]:
-    found = re.match(r"(\d+)\.(\d+)", release)
+def first_two(version: str) -> tuple[int, int]:
+    """Return the first two numbers of a version; (0, 0) if it does not begin with numbers."""
+    found = re.match(r"(\d+)\.(\d+)", version)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
@@ -90,7 +91,7 @@ def explain_io_uring(
         return why, f"pip install {remedy.split(' ')[0]}"
     number = re.search(r"\[Errno (\d+)\]", problem)
     code = int(number[1]) if number else 0
-    if code == errno.ENOSYS and kernel_version(release) < _URING:
+    if code == errno.ENOSYS and first_two(release) < _URING:
         return f"kernel {release} is too old", "use Linux 5.1 or later"
     if code in (errno.EPERM, errno.EACCES, errno.ENOSYS):
         if sysctl in ("1", "2"):
@@ -235,7 +236,7 @@ def check_huge_pages(subject: Subject) -> Iterator[Finding]:
     chosen = re.search(
         r"\[(\w+)\]", subject.read("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
     )
-    kernel = kernel_version(subject.read("/proc/sys/kernel/osrelease"))
+    kernel = first_two(subject.read("/proc/sys/kernel/osrelease"))
     if chosen is not None and chosen[1] in ("always", "within_size", "advise", "force"):
         yield ok(f"huge pages: shared memory gets them (shmem_enabled is {chosen[1]})")
     elif chosen is not None and chosen[1] == "never" and kernel >= _ASKS_FOR_HUGE_PAGES:

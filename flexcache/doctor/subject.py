@@ -16,6 +16,7 @@ from flexcache.config.sources import CONFIG_FILE_ENV, read_environment
 from flexcache.errors import ConfigError, FlexCacheError
 from flexcache.protocol.endpoints import is_served, private_endpoint
 from flexcache.stats import Stats, from_plain
+from flexcache.storage.machine import read_text
 from flexcache.storage.shards import Shards
 
 
@@ -246,7 +247,4 @@ class Subject:
 
     def read(self, path: str) -> str:
         """Return the content of a system file; "" if it cannot be read."""
-        try:
-            return (self.root / path.lstrip("/")).read_text().strip()
-        except (OSError, UnicodeDecodeError):
-            return ""
+        return read_text(self.root / path.lstrip("/"))

@@ -6,7 +6,7 @@ import heapq
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import msgspec
@@ -235,23 +235,16 @@ class Summary:
 
     def report(self) -> dict[str, Any]:
         """Return plain numbers and strings."""
+        counted = {each.name: getattr(self, each.name) for each in fields(self)}
+        for name in ("block_bytes", "tokens_per_block", "latencies_s"):
+            del counted[name]
         return {
-            "calls": dict(self.calls),
-            "asked_blocks": self.asked_blocks,
-            "hit_blocks": dict(self.hit_blocks),
+            **counted,
             "hit_tokens": self.hit_blocks.total() * self.tokens_per_block,
-            "missed_blocks": self.missed_blocks,
-            "stored_blocks": self.stored_blocks,
-            "dropped_blocks": dict(self.dropped_blocks),
-            "skipped_blocks": dict(self.skipped_blocks),
-            "cleared_blocks": self.cleared_blocks,
             "latency_s": {
                 kind: {"p50": self.quantile_s(kind, 0.5), "p99": self.quantile_s(kind, 0.99)}
                 for kind in self.latencies_s
             },
-            "moved_bytes": dict(self.moved_bytes),
-            "failed_ops": self.failed_ops,
-            "wall_s": self.wall_s,
         }
 
 

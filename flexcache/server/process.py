@@ -49,7 +49,7 @@ def main() -> None:
     """
     # Its launcher has forked it away: the death of data-parallel rank 0 must not take the cache of
     # the other ranks along, and no engine has to reap it. It ends by itself (`IdleExit`).
-    config = ServerConfig.from_dict(msgspec.json.decode(sys.stdin.buffer.read()))
+    config = ServerConfig.from_layers(msgspec.json.decode(sys.stdin.buffer.read()))
     set_up_logging(config.cache.log_level, config.cache.log_format)
     try:
         run_server(config, int(sys.argv[1]))

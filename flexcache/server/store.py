@@ -72,8 +72,7 @@ class CacheStore:
                     config.ssd_cache_dirs,
                     self._shards.stored_bytes,
                     self._sizes.num_slots,
-                    config.direct_io,
-                    config.ssd_on_mismatch,
+                    on_mismatch=config.ssd_on_mismatch,
                 )
         except BaseException:
             self.close()
@@ -131,7 +130,6 @@ class CacheStore:
             slot_bytes=pool.slot_bytes,
             num_slots=pool.num_slots,
             io_engine=config.io_engine,
-            queue_depth=config.ssd_queue_depth,
             sync=config.ssd_sync,
             compression=config.ssd_compression,
         )

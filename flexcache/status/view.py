@@ -351,15 +351,20 @@ def _others(stats: Stats) -> Iterator[Text]:
     ):
         if told := listed(counts):
             yield titled(title, told)
-    decided: dict[str, int] = {}
-    for tier in list(cache.tiers)[1:] if cache else ():
-        skipped = totals.skipped_blocks.get(f"{tier.lower()}_slower_than_recompute", 0)
-        decided |= {f"{tier} load": totals.hit_blocks.get(tier, 0), f"{tier} recompute": skipped}
-    if any(decided.values()):
-        yield titled("load or recompute, in blocks", listed(decided))
+    if cache is not None and (decided := _decided(cache)):
+        yield titled("load or recompute, in blocks", decided)
     if (trace := server.trace) is not None:
         lines = {"lines": trace.lines, "dropped": trace.dropped_lines}
         yield titled("trace", listed(lines), f"{trace.bytes / 1e6:,.1f} MB", trace.file)
+
+
+def _decided(cache: CacheStats) -> str:
+    """Format how many blocks below DRAM were loaded, and computed since that is faster."""
+    decided, totals = dict[str, int](), cache.totals
+    for tier in list(cache.tiers)[1:]:
+        skipped = totals.skipped_blocks.get(f"{tier.lower()}_slower_than_recompute", 0)
+        decided |= {f"{tier} load": totals.hit_blocks.get(tier, 0), f"{tier} recompute": skipped}
+    return listed(decided)
 
 
 def _trouble(counters: ServerCounters) -> dict[str, int]:

@@ -48,7 +48,7 @@ class DiskPool:
         directories: Sequence[str],
         slot_bytes: int,
         num_slots: int,
-        direct_io: bool,
+        direct_io: bool = True,
         on_mismatch: str = "refuse",
     ) -> None:
         self.slot_bytes = slot_bytes

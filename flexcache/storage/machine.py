@@ -59,7 +59,7 @@ def largest_memory(root: Path = Path("/")) -> int:
         root: Root of the file system that contains the system's files.
     """
     # What a balloon holds back is missing in the installed memory, and present in its zones.
-    zones = re.findall(r"^ +present +(\d+)$", _read(root / "proc/zoneinfo"), re.M)
+    zones = re.findall(r"^ +present +(\d+)$", read_text(root / "proc/zoneinfo"), re.M)
     present = sum(map(int, zones)) * os.sysconf("SC_PAGE_SIZE")
     plugs = any(next((root / place).glob(name), None) for place, name in _PLUGGED.items())
     return max(_NO_LIMIT if plugs else 0, present, installed_memory())
@@ -81,7 +81,7 @@ def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
         root: Root of the file system that contains the system's files.
     """
     limits = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
@@ -89,10 +89,10 @@ def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
         # In a container the path is often the host's; only the root is visible then.
         for group in (PurePosixPath(path), *PurePosixPath(path).parents):
             place = root / base / str(group).lstrip("/")
-            limit = _number(_read(place / limit_file))
+            limit = _number(read_text(place / limit_file))
             if 0 < limit < _NO_LIMIT:
-                usage = _number(_read(place / usage_file))
-                cache = re.search(rf"^{cache_name} (\d+)$", _read(place / "memory.stat"), re.M)
+                usage = _number(read_text(place / usage_file))
+                cache = re.search(rf"^{cache_name} (\d+)$", read_text(place / "memory.stat"), re.M)
                 limits.append(MemoryLimit(limit, max(0, usage - (int(cache[1]) if cache else 0))))
     return limits
 
@@ -140,7 +140,7 @@ def check_pool_fits(wanted: int, *, in_control_group: bool = True, root: Path = 
         )  # fmt: skip
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
     """Return the text of a file, or "" if it cannot be read."""
     try:
         return path.read_text().strip()

@@ -21,9 +21,8 @@ FORMAT = 2
 KEY_BYTES = 8
 
 SETTINGS = (
-    "eviction_policy", "ssd_write_policy", "remote_write_policy",
-    "write_back_max_dirty", "skip_slow_loads", "transfer_chunk_mb",
-    "match_ttl_s", "skip_useless_ssd_writes",
+    "eviction_policy", "ssd_write_policy", "remote_write_policy", "skip_slow_loads",
+    "transfer_chunk_mb", "match_ttl_s", "skip_useless_ssd_writes",
 )  # fmt: skip
 """Fields of `CacheConfig` that decide what is moved and kept."""
 

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from flexcache.ids import OpKind
 from flexcache.logs import log_event
-from flexcache.storage.block_io import Direction, open_block_io
+from flexcache.storage.block_io import QUEUE_DEPTH, Direction, open_block_io
 from flexcache.storage.compression import Codec
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.pieces import checksum
@@ -397,7 +397,6 @@ class DiskWorkerConfig(WorkerConfig, frozen=True):
     slot_bytes: int
     num_slots: int
     io_engine: str
-    queue_depth: int
     sync: str = "group"
     compression: str = "none"
 
@@ -406,7 +405,7 @@ def main() -> None:
     """Serve until a `Stop` message arrives or the parent closes its end of standard input."""
     config = start_worker_process(DiskWorkerConfig)
     _reserve_files(config)
-    io = open_block_io(config.io_engine, config.queue_depth)
+    io = open_block_io(config.io_engine, QUEUE_DEPTH)
     segments = map_segments(config)
     index = SlotIndex(config.index_fds, record_id(config.pool_id, config.era))
     commit = GroupCommit(config.data_fds, config.index_fds, index, config.sync)

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_digests import FakeDigests
+from disk_io import open_direct
+from fake_gpu import FakeDigests
 from gpu_machines import FakeMachine, Machine
-from o_direct import open_direct
 
 from flexcache.errors import NoDirectPathError
 from flexcache.storage.block_io import Direction

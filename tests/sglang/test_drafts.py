@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_engine import TinyEngine, apart, prompt
-from sglang_linker import forget_gpu, linker_options, manager_of
+from sglang_engine import TinyEngine, apart, forget_gpu, linker_options, manager_of, prompt
 
 NUM_NEW = 32
 NUM_CACHED = 192

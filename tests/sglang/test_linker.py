@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 from ports import free_range
-from sglang_engine import apart, options, prompt
-from sglang_linker import (
+from sglang_engine import (
     OPEN_STATES,
+    apart,
     check_again,
     engine_with_linker,
     forget_gpu,
     linker_of,
     linker_options,
     manager_of,
+    options,
+    prompt,
     remember,
     settle,
 )

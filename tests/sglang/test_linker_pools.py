@@ -215,8 +215,7 @@ def test_a_version_that_was_not_run_is_refused() -> None:
 
 def start_stages(log: str) -> None:
     import sglang
-    from sglang_engine import options
-    from sglang_linker import linker_options
+    from sglang_engine import linker_options, options
 
     with open(log, "w") as file:
         os.dup2(file.fileno(), 2)

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sglang_engine import TinyEngine, apart, prompt
-from sglang_linker import (
+from sglang_engine import (
+    TinyEngine,
+    apart,
     check_again,
     engine_with_linker,
     forget_gpu,
     linker_of,
     manager_of,
+    prompt,
     remember,
     settle,
 )

@@ -12,8 +12,16 @@ from typing import Any
 
 import pytest
 from predictions import PATIENCE_S, Predictions, predicting
-from sglang_engine import PAGE, TinyEngine, apart, prompt
-from sglang_linker import linker_of, linker_options, manager_of, settle
+from sglang_engine import (
+    PAGE,
+    TinyEngine,
+    apart,
+    linker_of,
+    linker_options,
+    manager_of,
+    prompt,
+    settle,
+)
 from test_hicache_storage import engine_with_storage
 from test_hicache_storage import manager_of as manager_below
 from test_hicache_storage import settle as settle_storage

@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 from cluster import PATIENCE_S, kill, until
-from sglang_engine import TinyEngine, apart, options, prompt
-from sglang_linker import (
+from sglang_engine import (
+    TinyEngine,
+    apart,
     check_again,
     engine_with_linker,
     forget_gpu,
     linker_of,
     linker_options,
     manager_of,
+    options,
+    prompt,
     remember,
 )
 from test_windows import engine_with_windows, kv_bytes

@@ -7,8 +7,17 @@ from typing import Any
 
 import pytest
 from cluster import until
-from sglang_engine import PAGE, TinyEngine, apart, prompt
-from sglang_linker import engine_with_linker, forget_gpu, linker_of, manager_of, settle
+from sglang_engine import (
+    PAGE,
+    TinyEngine,
+    apart,
+    engine_with_linker,
+    forget_gpu,
+    linker_of,
+    manager_of,
+    prompt,
+    settle,
+)
 
 pytestmark = pytest.mark.whole
 

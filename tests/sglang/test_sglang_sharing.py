@@ -6,13 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sglang_engine import TinyEngine, apart, prompt
-from sglang_linker import (
+from sglang_engine import (
+    TinyEngine,
+    apart,
     check_again,
     engine_with_linker,
     forget_gpu,
     linker_of,
     manager_of,
+    prompt,
     remember,
 )
 from stores import PATIENT

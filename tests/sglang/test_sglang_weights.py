@@ -17,10 +17,9 @@ import torch
 from make_models import make_adapter, make_model
 from paths import MODELS
 from safetensors.torch import load_file, save_file
-from sglang_engine import PAGE, TinyEngine, apart, prompt
-from sglang_linker import linker_options
-from sglang_linker import manager_of as manager_of_linker
-from sglang_linker import settle as settle_linker
+from sglang_engine import PAGE, TinyEngine, apart, linker_options, prompt
+from sglang_engine import manager_of as manager_of_linker
+from sglang_engine import settle as settle_linker
 from stores import PATIENT, store_at
 from test_hicache_storage import manager_of as manager_of_storage
 from test_hicache_storage import settle as settle_storage

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_engine import TinyEngine, apart, prompt
-from sglang_linker import forget_gpu, linker_options, manager_of, settle
+from sglang_engine import TinyEngine, apart, forget_gpu, linker_options, manager_of, prompt, settle
 
 pytestmark = pytest.mark.whole
 

@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 from cluster import kill
-from sglang_engine import TinyEngine, apart, prompt
-from sglang_linker import (
+from sglang_engine import (
+    TinyEngine,
+    apart,
     check_again,
     engine_with_linker,
     forget_gpu,
     linker_of,
     manager_of,
+    prompt,
     remember,
 )
 from test_sglang_lost_servers import await_cache, before

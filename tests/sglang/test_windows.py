@@ -8,8 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_engine import PAGE, TinyEngine, apart, prompt
-from sglang_linker import forget_gpu, linker_options, manager_of, settle
+from sglang_engine import (
+    PAGE,
+    TinyEngine,
+    apart,
+    forget_gpu,
+    linker_options,
+    manager_of,
+    prompt,
+    settle,
+)
 
 pytestmark = pytest.mark.whole
 

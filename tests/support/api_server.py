@@ -34,7 +34,7 @@ class ApiServer:
         environment: Variables besides those that every CPU engine needs.
         arguments: Options besides the usual ones; repeated options replace those.
         model: Name of the model, which must exist.
-        transfer: Fields of vLLM's ``--kv-transfer-config``, `engine_systems.FLEXCACHE` for
+        transfer: Fields of vLLM's ``--kv-transfer-config``, `engines.FLEXCACHE` for
             example; None for an engine without a cache.
         kv_events: Fields of vLLM's ``--kv-events-config``; None publishes no events.
         block_size: Tokens per block.

@@ -19,8 +19,6 @@ from flexcache.ids import BlockKey, RootId, TaskKind
 ROOT = RootId(b"a-model")
 OTHER_ROOT = RootId(b"another-model")
 ROOTS = (ROOT, OTHER_ROOT)
-ABSENT_TTL_S = 5.0
-_MAX_DIRTY = 2.5  # two blocks, and a fraction against rounding
 
 
 def make_cache(
@@ -37,11 +35,9 @@ def make_cache(
     config = CacheConfig(
         num_cpu_blocks=host,
         remote_url="memory://" if remote else None,
-        remote_absent_ttl_s=ABSENT_TTL_S,
         ssd_past_dram=past_dram,  # type: ignore[arg-type]
         ssd_write_policy=policy,  # type: ignore[arg-type]
         remote_write_policy=policy,  # type: ignore[arg-type]
-        write_back_max_dirty=min(0.75, _MAX_DIRTY / host),
         eviction_policy="lru",
         skip_slow_loads=skip_slow_loads,
         ssd_write_mb_s=write_mb_s,
@@ -51,7 +47,10 @@ def make_cache(
         tokens_per_block=tokens_per_block or 16,
     )
     return build_cache(
-        config, CacheSizes(host, ssd, chunk, backlog, keeps_on_host, num_remembered=remote or 1)
+        config,
+        CacheSizes(
+            host, ssd, chunk, backlog, keeps_on_host, max_dirty=2, num_remembered=remote or 1
+        ),
     )
 
 

@@ -1,4 +1,4 @@
-"""What Triton makes of a kernel for GPUs that are not here, read off the machine code.
+"""Kernels as Triton compiles them for GPUs that are not here, read off the machine code.
 
 Run as ``python compiled_kernel.py REQUEST``: in a process of its own, since there are several
 Tritons, and LLVM ends the process if it does not know a GPU.

@@ -1,4 +1,4 @@
-"""What vLLM's CUDA platform needs of a GPU, on a fake one: streams, graphs, compiled operators.
+"""CUDA platform of vLLM on a fake GPU: streams, graphs, compiled operators.
 
     python cuda_on_host.py MODULE [ARGUMENT...]     runs a module with it
 
@@ -24,9 +24,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from engines import ENGINE_ENV
-from fake_digests import FakeDigests
-from fake_gpu import fake_gpu
-from fake_torch_cuda import FakeKernel, FakeStream, FakeTorchCuda
+from fake_gpu import FakeDigests, FakeKernel, FakeStream, FakeTorchCuda, fake_gpu
 from torch.overrides import TorchFunctionMode
 
 DEVICE = torch.device("cuda", 0)
@@ -65,7 +63,7 @@ class EngineTorchCuda(FakeTorchCuda):
         def empty(*size: Any, **options: Any) -> torch.Tensor:
             # Compiled code, which has no name, is vLLM's model.
             caller = sys._getframe(1).f_globals.get("__name__", "")
-            if caller.partition(".")[0] in ("flexcache", "fake_digests"):
+            if caller.partition(".")[0] in ("flexcache", "fake_gpu"):
                 return device_empty(*size, **options)
             return host_empty(*size, **options)
 

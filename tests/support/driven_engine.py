@@ -28,8 +28,7 @@ from typing import Any
 import numpy as np
 import secondary_tier_calls
 from engine_soak import Soak
-from engine_systems import Settings, clear_lmcache, llm_arguments
-from engines import ENGINE_ENV, Engine
+from engines import ENGINE_ENV, Engine, Settings, clear_lmcache, llm_arguments
 from paths import MODELS, ROOT, SUPPORT, python_path
 from preloaded import ForkedProcess
 from users import Answer, Turn, converse

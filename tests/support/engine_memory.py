@@ -15,8 +15,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from fake_gpu import DeviceTensor, FakeGpu, Memory, fake_gpu, over
-from fake_torch_cuda import FakeTorchCuda
+from fake_gpu import DeviceTensor, FakeGpu, FakeTorchCuda, Memory, fake_gpu, over
 
 Tensors = dict[str, torch.Tensor]
 

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_digests import FakeDigests
-from fake_gpu import FakeGpu, build_driver
-from fake_torch_cuda import FakeKernel, FakeTorchCuda
+from fake_gpu import FakeDigests, FakeGpu, FakeKernel, FakeTorchCuda, build_driver
 from paths import ROOT, SUPPORT
 
 LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1", "libcufile.so.0")

@@ -16,9 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_gpu import DeviceTensor, FakeGpu, fake_gpu
+from fake_gpu import DeviceTensor, FakeGpu, FakeKernel, fake_gpu
 from fake_gpu_process import TorchCuda, environment
-from fake_torch_cuda import FakeKernel
 
 LATE_US = 300.0
 """Copies to a fake GPU land up to this much later."""

@@ -95,10 +95,9 @@ def _num_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef, *, is_method: 
 
 def _is_command(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Whether a function is a command line's, whose options are parameters."""
-    return any(
-        ".command(" in (text := ast.unparse(each)) or ".callback(" in text
-        for each in node.decorator_list
-    )
+    arguments = (*node.args.args, *node.args.kwonlyargs)
+    annotations = [each.annotation for each in arguments if each.annotation is not None]
+    return any("typer." in ast.unparse(each) for each in annotations)
 
 
 def complex_functions(package: list[Module], more_than: int) -> dict[str, int]:

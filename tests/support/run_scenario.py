@@ -20,8 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine_systems import PROBED_GROUPS
-from engines import ENGINE_ENV, engine_arguments, make_prompt, wait_until_open
+from engines import ENGINE_ENV, PROBED_GROUPS, engine_arguments, make_prompt, wait_until_open
 
 SETTLED_WITHIN_S = 120.0
 OPEN_STATES = ("created", "ready", "running")

@@ -1,4 +1,4 @@
-"""What tests do to the FlexCache tier of an engine with vLLM's OffloadingConnector."""
+"""Calls that tests make on the FlexCache tier of an engine with vLLM's OffloadingConnector."""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ def test_with_write_back_all_dirty_blocks_are_written_when_the_disk_worker_is_ba
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flexcache.server.loop._DRAIN_TIMEOUT_S", 60.0)
-    settings = {"ssd_write_policy": "write_back", "write_back_max_dirty": 0.1}
-    with running_cluster([tmp_path], **settings) as cluster:
+    monkeypatch.setattr("flexcache.cache.tiered_cache.MAX_DIRTY", 0.1)
+    with running_cluster([tmp_path], ssd_write_policy="write_back") as cluster:
         for tokens in PROMPTS:
             until(lambda: is_up(cluster))
             kill_disk_worker(cluster)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cluster import Cluster, running_cluster
-from io_kinds import IO_KINDS, io_engine
+from disk_io import IO_KINDS, io_engine, refuse_direct
 from loop_disk import loop_disk, unmount
 
 from flexcache import KVStatus
@@ -129,13 +129,14 @@ def test_a_disk_without_room_keeps_what_fits_and_the_worker(engine: str, tmp_pat
 
 
 def test_a_full_tmpfs_drops_what_did_not_fit_and_keeps_the_rest(
-    engine: str, tmp_path: Path
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    refuse_direct(monkeypatch)
     command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)]
     if subprocess.run(command, capture_output=True).returncode:
         pytest.skip("mounting a small tmpfs needs root")
     try:
-        with running_cluster([tmp_path], io_engine=engine, direct_io=False) as cluster:
+        with running_cluster([tmp_path], io_engine=engine) as cluster:
             worker, expected = worker_of(cluster), cluster.read(SOURCE)
             response = cluster.put(TOKENS, SOURCE)
             assert response.mask.all()  # DRAM took all of it

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from cluster import Cluster, joined_kv, random_like, running_cluster, until
+from disk_io import refuse_direct
 
 from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient, ModelConfig
 from flexcache.errors import ConfigError, RegistrationError, UnsupportedLayoutError
@@ -66,8 +67,11 @@ def test_a_flipped_byte_on_ssd_costs_the_blocks_behind_it_and_nothing_else(tmp_p
         assert cluster.num_leased() == 0
 
 
-def test_a_truncated_ssd_file_is_a_short_read_and_a_shorter_get(tmp_path: Path) -> None:
-    with running_cluster([tmp_path], direct_io=False) as cluster:
+def test_a_truncated_ssd_file_is_a_short_read_and_a_shorter_get(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_direct(monkeypatch)
+    with running_cluster([tmp_path]) as cluster:
         cluster.put(TOKENS, SOURCE)
         cluster.manager.clear("CPU")
         os.truncate(tmp_path / DATA_FILE, place_of(cluster, 5)[0] + 100)

@@ -11,8 +11,7 @@ import pytest
 import torch
 from cluster import PATIENCE_S, Cluster, load_by_layer, running_cluster, until
 from engine_memory import DeviceMemory, device_memory
-from fake_gpu import FakeGpu, Memory
-from fake_torch_cuda import FakeStream
+from fake_gpu import FakeGpu, FakeStream, Memory
 
 from flexcache import KVStatus, KVTPClient
 from flexcache.client import rank, rank_ops

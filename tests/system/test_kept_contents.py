@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from cluster import NUM_GPU_BLOCKS, Cluster, running_cluster, until
-from remote_load import remote
+from load import remote
 from tailed_engine import GEMMA_LIKE, PATIENCE_S, TailedEngine, tailed_engine
 
 from flexcache import ModelConfig

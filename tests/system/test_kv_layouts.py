@@ -30,7 +30,7 @@ NHD = r"3xbfloat16\[2@1\]\[16@2\]\[4@3\]\[32@4\]"
 HND = r"3xbfloat16\[2@1\]\[4@2\]\[16@3\]\[32@4\]"
 STORE: dict[str, Any] = {
     "remote_lookup_timeout_s": 30.0, "remote_timeout_s": 30.0, "server_timeout_s": 120.0,
-    "remote_absent_ttl_s": 0.1, "skip_slow_loads": False, "num_cpu_blocks": 192,
+    "skip_slow_loads": False, "num_cpu_blocks": 192,
 }  # fmt: skip
 
 

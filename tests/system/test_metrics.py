@@ -78,7 +78,6 @@ def use_every_tier(server: Server, tmp_path: Path) -> None:
         model=MODEL,
         num_cpu_blocks=192,
         remote_url=f"file://{tmp_path / 'store'}",
-        remote_absent_ttl_s=0.1,
         remote_lookup_timeout_s=20.0,
         server_timeout_s=60.0,
         http_endpoint=str(server.port),
@@ -153,7 +152,6 @@ def hold_the_store_up(server: Server, tmp_path: Path) -> None:
         remote_url=f"file://{tmp_path / 'store'}",
         remote_lookup_timeout_s=5.0,
         server_timeout_s=12.0,
-        remote_absent_ttl_s=0.1,
         http_endpoint=str(server.port),
     ) as cluster:
         until(lambda: cluster.manager.stats()["remote"]["available"])

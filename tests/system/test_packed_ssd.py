@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cluster import Cluster, joined_kv, kill, ops, running_cluster, until
+from disk_io import refuse_direct
 from typer.testing import CliRunner
 
 from flexcache import CacheConfig, ModelConfig
@@ -69,10 +70,11 @@ def test_packed_blocks_survive_a_killed_worker_and_a_restart(codec: str, tmp_pat
         assert read["device_bytes"] == written["device_bytes"]
 
 
-def test_a_flipped_bit_costs_the_blocks_behind_it_and_is_never_served(tmp_path: Path) -> None:
-    with running_cluster(
-        [tmp_path], make_kv=noise_in_kv, ssd_compression="zstd", direct_io=False
-    ) as cluster:
+def test_a_flipped_bit_costs_the_blocks_behind_it_and_is_never_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_direct(monkeypatch)
+    with running_cluster([tmp_path], make_kv=noise_in_kv, ssd_compression="zstd") as cluster:
         expected = cluster.read(SOURCE)
         cluster.put(TOKENS, SOURCE)
     content = bytearray((tmp_path / DATA_FILE).read_bytes())

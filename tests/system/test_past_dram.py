@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cluster import Cluster, kill, ops, running_cluster, until
+from disk_io import refuse_direct
 from loop_disk import loop_disk
 from test_stopped_ranks import TOKENS as LONG
 from test_stopped_ranks import stored_prompt
@@ -91,10 +92,11 @@ def test_what_ssd_alone_has_stored_survives_a_kill_of_its_worker_and_a_restart(
 
 @pytest.mark.parametrize("num_cpu_blocks", [0, 48], ids=["SSD alone", "beside DRAM"])
 def test_a_flipped_bit_costs_the_blocks_behind_it_and_is_never_served(
-    num_cpu_blocks: int, tmp_path: Path
+    num_cpu_blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = {"num_cpu_blocks": num_cpu_blocks, "ssd_past_dram": "always", "direct_io": False}
-    with running_cluster([tmp_path], **sizes) as cluster:
+    refuse_direct(monkeypatch)
+    settings = {"num_cpu_blocks": num_cpu_blocks, "ssd_past_dram": "always"}
+    with running_cluster([tmp_path], **settings) as cluster:
         expected = cluster.read(SOURCE[:9])
         assert cluster.put(TOKENS, SOURCE).mask.all()
         cluster.manager.clear("CPU")

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from cluster import Cluster, ops, running_cluster, until
+from disk_io import require_direct
 from engine_memory import DeviceMemory, device_memory
-from fake_digests import FakeDigests
-from fake_gpu import Memory
-from o_direct import require_direct
+from fake_gpu import FakeDigests, Memory
 
 from flexcache import KVStatus
 from flexcache.client.rank import ClientState

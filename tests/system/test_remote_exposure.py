@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from cluster import Cluster, running_cluster, until
-from remote_load import SETTINGS, remote, under_load
+from load import SETTINGS, remote, under_load
 from stores import missing, store_server
 
 from flexcache import KVStatus, ModelConfig

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 from cluster import NO_HANG_S, until
-from remote_load import Loaded, under_load
+from load import Loaded, under_load
 from slow_link import SlowLink, behind_link
 from stores import missing, store_server
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from cluster import NO_HANG_S, Cluster, running_cluster, until
-from remote_load import SETTINGS, breaker, remote, under_load
+from load import SETTINGS, breaker, remote, under_load
 from stores import missing, store_server
 from test_faults import flip_byte
 

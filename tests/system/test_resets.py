@@ -51,10 +51,11 @@ def put_without_waiting_for_tiers_below(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
 def test_what_is_being_written_at_a_reset_is_not_found_after_it(
-    policy: str, tmp_path: Path
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("flexcache.cache.tiered_cache.MAX_DIRTY", 0.2)
     numbers = range(NUM_PROMPTS)
-    settings = {**SETTINGS, "ssd_write_policy": policy, "write_back_max_dirty": 0.2}
+    settings = {**SETTINGS, "ssd_write_policy": policy}
     with (
         s3_server() as store,
         running_cluster([tmp_path], num_cpu_blocks=80, remote_url=store.url, **settings) as cluster,

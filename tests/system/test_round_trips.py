@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cluster import NUM_GPU_BLOCKS, joined_kv, random_like, running_cluster
+from disk_io import refuse_direct
 from engine_memory import EngineMemory, device_memory
 
 from flexcache import KVStatus, ModelConfig
@@ -143,10 +144,12 @@ def round_trip(
 @pytest.mark.parametrize("io_engine", ["auto", "threads"])
 @pytest.mark.parametrize("direct_io", [True, False])
 def test_ssd_directories_are_striped_whatever_the_io_engine(
-    num_dirs: int, io_engine: str, direct_io: bool, tmp_path: Path
+    num_dirs: int, io_engine: str, direct_io: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not direct_io:
+        refuse_direct(monkeypatch)
     dirs = [tmp_path / str(i) for i in range(num_dirs)]
-    with running_cluster(dirs, io_engine=io_engine, direct_io=direct_io) as cluster:
+    with running_cluster(dirs, io_engine=io_engine) as cluster:
         tokens = np.arange(40 * 16)
         source = list(range(40))
         expected = cluster.read(source)

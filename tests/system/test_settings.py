@@ -195,7 +195,6 @@ def remote(directory: Path) -> Settings:
         "remote_url": f"file://{directory / 'store'}",
         "remote_lookup_timeout_s": 1.0,
         "remote_timeout_s": 10.0,
-        "remote_absent_ttl_s": 0.1,
     }
 
 
@@ -253,7 +252,7 @@ def reserved_pages_are_missing() -> str:
 SCENARIOS = [
     Scenario(
         "write-back to SSD",
-        lambda d: {**ssd(d), "ssd_write_policy": "write_back", "write_back_max_dirty": 0.2},
+        lambda d: {**ssd(d), "ssd_write_policy": "write_back"},
         writes_back_when_dram_is_dirty("SSD"),
     ),
     Scenario(
@@ -263,7 +262,7 @@ SCENARIOS = [
     ),
     Scenario(
         "write-back to a store",
-        lambda d: {**remote(d), "remote_write_policy": "write_back", "write_back_max_dirty": 0.2},
+        lambda d: {**remote(d), "remote_write_policy": "write_back"},
         writes_back_when_dram_is_dirty("REMOTE"),
     ),
     Scenario(
@@ -294,8 +293,8 @@ SCENARIOS = [
     Scenario(
         "SSD by threads",
         lambda d: {
-            **ssd(d), "io_engine": "threads", "direct_io": False, "ssd_queue_depth": 4,
-            "ssd_sync": "none", "ssd_on_mismatch": "clear", "transfer_chunk_mb": 0.05,
+            **ssd(d), "io_engine": "threads", "ssd_sync": "none",
+            "ssd_on_mismatch": "clear", "transfer_chunk_mb": 0.05,
             "ssd_past_dram": "never",
         },
         comes_back_from("SSD"),

@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-import trtllm_interface
+import trtllm
 from cluster import READY_S, kill, until
 from make_models import make_adapter
 from paths import MODELS
-from trtllm_executor import BLOCK, NUM_BLOCKS, Executor, Request
+from trtllm import BLOCK, NUM_BLOCKS, Executor, Request
 
 from flexcache.errors import ConfigError, LoadLostError, UnsupportedLayoutError
 from flexcache.protocol.endpoints import private_endpoint
 from flexcache.transfer.gates import LayerLoad
 
-trtllm_interface.install()
+trtllm.install()
 
 from flexcache.integration import file_digests as files  # noqa: E402
 from flexcache.integration import tensorrt_llm  # noqa: E402
@@ -365,8 +365,8 @@ def test_a_layer_that_has_not_come_is_not_computed(
     scheduler, request = executor.scheduler, Request(2, [*PROMPT])
     assert scheduler.get_num_new_matched_tokens(request, 0) == (20, False)
     scheduler.update_state_after_alloc(request, list(range(1, 7)))
-    data = trtllm_interface.RequestData(2, request.tokens, list(range(1, 7)), 0, 1)
-    output = trtllm_interface.SchedulerOutput(new_requests=[data])
+    data = trtllm.RequestData(2, request.tokens, list(range(1, 7)), 0, 1)
+    output = trtllm.SchedulerOutput(new_requests=[data])
     worker.bind_connector_meta(scheduler.build_connector_meta(output))
     worker.start_load_kv(None)
     worker.wait_for_layer_load(0, None)
@@ -399,7 +399,7 @@ def test_fewer_blocks_than_were_matched_are_loaded(make_executor: MakeExecutor) 
     assert scheduler.get_num_new_matched_tokens(request, 0)[0] == 20
     scheduler.cancel_load(request, 12, 20)
     scheduler.update_state_after_alloc(request, [1, 2])
-    (load,) = scheduler.build_connector_meta(trtllm_interface.SchedulerOutput()).loads
+    (load,) = scheduler.build_connector_meta(trtllm.SchedulerOutput()).loads
     assert load.num_blocks == 2
     assert load.task_id is not None
     scheduler.manager.cancel([load.task_id])

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from trtllm_interface import INTERFACE
+from trtllm import INTERFACE
 
 _READ = """
 import inspect, json

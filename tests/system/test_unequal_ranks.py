@@ -87,7 +87,6 @@ def test_unequal_stages_come_back_from_a_remote_store_to_another_engine(tmp_path
         "remote_url": f"file://{tmp_path}",
         "remote_lookup_timeout_s": 5.0,
         "server_timeout_s": 12.0,
-        "remote_absent_ttl_s": 0.1,
         "skip_slow_loads": False,
     }
     with ExitStack() as stack:

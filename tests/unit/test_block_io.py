@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from cluster import until
-from io_kinds import IO_KINDS, io_engine
+from disk_io import IO_KINDS, io_engine
 
 from flexcache.errors import ConfigError
 from flexcache.storage.block_io import BlockIO, Direction, Request, open_block_io

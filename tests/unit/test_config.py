@@ -15,7 +15,6 @@ from flexcache import CacheConfig, ModelConfig
 from flexcache.config import RouterConfig, sources
 from flexcache.config.model import NamedDtype, read_dtype
 from flexcache.config.settings import (
-    describe_router_settings,
     describe_settings,
     read_effective_settings,
 )
@@ -124,10 +123,10 @@ def test_a_bad_model_is_refused_by_name(change: dict[str, Any], named: str) -> N
         ({**BASE, "server_timeout_s": float("inf")}, "server_timeout_s = inf"),
         ({**BASE, "ssd_write_mb_s": float("inf")}, "ssd_write_mb_s = inf"),
         ({**BASE, "retention_s": 1e-320}, "retention_s = 1e-320"),
-        ({**BASE, "write_back_max_dirty": 0.8}, "greater than 0 and at most 0.75"),
-        ({**BASE, "ssd_queue_depth": 2.5}, "must be a whole number of at least 1"),
+        ({**BASE, "early_load_share": 0.8}, "at least 0 and at most 0.75"),
+        ({**BASE, "tail_interval_tokens": 2.5}, "must be a whole number of at least 1"),
         ({**BASE, "curve_keys": 5}, "curve_keys = 5: must be text"),
-        ({**BASE, "direct_io": "maybe"}, "direct_io = 'maybe': must be true or false"),
+        ({**BASE, "kv_events": "maybe"}, "kv_events = 'maybe': must be true or false"),
         ({**BASE, "log_level": "LOUD"}, "log_level"),
         ({**BASE, "http_endpoint": "0.0.0.0:1"}, "http_token must be set"),
         ({**BASE, "http_endpoint": "0.0.0.0:1", "http_token": ""}, "http_token = .*one at least"),
@@ -143,11 +142,11 @@ def test_a_bad_setting_is_refused_by_name(settings: dict[str, Any], named: str) 
     ("name", "values", "shown"),
     [
         ("cpu_cache_gb", [-1, -1.0, "-1", "-1.0"], "-1.0"),
-        ("write_back_max_dirty", [5, "5"], "5.0"),
+        ("early_load_share", [5, "5"], "5.0"),
         ("tokens_per_block", [-2, "-2"], "-2"),
         ("tokens_per_block", ["two"], "'two'"),
         ("tokens_per_block", [2.5], "2.5"),
-        ("direct_io", ["maybe"], "'maybe'"),
+        ("kv_events", ["maybe"], "'maybe'"),
     ],
 )
 def test_a_refused_number_reads_the_same_from_every_source(
@@ -161,8 +160,8 @@ def test_a_refused_number_reads_the_same_from_every_source(
 def test_an_unknown_name_is_answered_with_the_closest_ones() -> None:
     with pytest.raises(ConfigError, match="did you mean cpu_cache_gb"):
         CacheConfig.from_env({"FLEXCACHE_CPU_CACHE_GBS": "1"})
-    with pytest.raises(ConfigError, match="did you mean ssd_queue_depth"):
-        CacheConfig.from_env({}, num_cpu_blocks=1, ssd_queue_dept=3)
+    with pytest.raises(ConfigError, match="did you mean ssd_write_mb_s"):
+        CacheConfig.from_env({}, num_cpu_blocks=1, ssd_write_mb=3)
 
 
 @pytest.mark.parametrize("name", sources.REMOVED)
@@ -194,14 +193,14 @@ def test_text_from_the_environment_becomes_typed_values(tmp_path: Path) -> None:
         "FLEXCACHE_CPU_CACHE_GB": "1.5",
         "FLEXCACHE_SSD_CACHE_GB": "3",
         "FLEXCACHE_SSD_CACHE_DIRS": f"{tmp_path}/a:{tmp_path}/b",
-        "FLEXCACHE_DIRECT_IO": "false",
+        "FLEXCACHE_SKIP_SLOW_LOADS": "false",
         "FLEXCACHE_TOKENS_PER_BLOCK": "32",
         "UNRELATED": "x",
     }
     config = CacheConfig.from_env(env)
     assert config.cpu_cache_gb == 1.5
     assert config.ssd_cache_dirs == (f"{tmp_path}/a", f"{tmp_path}/b")
-    assert config.direct_io is False
+    assert config.skip_slow_loads is False
     assert config.tokens_per_block == 32
 
 
@@ -210,10 +209,10 @@ def test_file_then_environment_then_arguments(tmp_path: Path, suffix: str) -> No
     if suffix == ".yaml":
         pytest.importorskip("yaml")
     path = tmp_path / f"config{suffix}"
-    path.write_text(json.dumps({"cpu_cache_gb": 1, "ssd_queue_depth": 8, "match_ttl_s": 5}))
-    env = {"FLEXCACHE_CONFIG": str(path), "FLEXCACHE_SSD_QUEUE_DEPTH": "16"}
+    path.write_text(json.dumps({"cpu_cache_gb": 1, "tail_interval_tokens": 8, "match_ttl_s": 5}))
+    env = {"FLEXCACHE_CONFIG": str(path), "FLEXCACHE_TAIL_INTERVAL_TOKENS": "16"}
     config = CacheConfig.from_env(env, match_ttl_s=7.0)
-    assert (config.cpu_cache_gb, config.ssd_queue_depth, config.match_ttl_s) == (1.0, 16, 7.0)
+    assert (config.cpu_cache_gb, config.tail_interval_tokens, config.match_ttl_s) == (1.0, 16, 7.0)
     replaced = CacheConfig.from_env(env, num_cpu_blocks=5)
     assert (replaced.num_cpu_blocks, replaced.cpu_cache_gb) == (5, None)
 
@@ -360,15 +359,17 @@ def test_a_settings_file_named_by_a_variable_must_be_absolute(
 
 def test_an_error_names_where_the_value_came_from(tmp_path: Path) -> None:
     file = tmp_path / "kv.json"
-    file.write_text('{"cpu_cache_gb": -1, "ssd_queue_depth": 8, "match_ttl": 3}')
+    file.write_text('{"cpu_cache_gb": -1, "tail_interval_tokens": 8, "match_ttl": 3}')
     variables = {"FLEXCACHE_CONFIG": str(file)}
-    bad = {**variables, "FLEXCACHE_SSD_QUEUE_DEPTH": "none"}
+    bad = {**variables, "FLEXCACHE_TAIL_INTERVAL_TOKENS": "none"}
     with pytest.raises(ConfigError, match=f"^match_ttl: no such setting.*from file {file}"):
         CacheConfig.from_env(bad)
-    file.write_text('{"cpu_cache_gb": -1, "ssd_queue_depth": 8}')
+    file.write_text('{"cpu_cache_gb": -1, "tail_interval_tokens": 8}')
     with pytest.raises(ConfigError, match=f"^cpu_cache_gb = -1.0: .*from file {file}"):
         CacheConfig.from_env(variables)
-    with pytest.raises(ConfigError, match=r"^ssd_queue_depth = 'none'.*FLEXCACHE_SSD_QUEUE_DEPTH"):
+    with pytest.raises(
+        ConfigError, match=r"^tail_interval_tokens = 'none'.*FLEXCACHE_TAIL_INTERVAL_TOKENS"
+    ):
         CacheConfig.from_env(bad, cpu_cache_gb=1)
     with pytest.raises(ConfigError, match=r"^cpu_cache_gb = -2.0: .*from an argument"):
         CacheConfig.from_env(variables, cpu_cache_gb=-2)
@@ -413,7 +414,7 @@ def test_what_only_resembles_them_is_a_misspelt_setting(name: str) -> None:
 
 
 def test_no_setting_has_the_name_of_such_a_variable(caplog: pytest.LogCaptureFixture) -> None:
-    rows = [*describe_settings(), *describe_router_settings()]
+    rows = [*describe_settings(), *describe_settings(RouterConfig)]
     for prefix in (sources.ENV_PREFIX, sources.ROUTER_PREFIX):
         sources.read_environment({row.environment: "1" for row in rows}, prefix)
     assert not caplog.records

@@ -30,13 +30,13 @@ def settings_of(result: Result) -> dict[str, Any]:
 
 def test_each_setting_names_its_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "shared.json"
-    file.write_text(json.dumps({"cpu_cache_gb": 1, "ssd_queue_depth": 8, "idle_exit_s": 5}))
-    result = run(monkeypatch, "--json", CONFIG=str(file), SSD_QUEUE_DEPTH="16")
+    file.write_text(json.dumps({"cpu_cache_gb": 1, "tail_interval_tokens": 8, "idle_exit_s": 5}))
+    result = run(monkeypatch, "--json", CONFIG=str(file), TAIL_INTERVAL_TOKENS="16")
     assert result.exit_code == 0
     settings = settings_of(result)
     assert settings["cpu_cache_gb"] == {"value": 1.0, "source": f"file {file}"}
-    assert settings["ssd_queue_depth"] == {
-        "value": 16, "source": "environment FLEXCACHE_SSD_QUEUE_DEPTH",
+    assert settings["tail_interval_tokens"] == {
+        "value": 16, "source": "environment FLEXCACHE_TAIL_INTERVAL_TOKENS",
     }  # fmt: skip
     assert settings["match_ttl_s"] == {"value": 120.0, "source": "default"}
     assert settings["idle_exit_s"] == {"value": 5, "source": f"file {file}"}
@@ -56,13 +56,13 @@ def test_a_size_overridden_in_its_other_unit_is_not_in_effect(
 
 
 def test_the_table_is_human_readable(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = run(monkeypatch, SSD_QUEUE_DEPTH="16")
-    (row,) = [line for line in result.stdout.splitlines() if "ssd_queue_depth" in line]
+    result = run(monkeypatch, TAIL_INTERVAL_TOKENS="16")
+    (row,) = [line for line in result.stdout.splitlines() if "tail_interval_tokens" in line]
     assert [cell.strip() for cell in row.strip("│").split("│")] == [
-        "ssd_queue_depth", "16", "I/Os", "environment FLEXCACHE_SSD_QUEUE_DEPTH",
+        "tail_interval_tokens", "16", "tokens", "environment FLEXCACHE_TAIL_INTERVAL_TOKENS",
     ]  # fmt: skip
     described = run(monkeypatch, "--describe")
-    assert "FLEXCACHE_SSD_QUEUE_DEPTH" in described.stdout
+    assert "FLEXCACHE_TAIL_INTERVAL_TOKENS" in described.stdout
 
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
@@ -99,22 +99,25 @@ def test_an_unknown_name_comes_with_the_closest_known_one(
 ) -> None:
     file = tmp_path / "shared.json"
     file.write_text(json.dumps({"log_levle": "DEBUG"}))
-    result = run(monkeypatch, "--json", CONFIG=str(file), SSD_QUEUE_DEPT="3")
+    result = run(monkeypatch, "--json", CONFIG=str(file), TAIL_INTERVAL_TOKEN="3")
     assert result.exit_code == 1
     in_file, in_environment = json.loads(result.stdout)["unknown"]
     assert (in_file["name"], in_file["closest"][0]) == ("log_levle", "log_level")
-    assert in_environment["name"] == "FLEXCACHE_SSD_QUEUE_DEPT"
-    assert in_environment["closest"][0] == "FLEXCACHE_SSD_QUEUE_DEPTH"
-    assert "did you mean FLEXCACHE_SSD_QUEUE_DEPTH" in run(monkeypatch, SSD_QUEUE_DEPT="3").stdout
+    assert in_environment["name"] == "FLEXCACHE_TAIL_INTERVAL_TOKEN"
+    assert in_environment["closest"][0] == "FLEXCACHE_TAIL_INTERVAL_TOKENS"
+    assert (
+        "did you mean FLEXCACHE_TAIL_INTERVAL_TOKENS"
+        in run(monkeypatch, TAIL_INTERVAL_TOKEN="3").stdout
+    )
 
 
 def test_settings_that_would_be_refused_are_shown_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    result = run(monkeypatch, OP_TIMEOUT_S="0", SSD_QUEUE_DEPTH="16")
+    result = run(monkeypatch, OP_TIMEOUT_S="0", TAIL_INTERVAL_TOKENS="16")
     assert result.exit_code == 1
     assert "op_timeout_s = 0.0: must be a number greater than 0" in result.stdout
-    assert "environment FLEXCACHE_SSD_QUEUE_DEPTH" in result.stdout
+    assert "environment FLEXCACHE_TAIL_INTERVAL_TOKENS" in result.stdout
 
 
 def test_a_file_that_cannot_be_read_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,16 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 import pytest
 import torch
-from fake_gpu import NOT_SUPPORTED, FakeGpu, Memory, fake_gpu
-from fake_hip import fake_hip_gpu
-from fake_torch_cuda import FakeEvent, FakeKernel, FakeTorchCuda
+from fake_gpu import (
+    NOT_SUPPORTED,
+    FakeEvent,
+    FakeGpu,
+    FakeKernel,
+    FakeTorchCuda,
+    Memory,
+    fake_gpu,
+    fake_hip_gpu,
+)
 
 from flexcache.errors import DeviceLostError, MissingDependencyError, StorageError
 from flexcache.ids import OpKind

@@ -12,8 +12,8 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+from disk_io import open_direct
 from fake_gpu import FakeGpu, fake_gpu
-from o_direct import open_direct
 
 from flexcache.errors import MissingDependencyError
 from flexcache.transfer.direct.cufile import CuFile

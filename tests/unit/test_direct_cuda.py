@@ -17,12 +17,10 @@ import numpy as np
 import pytest
 import torch
 from cluster import until
-from fake_digests import FakeDigests
-from fake_gpu import FakeGpu, fake_gpu
-from fake_torch_cuda import FakeTorchCuda
+from disk_io import open_direct
+from fake_gpu import FakeDigests, FakeGpu, FakeTorchCuda, fake_gpu
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from o_direct import open_direct
 
 from flexcache.errors import MissingDependencyError, NoDirectPathError
 from flexcache.storage.block_io import Direction

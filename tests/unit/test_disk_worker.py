@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from io_kinds import IO_KINDS, io_engine
+from disk_io import IO_KINDS, io_engine
 
 from flexcache.ids import MAX_KEY_BYTES, OpKind
 from flexcache.storage.block_io import (

@@ -16,12 +16,13 @@ from flexcache.doctor import checks as agreement
 from flexcache.doctor import machine as memory
 from flexcache.doctor.checks import (
     CHECKS,
+    SGLANG,
+    TENSORRT_LLM,
+    VLLM,
     check_settings,
     check_transfer_config,
     examine,
-    judge_sglang,
-    judge_tensorrt_llm,
-    judge_vllm,
+    judge_engine,
 )
 from flexcache.doctor.directories import judge_file_system
 from flexcache.doctor.endpoints import check_ssd_compression
@@ -85,19 +86,19 @@ def test_why_io_uring_does_not_work(
      ("1.0", WARNING), ("dev", WARNING)],
 )  # fmt: skip
 def test_versions_of_vllm(version: str | None, level: Level) -> None:
-    assert judge_vllm(version).level is level
+    assert judge_engine(VLLM, version).level is level
 
 
 @pytest.mark.parametrize(("version", "level"), [("1.1.0", WARNING), ("1.2.1", OK), ("2.0", OK)])
 def test_versions_of_tensorrt_llm(version: str, level: Level) -> None:
-    assert judge_tensorrt_llm(version).level is level
+    assert judge_engine(TENSORRT_LLM, version).level is level
 
 
 @pytest.mark.parametrize(
     ("version", "level"), [(None, OK), ("0.5.23", OK), ("0.5.22", WARNING), ("0.6.0", WARNING)]
 )
 def test_other_releases_of_sglang_are_named(version: str | None, level: Level) -> None:
-    assert judge_sglang(version).level is level
+    assert judge_engine(SGLANG, version).level is level
 
 
 @pytest.mark.parametrize(

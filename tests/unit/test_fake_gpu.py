@@ -12,8 +12,7 @@ from ctypes import byref, c_size_t, c_uint64, c_void_p
 import numpy as np
 import pytest
 import torch
-from fake_gpu import FakeGpu, Memory, fake_gpu
-from fake_torch_cuda import SCRIBBLE, FakeTorchCuda
+from fake_gpu import SCRIBBLE, FakeGpu, FakeTorchCuda, Memory, fake_gpu
 
 PAGE = 4096
 SIZE = 4 * PAGE

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from fake_gpu import FakeGpu
-from fake_hip import fake_hip_gpu
+from fake_gpu import FakeGpu, fake_hip_gpu
 
 from flexcache.doctor.gpu import check_gpu
 from flexcache.doctor.subject import Level, Subject

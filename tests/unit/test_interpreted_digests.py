@@ -24,7 +24,7 @@ TRITONS = find_tritons()
 
 
 def run_checks() -> None:
-    from interpreted_digests import interpret_digests
+    from interpreted import interpret_digests
 
     from flexcache.transfer.direct import digest_kernel
 

@@ -33,7 +33,7 @@ KERNEL = CopyWay.KERNEL
 
 @contextmanager
 def opened_rig(patch: pytest.MonkeyPatch) -> Iterator[on_cuda.Rig]:
-    from interpreted_kernel import InterpretedKernel
+    from interpreted import InterpretedKernel
 
     no_costs = {number: CopyCost(0, (1,) * len(SIZES)) for number in (0, 4, 8, 12)}
     patch.setattr(cuda_copier, "measure_costs", lambda _: no_costs.copy())  # takes long here

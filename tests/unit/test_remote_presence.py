@@ -21,7 +21,7 @@ WORDS = st.text("ab", min_size=1, max_size=8)
 def test_known_blocks_are_bounded_by_capacity_and_by_what_was_found(
     capacity: int, calls: list[tuple[str, str]]
 ) -> None:
-    tier, found = RemoteTier(5.0, capacity), set[str]()
+    tier, found = RemoteTier(capacity), set[str]()
     for action, word in calls:
         if action == "learn":
             count = tier.learn(ROOT, None, keys_of(word))
@@ -40,7 +40,7 @@ def test_known_blocks_are_bounded_by_capacity_and_by_what_was_found(
 
 
 def test_most_recently_used_blocks_are_known_longest() -> None:
-    tier = RemoteTier(5.0, capacity=6)
+    tier = RemoteTier(capacity=6)
     for word in ("aaa", "bbb"):
         tier.learn(ROOT, None, keys_of(word))
     tier.match(prompt("aaa"))
@@ -50,7 +50,7 @@ def test_most_recently_used_blocks_are_known_longest() -> None:
 
 
 def test_forgotten_blocks_are_looked_up_again() -> None:
-    tier = RemoteTier(5.0, capacity=3)
+    tier = RemoteTier(capacity=3)
     tier.learn(ROOT, None, keys_of("aaa"))
     assert tier.first_unknown(prompt("aaa"), 3, 0.0) is None
     tier.learn(ROOT, None, keys_of("bbb"))
@@ -58,7 +58,7 @@ def test_forgotten_blocks_are_looked_up_again() -> None:
 
 
 def test_a_prompt_longer_than_the_capacity_is_not_looked_up_again_at_once() -> None:
-    tier = RemoteTier(5.0, capacity=3)
+    tier = RemoteTier(capacity=3)
     look_ups, instructions = RemoteLookUps(tier, CircuitBreaker(), 1.0), list[Instruction]()
     for _ in range(10):
         asked = look_ups.look_up(prompt("aaaaaaaa"), 8, 0.0, instructions)

@@ -9,7 +9,7 @@ import pytest
 
 from flexcache.config.cache import CacheConfig
 from flexcache.config.router import RouterConfig
-from flexcache.config.settings import describe_router_settings
+from flexcache.config.settings import describe_settings
 from flexcache.errors import ConfigError
 
 ONE = "http://10.0.0.1:8000"
@@ -99,7 +99,7 @@ def test_a_bad_file_is_refused_by_its_name(tmp_path: Path) -> None:
 
 
 def test_every_setting_is_documented_and_secrets_are_marked() -> None:
-    rows = describe_router_settings()
+    rows = describe_settings(RouterConfig)
     for row in rows:
         assert row.meaning.endswith(".")
         assert row.environment == "FLEXCACHE_ROUTER_" + row.name.upper()

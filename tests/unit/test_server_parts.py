@@ -383,7 +383,7 @@ def test_a_server_config_survives_the_trip_to_another_process() -> None:
         ServerConfig(cache=cache, model=model, idle_exit_s=3.5),
         ServerConfig(cache=cache),
     ):
-        assert ServerConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+        assert ServerConfig.from_layers(json.loads(json.dumps(config.to_dict()))) == config
 
 
 def test_a_server_takes_its_file_then_the_environment_then_its_arguments(tmp_path: Path) -> None:
@@ -415,7 +415,7 @@ def test_a_server_takes_its_file_then_the_environment_then_its_arguments(tmp_pat
 ])  # fmt: skip
 def test_a_bad_server_config_is_refused_by_name(content: dict, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
-        ServerConfig.from_dict(content)
+        ServerConfig.from_layers(content)
 
 
 def test_an_engine_of_a_named_server_needs_no_size() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from builders import ABSENT_TTL_S
 from task_builders import ENGINE, ROOT, World, keys_of
 
 from flexcache.cache.prompt import Prompt
+from flexcache.cache.tiers import ABSENT_TTL_S
 from flexcache.ids import KVStatus, OpKind, TaskId, TaskIds, TaskKind, TierName, make_session
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.instructions import DISK, REMOTE, device

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import second_runner
-from engine_systems import hide_numba_from_vllm
-from engines import ENGINE_ENV, Engine, engine_arguments
+from engines import ENGINE_ENV, Engine, engine_arguments, hide_numba_from_vllm
 from paths import MODELS
 
 os.environ.update(ENGINE_ENV)  # before vLLM is imported: OpenMP would wait on every core for work

@@ -29,7 +29,7 @@ class ChunkTiersMachine(RuleBasedStateMachine):
         super().__init__()
         self.instructions: list[Any] = []
         self.ssd = Tier(TierName.SSD, NUM_SLOTS)
-        presence = StorePresence(ROOT, 10, LOOKUP_TIMEOUT_S, 1.0, self.instructions)
+        presence = StorePresence(ROOT, 10, LOOKUP_TIMEOUT_S, self.instructions)
         self.presence = presence
         checksums = SlotChecksums(NUM_SLOTS)
         lanes = [

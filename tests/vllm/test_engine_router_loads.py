@@ -14,8 +14,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from api_server import ApiServer, serving
-from engine_systems import FLEXCACHE
-from engines import make_prompt
+from engines import FLEXCACHE, make_prompt
 from make_models import make_model
 from paths import MODELS
 from ports import free_port

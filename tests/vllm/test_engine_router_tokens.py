@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from api_server import ApiServer, serving
-from engine_systems import FLEXCACHE
+from engines import FLEXCACHE
 from make_tokenizers import ask_for_models, make_tokenizer
 from paths import MODELS
 from predictions import Predictions, predicting

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 from api_server import ApiServer, serving
-from engine_systems import PROBED_FLEXCACHE
-from engines import make_prompt
+from engines import PROBED_FLEXCACHE, make_prompt
 from paths import MODELS
 
 NUM_TOKENS = 700

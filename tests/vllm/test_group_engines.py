@@ -21,8 +21,7 @@ from typing import Any
 import pytest
 from cluster import until
 from driven_engine import DrivenEngine, running
-from engine_systems import Settings
-from engines import make_prompt
+from engines import Settings, make_prompt
 from make_models import make_draft, make_guessable
 from paths import MODELS
 from probe_connector import compare_probes

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from driven_engine import DrivenEngine, running
-from engine_systems import Settings
-from engines import make_prompt
+from engines import Settings, make_prompt
 
 pytestmark = pytest.mark.whole
 BLOCK = 32

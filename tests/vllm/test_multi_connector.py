@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from driven_engine import DidNotRun, DrivenEngine, running
-from engine_systems import FLEXCACHE, Settings
-from engines import Engine, make_prompt
+from engines import FLEXCACHE, Engine, Settings, make_prompt
 from paths import MODELS
 from test_processes import run
 from vllm.config import KVTransferConfig

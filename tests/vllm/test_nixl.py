@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 from driven_engine import DrivenEngine
-from engine_systems import Settings
-from engines import make_prompt
+from engines import Settings, make_prompt
 from paths import MODELS
 from ports import free_ports
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 from driven_engine import DidNotRun, DrivenEngine, running
-from engine_systems import Settings
-from engines import make_prompt
+from engines import Settings, make_prompt
 from loop_disk import loop_disk
 from make_models import make_adapter
 from paths import MODELS

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 from driven_engine import DrivenEngine, running
-from engine_systems import Settings
-from engines import make_prompt
+from engines import Settings, make_prompt
 from make_models import make_adapter, make_draft
 from paths import MODELS
 from probe_connector import compare_probes

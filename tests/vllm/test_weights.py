@@ -17,8 +17,7 @@ import pytest
 import second_runner
 import torch
 from driven_engine import DrivenEngine, running
-from engine_systems import Settings
-from engines import make_prompt
+from engines import Settings, make_prompt
 from make_models import make_adapter, make_model
 from paths import MODELS
 from safetensors.torch import load_file, save_file

@@ -170,17 +170,15 @@ class StorePresence:
         root: Root under which the chunks are kept.
         capacity: Chunks to remember at most.
         timeout_s: How long vLLM may be kept waiting for an answer.
-        absent_ttl_s: How long a missing chunk is assumed to stay missing.
         instructions: Receives `RunLookUp`.
     """
 
     def __init__(
-        self, root: RootId, capacity: int, timeout_s: float, absent_ttl_s: float,
-        instructions: list[WorkerInstruction],
-    ) -> None:  # fmt: skip
+        self, root: RootId, capacity: int, timeout_s: float, instructions: list[WorkerInstruction]
+    ) -> None:
         self._root = root
         self._instructions = instructions
-        self._known = _ChunksAtStore(absent_ttl_s, capacity)
+        self._known = _ChunksAtStore(capacity)
         self.breaker = CircuitBreaker()
         self._questions = RemoteLookUps(self._known, self.breaker, timeout_s)
         self._noted: dict[str, dict[BlockKey, None]] = {}

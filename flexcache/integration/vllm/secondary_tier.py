@@ -275,9 +275,8 @@ class TierHost:
         if config.remote_url is not None:
             check_packages(config.remote_url, config.remote_compression)
             presence = StorePresence(
-                root, REMEMBERED_BLOCKS, config.remote_lookup_timeout_s,
-                config.remote_absent_ttl_s, self._instructions,
-            )  # fmt: skip
+                root, REMEMBERED_BLOCKS, config.remote_lookup_timeout_s, self._instructions
+            )
         if ssd is None and presence is None:
             raise ConfigError(
                 "no tier below DRAM: set ssd_cache_gb and ssd_cache_dirs, or remote_url"

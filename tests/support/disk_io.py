@@ -1,7 +1,8 @@
-"""The implementations of block I/O, all of which must pass the same tests.
+"""Disk I/O in every way that is supported: block I/O engines, and the page cache or not.
 
-``NEW_LIBURING_PATH`` names a directory with an unpacked wheel of liburing 2026.3 or later; without
-it, or on a CPU that cannot run it, its tests are skipped.
+All implementations of block I/O must pass the same tests. ``NEW_LIBURING_PATH`` names a directory
+with an unpacked wheel of liburing 2026.3 or later; without it, or on a CPU that cannot run it, its
+tests are skipped.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from types import ModuleType
 import pytest
 
 from flexcache.storage.block_io import io_uring_problem
+from flexcache.storage.pool_directory import PoolDirectory
 
 IO_KINDS = ("threads", "io_uring", "io_uring that raises", "newer io_uring")
 
@@ -51,3 +53,22 @@ def _load(directory: str) -> ModuleType:
     sys.modules[name] = module_from_spec(spec)
     spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]
+
+
+def open_direct(path: Path) -> int:
+    """Open a file for direct I/O. Skips the test if its file system has none."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+    except OSError as error:
+        pytest.skip(f"O_DIRECT on {path}: {error.strerror}")
+
+
+def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have caches of this process use the page cache, as on file systems without direct I/O."""
+    monkeypatch.setattr(PoolDirectory, "set_direct", lambda directory: False)
+
+
+def require_direct(folder: Path) -> None:
+    """Skip the test if a folder's file system has no direct I/O."""
+    os.close(open_direct(folder / "o-direct"))
+    (folder / "o-direct").unlink()
