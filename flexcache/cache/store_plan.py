@@ -114,7 +114,7 @@ class DirectStores:
 
 
 @dataclass(slots=True)
-class _Offer:
+class _Supply:
     """What a plan has for the tiers below the host.
 
     Attributes:
@@ -180,7 +180,7 @@ class StorePlanner:
         start, stop, tail_at, first = prompt.start, prompt.stop, prompt.tail_at, plan.start
         if self._shape is not None:
             plan.take_shape(self._shape)
-        offer = _Offer(plan, prompt, cached, max_backlog)
+        supply = _Supply(plan, prompt, cached, max_backlog)
         if first >= stop or not plan.has_dense:
             plan.start = plan.stop = stop
             if not tail_at:
@@ -197,12 +197,12 @@ class StorePlanner:
             plan.stop = first + len(plan.staging)
             if plan.stop < stop:
                 plan.dropped[plan.staging.why_short("host")] = stop - plan.stop
-            offer.copies = self._add_copies(plan)
+            supply.copies = self._add_copies(plan)
         if self._tail_shape is not None and 0 < tail_at <= plan.stop:
             plan.pin(self._host, cached)
-            self._copy_tail(offer, tail_at, self._tail_shape.tail_units(tail_at))
-        if offer.copies or offer.tail_copies:
-            self._add_stores(offer)
+            self._copy_tail(supply, tail_at, self._tail_shape.tail_units(tail_at))
+        if supply.copies or supply.tail_copies:
+            self._add_stores(supply)
         return plan
 
     def plan_store(
@@ -223,10 +223,10 @@ class StorePlanner:
             stop = min(stop, cached.num_blocks)
         plan = Plan(TaskKind.STORE, keys.root, stop, stop, is_write_back=tiers is not None)
         self._tiers.num_holders += 1
-        offer = _Offer(plan, prompt, cached, max_backlog)
+        supply = _Supply(plan, prompt, cached, max_backlog)
         if self._tail_shape is not None and 0 < tail_at <= plan.stop:
-            self._find_tail(offer, tail_at)
-        self._add_stores(offer, tiers)
+            self._find_tail(supply, tail_at)
+        self._add_stores(supply, tiers)
         return plan
 
     def plan_write_back(self) -> Plan | None:
@@ -318,14 +318,14 @@ class StorePlanner:
         plan.graph.ops += copies
         return copies
 
-    def _add_stores(self, offer: _Offer, tiers: Iterable[Tier] | None = None) -> None:
+    def _add_stores(self, supply: _Supply, tiers: Iterable[Tier] | None = None) -> None:
         """Write to the tiers below what they lack of the host's blocks and of those being copied.
 
         Args:
             tiers: None for all, each by its own policy.
         """
-        plan, keys, cached, start = offer.plan, offer.prompt.keys, offer.cached, offer.prompt.start
-        retain_s = offer.prompt.retain_s
+        plan, keys, cached = supply.plan, supply.prompt.keys, supply.cached
+        start, retain_s = supply.prompt.start, supply.prompt.retain_s
         tail_end = 0 if plan.tail is None else plan.tail.position
         for tier in self._tiers.lower if tiers is None else tiers:
             begin = tier.match(keys, plan.outlook, retain_s, not plan.is_write_back).num_blocks
@@ -339,32 +339,32 @@ class StorePlanner:
                     plan.drop(admission.why_refused, num_refused)
             is_admitted = late is not None or tail_end <= end
             has_tails = tiers is None and self._tail_shape is not None
-            if has_tails and self._are_throttled(offer, tier, max(0, end - begin), is_admitted):
+            if has_tails and self._are_throttled(supply, tier, max(0, end - begin), is_admitted):
                 end, is_admitted = 0, False
             if begin < end:
-                self._add_blocks(offer, tier, begin, end)
+                self._add_blocks(supply, tier, begin, end)
             elif late is not None and begin < plan.start <= cached.num_blocks:
                 # the host has them, the tier lacks them: a write failed, for example
                 late.mark(keys.root, keys.slice(begin, plan.start), keys.content, begin)
             if plan.tail is not None and is_admitted:
                 # At once even where blocks are written back: a tail is lost as a whole when the
                 # host evicts it, and there are few of them.
-                self._store_tail(offer, tier, plan.tail)
+                self._store_tail(supply, tier, plan.tail)
 
-    def _add_blocks(self, offer: _Offer, tier: Tier, begin: int, end: int) -> None:
+    def _add_blocks(self, supply: _Supply, tier: Tier, begin: int, end: int) -> None:
         """Write blocks ``[begin, end)`` to a tier, as far as there is room."""
-        plan, keys, cached = offer.plan, offer.prompt.keys, offer.cached
+        plan, keys, cached = supply.plan, supply.prompt.keys, supply.cached
         if begin < plan.start and cached.num_blocks < plan.start:
             return  # earlier blocks are still being copied to the host: their put writes them
         is_paid = self._tail_shape is not None and tier.name not in self._write_back
-        room, reason = self._backlog.room_for(plan, tier, end - begin, offer.max_backlog, is_paid)
+        room, reason = self._backlog.room_for(plan, tier, end - begin, supply.max_backlog, is_paid)
         if reason is not None:
             plan.dropped[reason] = end - begin - room
         if not room:
             return
         end = begin + room
         outlook = self._tiers.recall(keys) if plan.outlook is None else plan.outlook
-        lease = tier.reserve(keys, begin, end, outlook, offer.prompt.retain_s)
+        lease = tier.reserve(keys, begin, end, outlook, supply.prompt.retain_s)
         lease.used_s = self._host.last_used(cached, begin) if plan.is_write_back else None
         plan.stores[tier.name] = lease
         plan.store_starts[tier.name] = begin
@@ -375,11 +375,11 @@ class StorePlanner:
         if begin + len(lease) < end:
             plan.dropped[lease.why_short(tier.name.value.lower())] = end - begin - len(lease)
         end = begin + len(lease)
-        self._add_ops(offer, tier, lease, begin, end)
+        self._add_ops(supply, tier, lease, begin, end)
 
-    def _add_ops(self, offer: _Offer, tier: Tier, lease: Lease, begin: int, end: int) -> None:
+    def _add_ops(self, supply: _Supply, tier: Tier, lease: Lease, begin: int, end: int) -> None:
         """Write blocks ``[begin, end)`` into a lease on a tier."""
-        plan, keys, cached = offer.plan, offer.prompt.keys, offer.cached
+        plan, keys, cached = supply.plan, supply.prompt.keys, supply.cached
         filled = min(end, plan.start)
         if begin < filled:  # blocks that the host tier has and this one lacks
             plan.pin(self._host, cached)
@@ -393,7 +393,7 @@ class StorePlanner:
                     lease.blocks[part], names=names,
                 )  # fmt: skip
                 plan.graph.ops.append(write)
-        for copy in offer.copies:
+        for copy in supply.copies:
             assert copy.dst is not None
             low, high = max(copy.first, begin), min(copy.first + len(copy), end)
             if low < high:
@@ -406,28 +406,28 @@ class StorePlanner:
 
     # -- tails ----------------------------------------------------------------------------------
 
-    def _find_tail(self, offer: _Offer, position: int) -> bool:
+    def _find_tail(self, supply: _Supply, position: int) -> bool:
         """Plan for a tail that the host tier has, without copying it; whether it has it."""
-        keys, host = offer.prompt.keys, self._host
+        keys, host = supply.prompt.keys, self._host
         tail = host.tails.find(keys.root, keys.key(position - 1))
         if tail is None:
             return False
-        host.use_tail(tail, offer.prompt.retain_s)
+        host.use_tail(tail, supply.prompt.retain_s)
         host.tails.pin(tail)
-        offer.plan.tail = PlannedTail(position, tail.key, tail.units, pins=[(host, tail)])
+        supply.plan.tail = PlannedTail(position, tail.key, tail.units, pins=[(host, tail)])
         return True
 
-    def _copy_tail(self, offer: _Offer, position: int, count: int) -> None:
+    def _copy_tail(self, supply: _Supply, position: int, count: int) -> None:
         """Copy a tail of so many units off the GPU unless the host tier has or awaits it."""
-        plan, keys = offer.plan, offer.prompt.keys
+        plan, keys = supply.plan, supply.prompt.keys
         key = keys.key(position - 1)
-        if self._find_tail(offer, position) or self._host.is_tail_in_flight(keys.root, key, count):
+        if self._find_tail(supply, position) or self._host.is_tail_in_flight(keys.root, key, count):
             return
         lease = self._host.reserve_tail(keys.root, key, count)
         if lease is None:
             plan.drop("host_tier_full", count)
             return
-        lease.retain_s = offer.prompt.retain_s
+        lease.retain_s = supply.prompt.retain_s
         units = lease.blocks.copy()
         plan.tail = PlannedTail(position, key, units, num_copied=count, staging=lease)
         for chunk in chunks(0, count, self._chunk_blocks):
@@ -435,9 +435,9 @@ class StorePlanner:
             first = TAIL_FIRST + chunk.start
             op = TransferOp(next(self._op_ids), OpKind.D2H, first, None, landing)
             plan.graph.ops.append(op)
-            offer.tail_copies[op.op_id] = chunk
+            supply.tail_copies[op.op_id] = chunk
 
-    def _are_throttled(self, offer: _Offer, tier: Tier, num_blocks: int, has_tail: bool) -> bool:
+    def _are_throttled(self, supply: _Supply, tier: Tier, num_blocks: int, has_tail: bool) -> bool:
         """Whether a tier's budget does not allow the blocks and the tail of a put, which it drops.
 
         Neither is of use without the other: they are written together or not at all.
@@ -445,38 +445,38 @@ class StorePlanner:
         Args:
             has_tail: Whether the tail is to be written too, if the plan has one.
         """
-        count, name, tail = num_blocks, tier.name, offer.plan.tail
-        if has_tail and tail is not None and not self._is_tail_stored(offer, tier, tail):
+        count, name, tail = num_blocks, tier.name, supply.plan.tail
+        if has_tail and tail is not None and not self._is_tail_stored(supply, tier, tail):
             count += len(tail.units)
         if not count or self._backlog.affordable_at(name, count) is None:
             return False
-        offer.plan.drop(f"{name.value.lower()}_write_throttled", count)
+        supply.plan.drop(f"{name.value.lower()}_write_throttled", count)
         return True
 
-    def _store_tail(self, offer: _Offer, tier: Tier, tail: PlannedTail) -> None:
+    def _store_tail(self, supply: _Supply, tier: Tier, tail: PlannedTail) -> None:
         """Write the plan's tail to a tier that lacks it, if there is room for all of it.
 
         Whether the tier's budget allows it was asked before (`_are_throttled`).
         """
-        if self._is_tail_stored(offer, tier, tail):
+        if self._is_tail_stored(supply, tier, tail):
             return
-        plan, count, lease = offer.plan, len(tail.units), None
-        _, reason = self._backlog.room_for(plan, tier, count, offer.max_backlog, is_paid=True)
+        plan, count, lease = supply.plan, len(tail.units), None
+        _, reason = self._backlog.room_for(plan, tier, count, supply.max_backlog, is_paid=True)
         if reason is None:
             lease = tier.reserve_tail(plan.root, tail.key, count)
         if lease is None:
             plan.drop(reason or f"{tier.name.value.lower()}_tier_full", count)
             return
-        lease.retain_s = offer.prompt.retain_s
+        lease.retain_s = supply.prompt.retain_s
         tail.stores[tier.name] = lease
         self._backlog.reserve(plan, tier.name, count)
         pieces: Iterable[tuple[tuple[OpId, ...], range]]
         if isinstance(tier, RemoteTier):
             plan.remote_root = tier.root_at_store(plan.root)
             # In order, by one op: its last unit tells others that all are there.
-            pieces = [(tuple(offer.tail_copies), range(count))]
-        elif offer.tail_copies:
-            pieces = [((op,), chunk) for op, chunk in offer.tail_copies.items()]
+            pieces = [(tuple(supply.tail_copies), range(count))]
+        elif supply.tail_copies:
+            pieces = [((op,), chunk) for op, chunk in supply.tail_copies.items()]
         else:
             pieces = [((), chunk) for chunk in chunks(0, count, self._chunk_blocks)]
         for depends_on, chunk in pieces:
@@ -488,10 +488,10 @@ class StorePlanner:
             )  # fmt: skip
             plan.graph.ops.append(write)
 
-    def _is_tail_stored(self, offer: _Offer, tier: Tier, planned: PlannedTail) -> bool:
+    def _is_tail_stored(self, supply: _Supply, tier: Tier, planned: PlannedTail) -> bool:
         """Whether a tier has or awaits the plan's tail, which then counts as used."""
-        tail = tier.tails.find(offer.plan.root, planned.key)
+        tail = tier.tails.find(supply.plan.root, planned.key)
         if tail is not None:
-            tier.use_tail(tail, offer.prompt.retain_s)
+            tier.use_tail(tail, supply.prompt.retain_s)
             return True
-        return tier.is_tail_in_flight(offer.plan.root, planned.key, len(planned.units))
+        return tier.is_tail_in_flight(supply.plan.root, planned.key, len(planned.units))

@@ -134,10 +134,10 @@ class Outcome(str, Enum):
 
     DONE = "done"
     ABORTED = "aborted"
-    """The client left."""
+    """The client left, the choice was not used, or its end was never reported."""
     REFUSED = "refused"
-    """The engine did not take it: connection refused or closed, or 429, 502, 503, before any
-    byte of the answer."""
+    """It was not taken: no room for a connection, connection refused or closed, or 429, 502, 503,
+    before any byte of the answer."""
     BROKEN = "broken"
     """The connection to the engine broke, before or during the answer."""
 

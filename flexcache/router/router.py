@@ -1,8 +1,8 @@
 """`KVRouter`: chooses the worker that will answer a request soonest.
 
 Joins what the workers' caches hold (index, filled by KV events or by its own decisions) with what
-they are busy with (dispatcher), by name instead of number. Pure: the caller passes the time, in
-seconds of one monotonic clock, and calls from one thread.
+they are busy with (dispatcher), by name instead of number. Changes only its own tables: the caller
+passes the time, in seconds of one monotonic clock, and calls from one thread.
 """
 
 from __future__ import annotations

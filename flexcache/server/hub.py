@@ -6,8 +6,9 @@
                             |
                             +--> Outbox: messages to peers and workers, slow jobs
 
-No sockets, processes, memory or clock: frames, deaths and the time are handed in, and what is to be
-sent is left in the outbox. Used under the server's lock only.
+Frames, deaths and the time are handed in, and what is to be sent is left in the outbox. These take
+effect at once: what a rank of this process is given (`LocalLine`), answers to a caller in this
+process, and revoked tasks (`Fence`). Used under the server's lock only.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ class TaskRunner:
         self._submit(task, now)
 
     def _settle_one(self, run: OpRun) -> None:
-        """Count what of an op is lost."""
+        """Count what an op has lost, drop a bad block, and tell the scheduler of the op's end."""
         task, op, num_lost = run.task, run.op, len(run.op) - run.num_ok
         if num_lost and (tier := STORE_TIER.get(op.kind)) is not None:
             if not self._cache.stores.put_off(task.plan, tier, run.store_failed):

@@ -156,8 +156,8 @@ class ProxyProcess:
         return self
 
     def stats(self) -> dict[str, Any]:
-        """Return ``num_open`` (choices not ended), ``outcomes``, ``ended`` and ``arrivals`` (the
-        last ones). Checks the proxy's invariants."""
+        """Return ``num_open`` (choices not ended), ``outcomes``, ``num_retries``, ``ended`` and
+        ``arrivals`` (the last ones). Checks the proxy's invariants."""
         with urllib.request.urlopen(f"{self._questions}/stats", timeout=60) as answer:
             stats: dict[str, Any] = json.load(answer)
         return stats
@@ -185,6 +185,7 @@ async def _run(setup: dict[str, Any]) -> None:
             {
                 "num_open": len(chooser.open),
                 "outcomes": chooser.outcomes,
+                "num_retries": app[PROXY].num_retries,
                 "ended": list(chooser.ended_last),
                 "arrivals": [
                     {"path": path, "headers": dict(headers)} for path, headers in chooser.arrivals

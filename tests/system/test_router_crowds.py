@@ -113,3 +113,4 @@ def test_requests_wait_while_the_backlog_of_the_only_engine_is_full() -> None:
             return await waiting
 
         assert asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S)) == {200: 12}
+        assert proxy.stats()["num_retries"] == 0, "no other engine was asked"

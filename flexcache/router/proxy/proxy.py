@@ -337,11 +337,11 @@ class Proxy:
         except NotRouted as refused:
             return _not_routed(refused) if failure is None else _not_taken(failure)
         life.begin(choice)
+        is_other = choice.worker not in arrival.tried
         if failure is not None:
-            is_again = failure.may_be_stale or failure.is_full
-            if choice.worker in arrival.tried and not is_again:
+            if not (is_other or failure.may_be_stale or failure.is_full):
                 return _not_taken(failure)  # no other engine is left
-            self.num_retries += 1
+            self.num_retries += is_other  # one that is full is asked ten times a second
         added = {**choice.headers, REQUEST_ID_HEADER: life.shown_id}
         fields = headers_to_engine(request.headers, added)
         body = arrival.body if request.body_exists else None
