@@ -135,7 +135,7 @@ def test_the_routers_settings_are_valid_and_name_the_engines() -> None:
     engine = named("Deployment", "vllm-flexcache")
     assert service["selector"].items() <= engine["spec"]["template"]["metadata"]["labels"].items()
     assert service["ports"][0]["port"] == url.port
-    (spec,) = entry.specs(url.member("10.0.0.7"))
+    (spec,) = listing.specs_of(entry, url.member("10.0.0.7"))
     assert spec.url == "http://10.0.0.7:8000"
     (container,) = containers(engine)
     events = json.loads(container["args"][container["args"].index("--kv-events-config") + 1])

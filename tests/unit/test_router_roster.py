@@ -64,8 +64,8 @@ def test_an_engine_takes_requests_once_a_probe_found_it(book: Book) -> None:
 
 def test_only_engines_that_take_requests_say_what_their_models_are(book: Book) -> None:
     roster = two(book)
-    roster.set_cards(A, {"m": b"of a"})
-    roster.set_cards(B, {"m": b"of b", "only b": b""})
+    roster.set_cards(A, [ModelCard("m", raw=b"of a")])
+    roster.set_cards(B, [ModelCard("m", raw=b"of b"), ModelCard("only b", raw=b"")])
     assert roster.cards() == {"m": b"of b", "only b": b""}
     roster.probed(B, Probe.BAD, 1.0)
     assert roster.cards() == {"m": b"of a"}
