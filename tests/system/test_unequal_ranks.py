@@ -144,7 +144,7 @@ def test_before_its_ranks_have_told_their_sizes_a_cache_misses() -> None:
         clients = [KVTPClient(manager.endpoint, rank=rank) for rank in range(4)]
         for client, kv in zip(clients[:3], ranks, strict=False):
             client.register_kv_caches(kv)
-        until(lambda: manager._transport.server.missing("") == ["rank 3"])
+        until(lambda: manager._transport.server.hub.greeter.missing("") == ["rank 3"])
         clients[3].register_kv_caches(ranks[3])
         manager.wait_ready(WAIT_S)
         again, mask = manager.put_async(TOKENS, np.arange(len(TOKENS)))

@@ -45,7 +45,7 @@ from flexcache.integration.vllm.groups import (
 from flexcache.integration.vllm.scheduler import FlexCacheStats
 from flexcache.integration.vllm.step_loads import find_obstacle
 from flexcache.router.fleet import EventSource
-from flexcache.router.listing import WorkerEntry, WorkerUrl
+from flexcache.router.listing import Listing, WorkerEntry
 
 
 def with_groups(test: Any) -> Any:
@@ -406,6 +406,6 @@ kv_events = pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is no
 @pytest.mark.parametrize("endpoint", ["tcp://10.0.0.7:5557", "tcp://[::1]:5557"])
 def test_ports_of_ranks_are_those_of_vllm(endpoint: str) -> None:
     entry = WorkerEntry(url="http://h:1", data_parallel_size=4, events=(f"{endpoint},{endpoint}",))
-    for rank, spec in enumerate(entry.specs(WorkerUrl.parse(entry.url))):
+    for rank, spec in enumerate(Listing((entry,)).specs()):
         expected = kv_events.ZmqEventPublisher.offset_endpoint_port(endpoint, rank)
         assert spec.sources == (EventSource(expected, expected),)
