@@ -1,11 +1,11 @@
-"""Circuit breaker of a remote store: stops calls to one that is down or slow, and retries later.
+"""Circuit breaker: stops calls to a store or an engine that is down or slow, and retries later.
 
     closed --too many of the last calls failed--> open --back-off--> half open
        ^                                           ^                    |
        |                                           +---- a trial fails -+
        +------------------ several trials in a row succeed -------------+
 
-While the breaker is half open, the store gets only trials, which no caller waits for. The back-off
+While the breaker is half open, it gets only trials, which no caller waits for. The back-off
 doubles with each opening, and starts over once the breaker has stayed closed for a while.
 
 Pure: the caller passes the time.

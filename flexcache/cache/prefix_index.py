@@ -674,7 +674,7 @@ class PrefixIndex:
         tenant = self._tenant_of(root)
         tails = [(self._runs[code & NUMBER_MASK], code >> NUMBER_BITS)]
         # The list grows in the loop: a recursion would be as deep as the tree of runs.
-        for run, offset in tails:  # grows by the runs behind each, however deep
+        for run, offset in tails:
             children = (run.children or {}).values()
             tails += [(child, 0) for child in children if child.parent_length > offset]
         for run, offset in reversed(tails):  # the runs behind a run go before it

@@ -78,13 +78,14 @@ def doctor(
         for finding in pools.examine(subject.directories):
             yield "pool", finding
 
+    reported = []
+    for check, finding in findings():
+        reported.append({"check": check, **asdict(finding)})
+        if not as_json:
+            _show(console, finding)
     if as_json:
-        reported = list(findings())
-        found = [{"check": check, **asdict(finding)} for check, finding in reported]
-        typer.echo(json.dumps({"findings": found}, indent=1))
-    else:
-        reported = [(check, _show(console, finding)) for check, finding in findings()]
-    if any(finding.level is Level.ERROR for _, finding in reported):
+        typer.echo(json.dumps({"findings": reported}, indent=1))
+    if any(each["level"] is Level.ERROR for each in reported):
         raise typer.Exit(1)
 
 
@@ -100,7 +101,7 @@ def _transfer_table(text: str | None) -> Mapping[str, Any] | None:
     return table
 
 
-def _show(console: Console, finding: Finding) -> Finding:
+def _show(console: Console, finding: Finding) -> None:
     level = finding.level.value
     label = f"[{_COLOURS[level]}]{level:8}[/]"
     console.print(label + escape(finding.text), soft_wrap=True, highlight=False)
@@ -108,4 +109,3 @@ def _show(console: Console, finding: Finding) -> Finding:
         console.print(f"{'':8}-> {escape(finding.remedy)}", soft_wrap=True, highlight=False)
     if finding.details:
         console.print(f"\n{escape(finding.details)}\n", soft_wrap=True, highlight=False)
-    return finding

@@ -141,7 +141,6 @@ class RouterConfig:
     )
     queue_timeout_s: Seconds = setting(30.0, "Longest wait for an engine, then 429.", "s")
     max_body_mb: Megabytes = setting(64.0, "Largest body of a request.", "1e6 bytes")
-
     drain_timeout_s: Seconds = setting(
         30.0, "How long running requests may take to end after SIGTERM.", "s"
     )

@@ -500,10 +500,11 @@ class KVIndexer:
         The index may change in between. All parts, and then all changes since the first one, give
         the index as it is then.
         """
-        for at in range(_NUM_SHARDS):
+        for shard in filter(None, self._shards):
             chosen = [holder for holder in self.holders if holder.source in sources]
-            wanted = sum(1 << self.holders.make_bit(holder) for holder in chosen)
-            held = {key: mask & wanted for key, mask in self._shards[at].items() if mask & wanted}
+            bits = map(self.holders.bit, chosen)
+            wanted = sum(1 << bit for bit in bits if bit is not None)
+            held = {key: mask & wanted for key, mask in shard.items() if mask & wanted}
             if held:
                 yield self._part(chosen, held)
 

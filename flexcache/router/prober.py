@@ -61,7 +61,6 @@ class Prober:
         on_details: Callable[[str, list[ModelCard] | None, list[Capacity]], None],
     ) -> None:
         self._session = session
-
         self._on_probe = on_probe
         self._on_details = on_details
         self._tasks: dict[str, asyncio.Task[None]] = {}

@@ -196,8 +196,8 @@ class SessionCalls:
         key_bytes = max(request.key_bytes, len(request.parent_key or b""))
         if len(request.root) != ROOT_BYTES or key_bytes > MAX_KEY_BYTES:
             raise ValueError(f"a root has {ROOT_BYTES} bytes, a key at most {MAX_KEY_BYTES}")
-        # A NaN passes every later comparison.
-        # As a time of use, infinity or NaN would put the order of eviction out of order.
+        # A NaN passes every later comparison, and as a time of use it, or infinity, would put
+        # eviction out of order.
         for name in ("retain_s", "prefill_blocks_per_s"):
             if not math.isfinite(getattr(request, name)):
                 raise ValueError(f"{name} = {getattr(request, name)}")
@@ -264,8 +264,7 @@ class SessionCalls:
     def cancel(self, caller: Scheduler, message: Cancel, now: float) -> bool:
         """Cancel tasks; False if the message is malformed."""
         assert self._slot.cache is not None
-        # A client has no more tasks, and each id takes time for which all others wait.
-        # A session has no more open tasks, and others wait while these are ended.
+        # A session has no more open tasks, and each id takes time for which all others wait.
         max_bytes = 8 * DEFAULT_LIMITS.max_open_tasks
         if len(message.task_ids) % 8 or len(message.task_ids) > max_bytes:
             return False

@@ -252,8 +252,7 @@ class Hub:
         tasks, has_news = cache.tasks, False
         if self.state.ending:
             self._end_promises(tasks, now)
-        # A look-up that has ended makes a task, which has instructions of its own.
-        # Until there are none: a match that a look-up lets go on decides more.
+        # Until there are none: a look-up that has ended makes a task, which has more.
         while instructions := tasks.take_instructions():
             for instruction in instructions:
                 has_news |= isinstance(instruction, LookUpEnded)
@@ -327,10 +326,9 @@ class Hub:
         rank = self.state.ranks.get(executor)
         # Of a rank that has left all ops have ended.
         if rank is not None:
-            # Told as late as possible: the rank refuses ops of other weights than it has.
             if rank.weights and isinstance(message, RunOp):
                 # Those for which it was planned: all that is planned is routed before a new number
-                # counts. A later update is for the rank to notice.
+                # counts. After a later update the rank refuses it.
                 message = replace(message, weights=rank.weights)
             self.outbox.give(rank.identity, message)
 

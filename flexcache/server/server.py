@@ -92,9 +92,9 @@ class KVServer:
         if model is not None and not model.sized_by_ranks:  # wrong sizes are refused at once
             shards = Shards.of_model(model, config.tokens_per_block)
             self._cache = ServedCache(model, config, shards)
-        self._idle_exit: IdleExit | None = None
+        self._idle_exit: Callable[[float], IdleExit] | None = None
         if idle_exit_s is not None:
-            self._idle_exit = IdleExit(idle_exit_s, is_needed, time.monotonic())
+            self._idle_exit = partial(IdleExit, idle_exit_s, is_needed)
         self._clearing = threading.Lock()  # held while a caller of `clear` erases files
         self._reactor = Reactor()
         self._observers = Observers(config)
@@ -203,11 +203,12 @@ class KVServer:
             raise
         # A child has neither its threads nor the right to its files.
         tell_of_forks(self)
-        self._started_s = time.monotonic()
+        self._started_s = now = time.monotonic()
+        # Its patience begins here: to open the tiers may have taken seconds.
+        idle_exit = None if self._idle_exit is None else self._idle_exit(now)
         loop = EventLoop(
-            self.hub, self._reactor, self._endpoint.socket, self._pool, self._background,
-            self._idle_exit,
-        )  # fmt: skip
+            self.hub, self._reactor, self._endpoint.socket, self._pool, self._background, idle_exit
+        )
         log_event(logger, logging.INFO, "server_began", endpoint=self.endpoint)
         return loop, ids
 
