@@ -145,7 +145,10 @@ class ObjectStore(StepwiseStore):
             return too_large(size, room)
         left = list(parts)
         count = 0
-        async for chunk in found.stream(min_chunk_size=_CHUNK_BYTES):
+        stream = found.stream(min_chunk_size=_CHUNK_BYTES)
+        # Not `async for`: this frame would be in the traceback of the exception that ends it. A
+        # thread of the client keeps that until its next call, and the host pool with it.
+        while (chunk := await anext(stream, None)) is not None:
             data = memoryview(chunk)
             count += len(data)
             if count > size:  # whatever the header said, the body need not end
@@ -183,6 +186,7 @@ class ObjectStore(StepwiseStore):
             except asyncio.CancelledError:
                 return TOO_LATE
             except Exception as error:  # obstore's own classes, or system errors it translated
+                error.__traceback__ = None  # as in `_read`
                 return failed(_first_line(error))
 
         async def all_of_them() -> list[ObjectOutcome]:
