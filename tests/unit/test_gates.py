@@ -73,9 +73,9 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 70_545,
+    "lines of the package": 70_594,
     "files of the package": 252,
-    "lines of the router": 14_825,
+    "lines of the router": 14_830,
     "modules under 120 lines with one importer": 2,
     "class names that several classes have": 2,
     "functions with too many parameters": 5,
