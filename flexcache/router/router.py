@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from flexcache.events.wire import EventBatch
+from flexcache.events.wire import BlockStored, EventBatch
 from flexcache.router.chooser import Decision, RouteRequest
 from flexcache.router.dispatcher import LEASE_S, Dispatcher, MatchedPrompt
 from flexcache.router.fleet import Fleet, Tier, WorkerSpec, WorkerState
@@ -78,7 +78,7 @@ class KVRouter:
         self._max_requests = max_requests
         self._max_wait_s = max_wait_s
         self._sessions: OrderedDict[str, str] = OrderedDict()
-        """Worker of each session's last request."""
+        """Worker of each session's last request: chosen here, or else told by its events."""
 
     @property
     def running(self) -> dict[str, Running]:
@@ -122,6 +122,15 @@ class KVRouter:
     def apply(self, source: str, batch: EventBatch) -> None:
         """Apply a batch of events that a source published."""
         self.holdings.apply(source, batch)
+        for event in batch.events:
+            # What this router decided is newer than what its decision made an engine store.
+            if (
+                isinstance(event, BlockStored)
+                and event.session_id is not None
+                and event.session_id not in self._sessions
+                and (worker := self.holdings.only_user(source, batch.data_parallel_rank))
+            ):
+                self._remember_session(event.session_id, worker)
 
     def forget(self, source: str) -> None:
         """Drop what a source holds: its events were lost for good, or it began again."""

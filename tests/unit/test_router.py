@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from flexcache.errors import ConfigError
@@ -101,6 +102,52 @@ def test_a_prompt_that_only_a_shared_cache_has_goes_by_load() -> None:
         assert decision is not None
         assert decision.worker == idle
         assert decision.matched == {Tier.GPU: 0, Tier.DRAM: 19 * BLOCK, Tier.DISK: 0}
+
+
+def with_lookahead(tokens: Sequence[int], batch: EventBatch) -> EventBatch:
+    (event,) = batch.events
+    assert isinstance(event, BlockStored)
+    ends = [BLOCK * (at + 1) for at in range(len(event.block_hashes))]
+    following = [[tokens[end]] for end in ends]
+    return EventBatch(0.0, [msgspec.structs.replace(event, lookahead_token_ids=following)])
+
+
+def test_a_prompt_that_branches_at_a_block_finds_one_less_where_a_draft_looks_ahead() -> None:
+    router = make_router("a", "b")
+    router.apply("tcp://a", with_lookahead(PROMPT, stored(PROMPT[: 10 * BLOCK])))
+    router.apply("tcp://b", stored(PROMPT[: 10 * BLOCK]))
+    branch = PROMPT[: 10 * BLOCK] + [7] * 2 * BLOCK
+    router.set_state("b", WorkerState.DOWN)
+    decision = router.choose(request(branch), 0.0)  # expected by "a" from now on
+    assert decision is not None and decision.matched_tokens == 9 * BLOCK
+    router.set_state("b", WorkerState.UP)
+    another = branch[: 11 * BLOCK] + [8] * 2 * BLOCK
+    matched = {each.worker: each.matched[Tier.GPU] for each in router.scores(request(another), 0.0)}
+    assert matched == {"a": 10 * BLOCK, "b": 10 * BLOCK}
+    router.check()
+
+
+def test_a_session_of_before_is_known_from_what_its_engine_stored() -> None:
+    router = make_router("a", "b")
+    router.set_workers([worker("a", CACHE), worker("b", CACHE)])
+
+    def tell(source: str, session: str) -> None:
+        (event,) = stored([3] * BLOCK).events
+        assert isinstance(event, BlockStored)
+        event = msgspec.structs.replace(event, session_id=session)
+        router.apply(source, EventBatch(0.0, [event]))
+
+    for number in range(20):
+        tell(f"tcp://{'ab'[number % 2]}", str(number))
+        tell(CACHE, "nobody's")
+    for number in range(20):
+        decision = router.choose(request(None, str(number), session_id=str(number)), 0.0)
+        assert decision is not None and decision.worker == "ab"[number % 2]
+        router.ended(str(number), 0.0)
+        other = f"tcp://{'ba'[number % 2]}"
+        tell(other, str(number))  # late: this router knows better
+        assert router._sessions[str(number)] == decision.worker
+    assert "nobody's" not in router._sessions
 
 
 def test_a_prompt_that_is_being_computed_counts_until_events_tell_of_it() -> None:
