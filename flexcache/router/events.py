@@ -271,7 +271,8 @@ class EventApplier:
         self._crowded_out.add(source)
         log_event(
             logger, logging.WARNING, "block_size_ignored", publisher=source, block_size=block_size,
-            known=sorted({form.size for form in self._names}), effect="its blocks of this size are not found",
+            known=sorted({form.size for form in self._names}),
+            effect="its blocks of this size are not found",
             remedy=f"a router knows blocks of {_MAX_SIZES} sizes at a time: end the publishers of "
             "sizes that no engine has, or give engines of other sizes a router of their own",
         )  # fmt: skip

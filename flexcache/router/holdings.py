@@ -30,6 +30,7 @@ from flexcache.router.load import FloatArray, Running
 from flexcache.router.placements import (
     DEFAULT_BLOCK_SIZE,
     Expectations,
+    LowerTiers,
     Placements,
     guesses_about,
 )
@@ -59,7 +60,7 @@ class WorkerTable:
         self._workers = [
             (
                 frozenset(source.endpoint for source in worker.sources)
-                | {guesses_about(worker.name)},
+                | set(map(guesses_about, filter(None, (worker.name, worker.cache_url)))),
                 worker.data_parallel_rank,
             )
             for worker in workers
@@ -180,6 +181,7 @@ class Holdings:
         self.applier = EventApplier(self.index)
         self.expectations = Expectations(self.index)
         self.placements = Placements(self.index)
+        self.lower_tiers = LowerTiers(self.index)
         self._table = WorkerTable(self.index.holders)
         self._approximate = approximate
         self._num_workers = 0
@@ -192,6 +194,12 @@ class Holdings:
         self._has_guessed = False
 
     # -- workers and events ------------------------------------------------------------------------
+
+    @property
+    def guessed_caches(self) -> set[str]:
+        """URLs of the caches whose blocks are guessed."""
+        specs = self._used.values()
+        return {spec.cache_url for spec in specs if spec.cache_url and self.is_guessed(spec.name)}
 
     def is_guessed(self, worker: str) -> bool:
         """Return whether a worker's blocks are guessed."""
@@ -213,6 +221,7 @@ class Holdings:
         self._has_guessed = any(guessed.values())
         used = [self._as_used(spec) for spec in specs]
         self._follow(used)
+        self.lower_tiers.keep(self.guessed_caches)
         self._table.set_workers(used)
 
     def _follow(self, used: Sequence[WorkerSpec]) -> None:
@@ -253,9 +262,14 @@ class Holdings:
         return users[0].name if len(users) == 1 else None
 
     def forget_guesses(self, worker: str) -> None:
-        """Drop what is guessed of a worker, which may have lost its cache."""
+        """Drop what is guessed of a worker, which may have lost its cache: the DRAM of one that no
+        other shares, too."""
         self.placements.empty(worker)
         self.expectations.forget(worker)
+        spec = self._used.get(worker, _NO_WORKER)
+        caches = [each.cache_url for each in self._used.values()]
+        if spec.cache_url and caches.count(spec.cache_url) == 1:
+            self.lower_tiers.empty(spec.cache_url, Tier.DRAM)
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -263,7 +277,8 @@ class Holdings:
         """Look up a request; None if its tokens are unknown or are none."""
         forms = {*self.applier.forms}
         if self._has_guessed:
-            forms |= set(map(BlockForm, (DEFAULT_BLOCK_SIZE, *self.placements.block_sizes)))
+            sizes = {*self.placements.block_sizes, *self.lower_tiers.block_sizes}
+            forms |= set(map(BlockForm, {DEFAULT_BLOCK_SIZE, *sizes}))
         if request.token_ids is None or not forms:
             return None
         try:
@@ -340,6 +355,11 @@ class Holdings:
         """
         self.expectations.settle(running)
         self.placements.ended(running, cached_tokens=cached_tokens, was_served=running.was_served)
+        spec = self._used.get(running.worker, _NO_WORKER)
+        if spec.cache_url and running.was_served and self.is_guessed(spec.name):
+            size = self.placements.block_size(spec.name)
+            keys = running.keys[: (running.work.num_tokens - 1) // size]
+            self.lower_tiers.served(spec.cache_url, keys, size, cached_tokens)
 
     def stats(self) -> IndexStats:
         index, applier = self.index, self.applier
@@ -368,4 +388,5 @@ class Holdings:
         """
         self.applier.check()
         self.placements.check()
+        self.lower_tiers.check()
         self.expectations.check(in_flight)

@@ -8,7 +8,7 @@ passes the time, in seconds of one monotonic clock, and calls from one thread.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -116,6 +116,13 @@ class KVRouter:
     def set_capacity(self, worker: str, num_blocks: int, block_size: int) -> None:
         """Say how many blocks a worker's own cache has: needed where its blocks are guessed."""
         self.holdings.placements.set_capacity(worker, num_blocks, block_size)
+
+    def set_lower_tiers(
+        self, cache_url: str, num_blocks: Mapping[Tier, int], block_size: int
+    ) -> None:
+        """Say how many blocks the tiers of a cache have: needed where its blocks are guessed."""
+        if cache_url in self.holdings.guessed_caches:
+            self.holdings.lower_tiers.set_capacities(cache_url, num_blocks, block_size)
 
     # -- events ------------------------------------------------------------------------------------
 

@@ -128,3 +128,21 @@ def test_requests_are_answered_while_a_cache_is_silent_and_when_it_is_gone(tmp_p
 
             until(is_left_alone)
             assert router.stop() == 0
+
+
+def test_what_an_engine_without_events_has_below_its_gpu_is_guessed_by_its_caches_size(
+    tmp_path: Path,
+) -> None:
+    port = free_port()
+    with (
+        running_cluster([tmp_path], http_endpoint=str(port), http_token=TOKEN, num_cpu_blocks=64),
+        FakeEngine(gpu_blocks=8) as engine,
+        RouterProcess([engine], f"--cache=*=http://127.0.0.1:{port}", cache_token=TOKEN) as router,
+    ):
+
+        def has_it_below() -> bool:
+            assert asyncio.run(complete(router.url, PROMPT)).is_whole
+            found = router.post("/query", {"token_ids": PROMPT})["workers"][engine.url]
+            return bool(found["gpu"] == 8 * 16 and found["cpu"] == NUM_BLOCKS * 16)
+
+        until(has_it_below)

@@ -150,6 +150,47 @@ def test_a_session_of_before_is_known_from_what_its_engine_stored() -> None:
     assert "nobody's" not in router._sessions
 
 
+def test_guesses_do_not_end_with_the_gpu_where_the_caches_below_are_known() -> None:
+    """Two engines without events, and a cache that they share."""
+    router = KVRouter()
+    shared = "http://cache:9470"
+    specs = [WorkerSpec(name=name, url=f"http://{name}", cache_url=shared) for name in "ab"]
+    router.set_workers(specs)
+    for name in "ab":
+        router.set_capacity(name, 4, BLOCK)
+    router.set_lower_tiers(shared, {Tier.DRAM: 10, Tier.DISK: 100}, BLOCK)
+    router.set_state("b", WorkerState.DOWN)
+    prompts = [[number] * (4 * BLOCK) + [0] for number in range(4)]
+
+    def serve(prompt: list[int], **reported: int) -> None:
+        assert router.choose(request(prompt), 0.0) is not None
+        router.first_token("r", 0.1)
+        router.ended("r", 0.2, **reported)
+        router.check()
+
+    def found(worker: str) -> list[tuple[int, ...]]:
+        each = [router.scores(request(prompt), 1.0) for prompt in prompts]
+        of_worker = [next(s for s in scores if s.worker == worker) for scores in each]
+        return [tuple(n // BLOCK for n in score.matched.values()) for score in of_worker]
+
+    for prompt in prompts:
+        serve(prompt)
+    router.set_state("b", WorkerState.UP)
+    assert found("a") == [(0, 0, 4), (0, 2, 2), (0, 4, 0), (4, 0, 0)]
+    assert found("b") == [(0, 0, 4), (0, 2, 2), (0, 4, 0), (0, 4, 0)]
+    router.set_state("b", WorkerState.DOWN)
+    assert found("a")[3] == (4, 0, 0), "another engine has the cache still"
+    serve(prompts[1], cached_tokens=0)  # the store had lost it, and what was used before
+    assert found("a")[:2] == [(0, 0, 0), (4, 0, 0)]
+    router.set_workers(specs[:1])
+    router.set_state("a", WorkerState.DOWN)
+    router.set_state("a", WorkerState.UP)
+    assert found("a")[1] == (0, 0, 4), "its DRAM went with it"
+    router.set_workers([worker("a")])
+    assert found("a")[1] == (0, 0, 0)
+    router.check()
+
+
 def test_a_prompt_that_is_being_computed_counts_until_events_tell_of_it() -> None:
     router = make_router("a", "b")
     router.apply("tcp://a", stored([7] * BLOCK))  # the block size is known
