@@ -307,7 +307,16 @@ class Decider:
             headers=self._headers_for(spec),
             matched_tokens=None if request.token_ids is None else decision.matched_tokens,
             others=tuple(dict.fromkeys(others)),
+            fetch_from=self._address_of_peer(decision.richer_peer),
         )
+
+    def _address_of_peer(self, worker: str | None) -> tuple[str, int] | None:
+        """Return where the p2p tier of a worker listens."""
+        if worker is None or worker not in self.roster:
+            return None
+        spec = self.roster.spec(worker)
+        host = urlsplit(spec.url).hostname
+        return None if host is None or spec.peer_port is None else (host, spec.peer_port)
 
     async def read(self, arrival: Arrival) -> RouteRequest:
         """Return what decides where a request goes; without tokens if they cannot be found."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -29,6 +30,9 @@ from flexcache.router.stats import (
 )
 
 _MAX_SESSIONS = 100_000
+_WORTH_A_FETCH = 2048
+"""Tokens that another engine must have more: below that computing them is about as fast. For models
+with much KV a token it pays later, from some 8,000 on."""
 _MAX_OTHERS = 8  # ranks of one engine are several; the picker names two other engines
 
 
@@ -174,6 +178,9 @@ class KVRouter:
         before = self.running.get(request.request_id)
         pick, running = self.dispatcher.choose(request.request_id, prompt, now, eligible)
         decision = self._decision(request, prompt, pick, found, now)
+        if self.fleet[decision.worker].spec.peer_port is not None:
+            peer = self._richer_peer(request, prompt, pick.worker)
+            decision = replace(decision, richer_peer=peer)
         if before is not None:  # it moves
             self.holdings.expectations.settle(before)
         running.worker, running.ttft_s = decision.worker, decision.ttft_s
@@ -360,6 +367,24 @@ class KVRouter:
             reason="load" if request.token_ids is None else pick.reason,
             disk_block=self.holdings.disk_block(spec, found, matched[Tier.DISK]),
         )
+
+    def _richer_peer(self, request: RouteRequest, prompt: MatchedPrompt, number: int) -> str | None:
+        """Return the worker with the most of a prompt in GPU or DRAM, if that is clearly more than
+        a worker has in all its tiers. vLLM's p2p tier serves what is in its DRAM, to which all
+        that is computed is copied."""
+        serving = self.fleet.eligible(request.model)
+        held = prompt.matched[:2].sum(axis=0)
+        needed = prompt.matched[:, number].sum() + _WORTH_A_FETCH
+        peers = [
+            member
+            for member in self.fleet
+            if member.spec.peer_port is not None
+            and (serving is not None and serving[member.number])
+            and held[member.number] >= needed
+        ]
+        waiting = self.dispatcher.load.num_waiting
+        best = max(peers, key=lambda m: (held[m.number], -waiting[m.number]), default=None)
+        return None if best is None else best.spec.name
 
     def _ttft_s(self, prompt: MatchedPrompt, now: float) -> np.ndarray | None:
         """Return the predicted time to the first token at each worker."""

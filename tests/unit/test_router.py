@@ -191,6 +191,37 @@ def test_guesses_do_not_end_with_the_gpu_where_the_caches_below_are_known() -> N
     router.check()
 
 
+def test_an_engine_fetches_from_one_that_has_clearly_more_if_both_have_a_p2p_tier() -> None:
+    prompt = [*list(range(4096)), 7]
+    router = KVRouter()
+
+    def has_peers(*names: str) -> None:
+        specs = [msgspec.structs.replace(worker(name), peer_port=5710) for name in names]
+        router.set_workers(specs + [worker(name) for name in "abcd" if name not in names])
+
+    def placed(only: str) -> str | None:
+        decision = router.choose(request(prompt), 0.0, only=[only])
+        assert decision is not None and decision.worker == only
+        router.ended("r", 0.0)
+        return decision.richer_peer
+
+    has_peers("a", "b", "d")
+    router.apply("tcp://a", stored(prompt[:1024]))
+    router.apply("tcp://b", stored(prompt[:3072], "CPU"))
+    router.apply("tcp://c", stored(prompt))  # has no p2p tier
+    router.apply("tcp://d", stored(prompt, "STORAGE"))  # serves what is in its DRAM
+    assert placed("a") == "b"
+    assert placed("d") is None, "it has more itself"
+    assert placed("c") is None, "it can fetch nothing"
+    router.set_state("b", WorkerState.DOWN)
+    assert placed("a") is None
+    router.set_state("b", WorkerState.UP)
+    router.apply("tcp://a", stored(prompt[: 1024 + BLOCK]))
+    assert placed("a") is None, "not clearly more"
+    has_peers()
+    assert placed("a") is None
+
+
 def test_a_prompt_that_is_being_computed_counts_until_events_tell_of_it() -> None:
     router = make_router("a", "b")
     router.apply("tcp://a", stored([7] * BLOCK))  # the block size is known

@@ -238,7 +238,7 @@ def test_salts_and_adapters_are_kept_apart(servers: dict[str, Any], name: str) -
 
 # -- a draft model that looks ahead ----------------------------------------------------------------
 
-DRAFT_BLOCK = 16
+DRAFT_BLOCK = 32
 NUM_BRANCHES = int(os.environ.get("NUM_BRANCHES", "40"))
 
 
@@ -281,7 +281,7 @@ def test_where_a_draft_looks_ahead_branches_are_predicted(tmp_path: Path) -> Non
 
     with serving(server), RouterProcess((), *options) as router:
         for prompt in branching_prompts(NUM_BRANCHES):
-            body = {"model": server.model, "prompt": prompt, "max_tokens": 3, "temperature": 0}
+            body = {"model": server.model, "prompt": prompt, "max_tokens": 2, "temperature": 0}
             request = urllib.request.Request(
                 f"{router.url}/v1/completions", json.dumps(body).encode(),
                 {"Content-Type": "application/json"},

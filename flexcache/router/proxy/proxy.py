@@ -60,6 +60,7 @@ from flexcache.router.proxy.engines import (
 )
 from flexcache.router.settings import ProxyConfig
 from flexcache.router.stored import id_reader
+from flexcache.router.tokens.body import with_kv_source
 
 
 class RequestLife:
@@ -345,6 +346,8 @@ class Proxy:
         added = {**choice.headers, REQUEST_ID_HEADER: life.shown_id}
         fields = headers_to_engine(request.headers, added)
         body = arrival.body if request.body_exists else None
+        if body and choice.fetch_from is not None:
+            body = with_kv_source(arrival.path, body, choice.fetch_from, life.request_id)
         try:
             return await self._engines.send(choice.url, arrival.method, arrival.path, fields, body)
         except NoAnswer as error:
