@@ -212,6 +212,16 @@ class KVRouter:
         ]
         return sorted(scores, key=lambda score: (score.cost is None, score.cost or 0.0))
 
+    def least_service_s(self, request: RouteRequest) -> float:
+        """Return the predicted seconds of a request's prefill at the worker that needs least; 0 if
+        none serves it."""
+        serving = self.fleet.eligible(request.model)
+        if serving is None:
+            return 0.0
+        prompt = self._prompt(request, self.holdings.find(request))
+        own_s = self.dispatcher.service_time.predict(prompt.num_tokens, prompt.matched)
+        return float(own_s[serving].min())
+
     def first_token(self, request_id: str, now: float, *, tells_time: bool = True) -> None:
         """Note the first token of a request's answer.
 

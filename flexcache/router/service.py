@@ -288,7 +288,13 @@ class DeciderService:
             sources=self._feed.stats(),
             caches=self._prefetches.stats(),
             tokens=self.tokenizers.stats(),
-            queue=self.line.counts.snapshot(waiting=len(self.line)),
+            queue=self.line.counts.snapshot(
+                waiting=len(self.line),
+                queued_prefill_s={
+                    "engines": sum(worker.wait_s for worker in workers.values()),
+                    "router": self.line.service_s,
+                },
+            ),
             proxy=self._proxy_stats(),
             peers=self._follower.stats(now),
         )  # fmt: skip

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
+import random
+from collections import deque
 from collections.abc import Sequence
 
 import msgspec
@@ -624,3 +627,43 @@ def test_a_request_that_follows_at_once_asks_for_nothing_again() -> None:
     assert first is not None and second is not None
     assert first.disk_block is not None
     assert second.disk_block is None
+
+
+def test_predicted_backlogs_are_the_seconds_that_engines_need_for_their_queues() -> None:
+    """Against engines whose times are known: one prompt after the other, in the order they came."""
+    a_request_s, a_token_s = 0.02, 1e-4
+    rng = random.Random(3)
+    router = make_router("a", "b")
+    queues: dict[str, deque[tuple[str, float]]] = {"a": deque(), "b": deque()}
+    began_s = dict.fromkeys(queues, 0.0)  # of the prompt that an engine computes
+    needed: dict[str, float] = {}
+    now, compared = 0.0, 0
+
+    def next_end(name: str) -> float:
+        return began_s[name] + queues[name][0][1] if queues[name] else math.inf
+
+    for number in range(600):
+        now += rng.expovariate(1 / 0.09)
+        while (first := min(queues, key=next_end)) and next_end(first) <= now:
+            began_s[first] = next_end(first)
+            name, _ = queues[first].popleft()
+            router.first_token(name, began_s[first])
+            router.ended(name, began_s[first])
+        if number > 300:  # it has learned
+            backlogs = router.stats(now).workers
+            for engine, queue in queues.items():
+                computing_s = now - began_s[engine] if queue else 0.0
+                real_s = sum(seconds for _, seconds in queue) - computing_s
+                assert backlogs[engine].wait_s == pytest.approx(real_s, rel=0.05, abs=0.01)
+                compared += real_s > 0.5
+        prompt = [rng.randrange(1 << 20) for _ in range(rng.choice([200, 1000, 4000]))]
+        wanted = request(prompt, str(number))
+        needed[str(number)] = seconds = a_request_s + a_token_s * len(prompt)
+        if number > 300:
+            assert router.least_service_s(wanted) == pytest.approx(seconds, rel=0.05, abs=0.01)
+        decision = router.choose(wanted, now)
+        assert decision is not None
+        if not queues[decision.worker]:
+            began_s[decision.worker] = now
+        queues[decision.worker].append((str(number), seconds))
+    assert compared > 50, "queues were long enough to tell"
