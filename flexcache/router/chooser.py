@@ -178,7 +178,7 @@ class Choice:
         headers: To be added to the request: the rank, the engine's key.
         matched_tokens: Predicted cached tokens; None if the prompt's tokens are unknown.
         others: URLs of the next best workers, best first.
-        fetch_from: Host and port from which the engine is to fetch blocks; None: it is told none.
+        fetch_from: Host and port from which the engine is to fetch blocks; None: nowhere.
     """
 
     worker: str

@@ -142,7 +142,7 @@ def test_a_session_of_before_is_known_from_what_its_engine_stored() -> None:
 
     for number in range(20):
         tell(f"tcp://{'ab'[number % 2]}", str(number))
-        tell(CACHE, "nobody's")
+        tell(CACHE, "a session of the cache")
     for number in range(20):
         decision = router.choose(request(None, str(number), session_id=str(number)), 0.0)
         assert decision is not None and decision.worker == "ab"[number % 2]
@@ -150,7 +150,7 @@ def test_a_session_of_before_is_known_from_what_its_engine_stored() -> None:
         other = f"tcp://{'ba'[number % 2]}"
         tell(other, str(number))  # late: this router knows better
         assert router._sessions[str(number)] == decision.worker
-    assert "nobody's" not in router._sessions
+    assert "a session of the cache" not in router._sessions
 
 
 def test_guesses_do_not_end_with_the_gpu_where_the_caches_below_are_known() -> None:
