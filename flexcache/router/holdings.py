@@ -344,8 +344,9 @@ class Holdings:
     def _finest_form(self, worker: str, found: Found) -> BlockForm:
         """Return the form with the smallest blocks that a worker's own publishers have used, or
         that any has: blocks in a form with less lookahead would be found by too many prompts."""
-        its = {self.applier.form(source.endpoint) for source in self._used[worker].sources}
-        return min(its & set(found.keys) or found.keys)
+        told = [self.applier.form(source.endpoint) for source in self._used[worker].sources]
+        its = {form for form in told if form is not None}
+        return min(its & set(found.keys) or set(found.keys))
 
     def ended(self, running: Running, cached_tokens: int | None) -> None:
         """Note the end of a request.
