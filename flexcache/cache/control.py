@@ -217,14 +217,17 @@ class CacheControl:
             # Held twice for a moment, so that nothing that it holds is lost between the two.
             held.expires_s = max(expires_s, former.expires_s)
             self._let_go(former)
+        self._begin(pin_id, held)
+        blocks = {tier.name: held.num_in(tier) for tier in held.tiers}
+        num_blocks = sum(blocks.values()) or max(stop for _, stop in wanted)  # of tails alone
+        return CallOutcome(blocks, pin_id, num_blocks, held.expires_s)
+
+    def _begin(self, pin_id: str, held: _Held) -> None:
         self._pins[pin_id] = held
         heapq.heappush(self._expiries, (held.expires_s, pin_id))
         # A pin that is made anew again and again leaves a stale entry each time.
         if len(self._expiries) > 2 * len(self._pins) + _SPARE_ENTRIES:
             self._expiries = sorted((each.expires_s, name) for name, each in self._pins.items())
-        blocks = {tier.name: held.num_in(tier) for tier in held.tiers}
-        num_blocks = sum(blocks.values()) or max(stop for _, stop in wanted)  # of tails alone
-        return CallOutcome(blocks, pin_id, num_blocks, held.expires_s)
 
     def _hold(self, held: _Held, keys: BlockKeys, stop: int) -> bool:
         """Have a pin hold what is cached of a prompt; whether there is room for that."""
