@@ -34,7 +34,9 @@ from flexcache.errors import InternalError
 from flexcache.ids import RootId, TierName
 from flexcache.stats import ControlStats
 
+# A promise that outlives its maker takes the room of all others: who needs it longer pins again.
 LONGEST_PIN_S = 7 * 86_400.0
+# Beyond it, each request of a busy server could leave one: pins of one block share their blocks.
 _MAX_PINS = 1 << 16
 _SPARE_ENTRIES = 64
 
@@ -231,13 +233,15 @@ class CacheControl:
 
     def _hold(self, held: _Held, keys: BlockKeys, stop: int) -> bool:
         """Have a pin hold what is cached of a prompt; whether there is room for that."""
+        # A remote store evicts by itself, so nothing can be promised of it.
         local = [tier for tier in self._tiers if tier.name is not TierName.REMOTE]
         stop = self._num_cached(keys, stop, local)
         if not stop:
             return True
         key = keys.key(stop - 1)
         if self._tails is None or self._tails.has_blocks:
-            # The longest prefix that one of them has: tiers that lack its end are left out.
+            # One tier that has all of it, since each is closed under prefixes: blocks of DRAM and
+            # their rest on SSD would take the SSD's room for both.
             matches = [(tier, tier.index.locate(keys.root, key)) for tier in local]
             if not any(self._hold_blocks(held, *each) for each in matches):
                 return False
@@ -249,6 +253,7 @@ class CacheControl:
     def _hold_blocks(self, held: _Held, tier: Tier, match: PrefixMatch) -> bool:
         if match.run is None or tier.name in self._tiers.unavailable:
             return False
+        # Counted first, and taken back if that is too many: what other pins share costs nothing.
         tier.pinned.add(match)
         if not self._is_within_bounds(tier, match.run.root):
             tier.pinned.remove(match)
@@ -346,6 +351,8 @@ class CacheControl:
 
 def _pin_id(wanted: Sequence[tuple[BlockKeys, int]], session_id: str | None) -> str:
     """Name a pin after what it is to hold, so that the same call again means the same pin."""
+    # Not a new name for each call: an agent that pins the same prefix with every turn would leave a
+    # pin each time, and a caller that missed the answer could not end what it has made.
     digest = xxhash.xxh3_128(b"prompt" if session_id is None else b"session")
     if session_id is not None:
         digest.update(session_id.encode())

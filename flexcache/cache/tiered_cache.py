@@ -192,6 +192,7 @@ class TieredCache:
         self.tiers.advance(now)
         expiry_s = self.tiers.host.next_expiry
         self.tiers.expire(now)
+        # After that: what is pinned until now must not go by its age in the same turn.
         self.control.expire(now)
         # Only then something may have gone: to look at all loads at each tick costs their number.
         if expiry_s is not None and expiry_s <= now:

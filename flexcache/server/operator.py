@@ -247,6 +247,7 @@ class Operator:
         if token_ids is not None and block_keys is not None:
             raise ValueError("give either token_ids or block_keys")
         versions = self._versions() if token_ids is not None or block_keys is not None else {}
+        # All of them: who asks by HTTP knows no version, and means the text.
         prompts = [
             _prompt(cache, token_ids, block_keys, namespace, version) for version in versions
         ]

@@ -87,6 +87,7 @@ class Matcher:
             if owner is None or self._sessions.has_weights(owner.engine, prompt.weights):
                 self._place(prompt.keys, owner)
                 prompts.append(prompt)
+                # As if they had matched it: what no engine names any more is retired, pins with it.
                 if call.name == "pin":  # it ends when none of them has these weights any more
                     for engine in engines:
                         for session in self._sessions.of_engine(engine):

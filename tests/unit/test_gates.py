@@ -73,7 +73,7 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 71_735,
+    "lines of the package": 71_760,
     "files of the package": 255,
     "lines of the router": 14_830,
     "modules under 120 lines with one importer": 2,
