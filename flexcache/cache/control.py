@@ -227,7 +227,7 @@ class CacheControl:
     def _begin(self, pin_id: str, held: _Held) -> None:
         self._pins[pin_id] = held
         heapq.heappush(self._expiries, (held.expires_s, pin_id))
-        # A pin that is made anew again and again leaves a stale entry each time.
+        # A pin that is extended again and again leaves a stale entry each time.
         if len(self._expiries) > 2 * len(self._pins) + _SPARE_ENTRIES:
             self._expiries = sorted((each.expires_s, name) for name, each in self._pins.items())
 
