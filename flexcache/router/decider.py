@@ -313,18 +313,19 @@ class Decider:
         decision = await self.decide(request, terms)
         spec = self.roster.spec(decision.worker)
         others = [self.roster.spec(name).url for name in decision.others if name in self.roster]
+        peer = decision.richer_peer
         return Choice(
             worker=decision.worker,
             url=spec.url,
             headers=self._headers_for(spec),
             matched_tokens=None if request.token_ids is None else decision.matched_tokens,
             others=tuple(dict.fromkeys(others)),
-            fetch_from=self._address_of_peer(decision.richer_peer),
+            fetch_from=None if peer is None else self._address_of_peer(peer),
         )
 
-    def _address_of_peer(self, worker: str | None) -> tuple[str, int] | None:
+    def _address_of_peer(self, worker: str) -> tuple[str, int] | None:
         """Return where the p2p tier of a worker listens."""
-        if worker is None or worker not in self.roster:
+        if worker not in self.roster:
             return None
         spec = self.roster.spec(worker)
         host = urlsplit(spec.url).hostname

@@ -204,17 +204,16 @@ class LowerTiers:
 
     Several workers may share a cache, which is known by its URL. It stores a prompt when it was
     computed, so that one which is not served leaves nothing.
+
+    Attributes:
+        block_sizes: Block sizes of the caches.
     """
 
     def __init__(self, index: KVIndexer) -> None:
+        self.block_sizes: set[int] = set()
         self._index = index
         self._tiers: dict[str, dict[Tier, _AssumedCache]] = {}
         self._tick = 0
-
-    @property
-    def block_sizes(self) -> set[int]:
-        """Block sizes of the caches."""
-        return {tier.block_size for tiers in self._tiers.values() for tier in tiers.values()}
 
     def set_capacities(self, url: str, num_blocks: Mapping[Tier, int], block_size: int) -> None:
         """Set the sizes of a cache's tiers; a tier of another block size is emptied."""
@@ -226,6 +225,11 @@ class LowerTiers:
                 cache = tiers[tier] = cache.emptied()
             cache.block_size, cache.num_blocks = block_size, count
             cache.evict(len(cache.last_use) - count)
+        self._note_sizes()
+
+    def _note_sizes(self) -> None:
+        sizes = (tier.block_size for tiers in self._tiers.values() for tier in tiers.values())
+        self.block_sizes = set(sizes)  # read with each request
 
     def served(
         self, url: str, keys: Sequence[int], block_size: int, cached_tokens: int | None = None
@@ -256,6 +260,7 @@ class LowerTiers:
         for url in self._tiers.keys() - set(urls):
             self.empty(url, *Tier)
             del self._tiers[url]
+        self._note_sizes()
 
     def check(self) -> None:
         """Raise `InternalError` if a tier and the index disagree, or it exceeds its capacity."""
