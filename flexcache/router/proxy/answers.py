@@ -12,14 +12,14 @@ from typing import Any
 from aiohttp import hdrs, web
 from multidict import CIMultiDict, CIMultiDictProxy, istr
 
-from flexcache.router.chooser import UNKNOWN, Usage
+from flexcache.router.chooser import SESSION_HEADERS, UNKNOWN, Usage
 from flexcache.router.stored import IdReader
 
 REQUEST_ID_HEADER = "x-request-id"
 WORKER_HEADER = "x-flexcache-worker"
 MATCHED_TOKENS_HEADER = "x-flexcache-matched-tokens"
 
-ROUTING_HEADERS = ("content-type", "x-session-id")
+ROUTING_HEADERS = ("content-type", *SESSION_HEADERS)
 """Passed to the chooser."""
 
 # Fields that concern one connection only are not passed on (RFC 9110, 7.6.1): these, and those that

@@ -6,7 +6,7 @@ Fields and their defaults are those of vLLM's OpenAI-compatible API.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from email.message import Message
 from email.parser import BytesHeaderParser
@@ -40,6 +40,9 @@ CHARS_PER_TOKEN = 4
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETION_PATH = "/v1/completions"
+MESSAGES_PATH = "/v1/messages"
+RESPONSES_PATH = "/v1/responses"
+CHAT_PATHS = (CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH)
 
 TOKENS_PER_MEDIUM = 576
 """For estimates: an image of 336 by 336 pixels in patches of 14."""
@@ -55,6 +58,10 @@ class Kind(str, Enum):
     CHAT = "chat"
     TOOLS = "tools"
     """Chat with tools."""
+    MESSAGES = "messages"
+    """Of ``/v1/messages``, with tools or without."""
+    RESPONSES = "responses"
+    """Of ``/v1/responses``, likewise."""
 
 
 class UnknownPrompt(Exception):
@@ -79,6 +86,11 @@ class Body(msgspec.Struct, kw_only=True):
             num_bytes: Length of the whole body.
         """
         return num_bytes // CHARS_PER_TOKEN
+
+    @property
+    def session(self) -> str | None:
+        """Name of the conversation, if the body has one."""
+        return self.session_id
 
     def check_cacheable(self) -> None:
         """Check that the engine looks the prompt up in its cache, whole.
@@ -128,6 +140,15 @@ class CompletionBody(Body, kw_only=True):
             raise UnknownPrompt("prompt_embeds")
 
 
+def check_transfer(params: dict[str, msgspec.Raw] | None) -> None:
+    """
+    Raises:
+        UnknownPrompt: The engine takes the prompt's tokens from elsewhere.
+    """
+    if params and "prompt_token_ids" in params:
+        raise UnknownPrompt("kv_transfer")
+
+
 class ChatBody(Body, kw_only=True):
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -147,8 +168,7 @@ class ChatBody(Body, kw_only=True):
 
     def check_cacheable(self) -> None:
         super().check_cacheable()
-        if self.kv_transfer_params and "prompt_token_ids" in self.kv_transfer_params:
-            raise UnknownPrompt("kv_transfer")
+        check_transfer(self.kv_transfer_params)
 
     def template_variables(self) -> dict[str, Any]:
         """Return what the chat template gets besides messages and tools.
@@ -208,11 +228,6 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return others | {"reasoning": message["reasoning_content"]}
 
 
-_DECODERS: dict[str, Callable[[bytes], Body]] = {
-    COMPLETION_PATH: msgspec.json.Decoder(CompletionBody).decode,
-    CHAT_PATH: msgspec.json.Decoder(ChatBody).decode,
-}
-_decode_any = msgspec.json.Decoder(Body).decode
 _text = msgspec.json.Decoder(str)
 _texts = msgspec.json.Decoder(list[str])
 
@@ -222,15 +237,6 @@ def count_structure(raw: bytes) -> tuple[int, int]:
     octets = np.frombuffer(raw, dtype=np.uint8)
     opening = (octets | 0x20) == ord("{")  # "[" is the same without that bit
     return int(np.count_nonzero(opening)), int(np.count_nonzero(octets == ord(",")))
-
-
-def read_body(path: str, raw: bytes) -> Body:
-    """Read the body of any request.
-
-    Raises:
-        msgspec.DecodeError: It is no JSON object, or not what the path wants.
-    """
-    return _DECODERS.get(path, _decode_any)(raw)
 
 
 def read_prompt(raw: msgspec.Raw) -> str | np.ndarray:

@@ -16,6 +16,7 @@ from flexcache.logs import log_event
 from flexcache.router.fleet import ModelCard
 from flexcache.router.tokens.body import ChatBody, CompletionBody, Kind
 from flexcache.router.tokens.engines import EngineApi, NotRendered
+from flexcache.router.tokens.template import ChatTemplate
 from flexcache.router.tokens.text_tokenizer import (
     ModelFiles,
     NoTokenizer,
@@ -121,6 +122,11 @@ class ServedModel:
             kinds = frozenset(Kind) if files.chat is not None else frozenset({Kind.COMPLETION})
             missing = "no chat template here"
         self.ways = Ways(kinds, missing)
+
+    @property
+    def templates(self) -> tuple[ChatTemplate | None, ...]:
+        """Its chat templates, without and with tools."""
+        return () if self.files is None else (self.files.chat, self.files.chat_with_tools)
 
     async def render(
         self, engines: EngineApi, path: str, raw: bytes, body: ChatBody | CompletionBody

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from typing import Any, Literal
 
 import jinja2
@@ -45,13 +46,15 @@ _MEDIA = {
     "video_url": "video",
     "video_embeds": "video",
 }
-_BILLING_HEADER = "x-anthropic-billing-header"
+_REFERENCE = "tool_reference"
+BILLING_HEADER = "x-anthropic-billing-header"
+"""Begins a line of Claude Code's that changes with each request; engines leave it out."""
 
 
 def has_media(messages: list[Message]) -> bool:
     """Tell whether any message has a part that is not text."""
     return any(
-        isinstance(part, dict) and part.get("type") not in _TEXT_PARTS
+        isinstance(part, dict) and part.get("type") not in (*_TEXT_PARTS, _REFERENCE)
         for message in messages
         if isinstance(content := message.get("content"), list)
         for part in content
@@ -110,6 +113,8 @@ def _parts(message: Message, media: str) -> tuple[list[Message], bool]:
             text = _text(part, is_system=message.get("role") == "system")
             if text is not None:
                 parts.append({"type": "text", "text": text})
+        elif kind == _REFERENCE and isinstance(part.get("name"), str):
+            parts.append({"type": _REFERENCE, "name": part["name"]})
         elif kind in _MEDIA:
             found = True
             if media == "keep":
@@ -127,7 +132,7 @@ def _text(part: Message, *, is_system: bool) -> str | None:
         return None
     if not isinstance(text, str):
         raise UnknownPrompt("content")
-    if is_system and text.startswith(_BILLING_HEADER):
+    if is_system and text.startswith(BILLING_HEADER):
         return text.partition("\n")[2] or None
     return text
 
@@ -152,7 +157,8 @@ def _message(message: Message, parts: list[Message], content_format: ContentForm
 def _content(role: str, parts: list[Message], content_format: ContentFormat) -> str | list[Message]:
     texts = [part["text"] for part in parts if part["type"] == "text"]
     if content_format == "string":
-        return "\n".join(text for text in texts if text)
+        shown = (part.get("text") or part.get("name") for part in parts)
+        return "\n".join(text for text in shown if text)
     if role == "tool" and len(texts) == len(parts):
         return "\n".join(texts)
     return parts
@@ -345,6 +351,7 @@ def _content_arguments(
     return given
 
 
+_EFFORTS = ("low", "medium", "high", "xhigh", "max")
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 _RESERVED = frozenset(
     {"chat_template", "tokenize", "messages", "conversation", "tools", "return_dict", "self"}
@@ -379,6 +386,20 @@ def _tojson(
     )
 
 
+def _wants_one_system(source: str) -> bool:
+    """Tell whether a template refuses a system message that is not the first, by vLLM's rule."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+    roles = ("system", "user", "system", "user")
+    messages = [{"role": role, "content": "t"} for role in roles]
+    try:
+        environment.from_string(source).render(messages=messages, add_generation_prompt=False)
+    except jinja2.TemplateError:  # also of functions that vLLM does not define for the trial
+        return True
+    return False
+
+
 class ChatTemplate:
     """A compiled chat template.
 
@@ -391,6 +412,10 @@ class ChatTemplate:
         strftime_now: Formats the present time, for templates that tell the date.
         max_chars: A longer text is not made.
         max_pieces: Nor one of more pieces: a bound on the time.
+
+    Attributes:
+        wants_one_system: Where clients have system messages in the midst of a conversation, the
+            engine moves them to its beginning.
 
     Raises:
         jinja2.TemplateError: The source is no template.
@@ -415,11 +440,26 @@ class ChatTemplate:
         environment.globals["strftime_now"] = strftime_now
         self._template = environment.from_string(source)
         self._content_format = content_format(environment.parse(source))
+        self.wants_one_system = _wants_one_system(source)
         self._developer_role = '"developer"' in source or "'developer'" in source
         self._source = source
         self._special_tokens = dict(special_tokens)
         self._max_chars = max_chars
         self._max_pieces = max_pieces
+
+    @cached_property
+    def disabled_effort(self) -> str:
+        """The effort of reasoning as which the engine passes on that it is switched off."""
+        none = self._of_effort("none")
+        is_known = none is not None and none not in map(self._of_effort, _EFFORTS)
+        return "none" if is_known else "low"
+
+    def _of_effort(self, effort: str) -> str | None:
+        messages = [{"role": "user", "content": "Hi"}]
+        try:
+            return self.render(ChatBody(messages=messages, reasoning_effort=effort))[0]
+        except UnknownPrompt:
+            return None
 
     def render(self, body: ChatBody) -> tuple[str, bool]:
         """Render a request's prompt.
