@@ -161,7 +161,7 @@ class KVRouter:
         found = self.holdings.find(request)
         prompt = self._prompt(request, found)
         before = self.running.get(request.request_id)
-        assumed, holder = self._with_turns(request, prompt)
+        assumed, holder = self._with_turns(request, prompt) if request.turns else (prompt, None)
         pick, running = self.dispatcher.choose(request.request_id, assumed, now, eligible)
         decision = self._decision(request, prompt, pick, found, now)
         if pick.worker == holder and decision.reason == "load":

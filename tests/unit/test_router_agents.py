@@ -4,6 +4,7 @@ compares their tokens with the engine's."""
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from test_router_tokens import Reader
 
 from flexcache.router import KVRouter, RouteRequest, WorkerSpec, WorkerState
 from flexcache.router.chooser import Turn
+from flexcache.router.tokens.body import with_pin
 
 Body = dict[str, Any]
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -170,3 +172,53 @@ def test_a_busy_engine_loses_its_conversation_and_one_that_is_gone_too() -> None
     third = router.choose(asked("3", [1, 2, 3, 4]), 0.0)
     assert third is not None and third.worker == first.worker
     router.check()
+
+
+# -- cache_control ---------------------------------------------------------------------------------
+
+PIN = "flexcache_pin_ttl_s"
+
+
+def marked(text: str = "x", **marker: Any) -> Body:
+    return {"type": "text", "text": text, "cache_control": {"type": "ephemeral", **marker}}
+
+
+@pytest.mark.parametrize(
+    ("body", "ttl_s"),
+    [
+        ({"messages": [{"role": "user", "content": [marked()]}]}, 300),
+        ({"messages": [{"role": "user", "content": [marked(ttl="1h"), marked(ttl="5m")]}]}, 3600),
+        ({"messages": [], "system": [marked(ttl="5m")]}, 300),
+        ({"messages": [], "tools": [{"name": "t", "cache_control": {"type": "ephemeral"}}]}, 300),
+        ({"messages": [{"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "1", "content": [marked(ttl="1h")]}]}]}, 3600),
+        ({"messages": [{"role": "tool", "content": "x", "cache_control": {"ttl": "5m"}}]}, 300),
+        ({"messages": [], "cache_control": {"type": "ephemeral"}}, 300),
+        ({"messages": [{"role": "user", "content": [marked(ttl="1y")]}]}, None),
+        ({"messages": [{"role": "user", "content": 'says "cache_control": {"ttl": "1h"}'}]}, None),
+        ({"messages": [{"role": "user", "content": [marked()]}], "system": 7}, None),
+        ({"messages": [{"role": "user", "content": [{"cache_control": 5}]}]}, None),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("path", ["/v1/messages?beta=true", "/v1/chat/completions"])
+def test_markers_become_a_pin(path: str, body: Body, ttl_s: int | None) -> None:
+    raw = json.dumps(body | {"seed": 12345678901234567890, "x": 1e5}).encode()
+    translated = with_pin(path, raw)
+    if ttl_s is None:
+        assert translated == raw
+        return
+    expected = json.loads(raw) | {"kv_transfer_params": {PIN: ttl_s}}
+    assert json.loads(translated) == expected
+    asked = json.dumps(body | {"kv_transfer_params": {"a": 1, PIN: 7}}).encode()
+    assert with_pin(path, asked) == asked  # the client's own
+    other = json.dumps(body | {"kv_transfer_params": {"a": 1}}).encode()
+    assert json.loads(with_pin(path, other))["kv_transfer_params"] == {"a": 1, PIN: ttl_s}
+
+
+def test_other_bodies_are_not_touched() -> None:
+    raw = json.dumps({"messages": [{"role": "user", "content": [marked()]}]}).encode()
+    assert with_pin("/v1/responses", raw) is raw
+    assert with_pin("/v1/messages/count_tokens", raw) is raw
+    assert with_pin("/v1/messages", b'"cache_control" [') == b'"cache_control" ['
+    deep = b'{"messages": ' + b'[{"content": ' * 5000 + b'"cache_control"'
+    assert with_pin("/v1/messages", deep) is deep

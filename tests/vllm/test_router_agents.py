@@ -24,7 +24,7 @@ from flexcache.router.tokens import Tokenizers
 
 Body = dict[str, Any]
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
-NUM_BODIES = 250
+NUM_BODIES = 120
 TEXTS = (
     "",
     "x",
@@ -203,6 +203,7 @@ def make_renderer(tokenizer: Path) -> Callable[[str, Body], Awaitable[list[int] 
     from vllm.entrypoints.openai.models.serving import OpenAIModelRegistry
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
     from vllm.entrypoints.scale_out.render.serving import ServingRender
+    from vllm.exceptions import VLLMValidationError
     from vllm.renderers import renderer_from_config
     from vllm.renderers.online_renderer import OnlineRenderer
 
@@ -227,7 +228,7 @@ def make_renderer(tokenizer: Path) -> Callable[[str, Body], Awaitable[list[int] 
                 rendered = await serving.render_messages_request(asked)
             else:
                 rendered = await serving.render_responses_request(ResponsesRequest(**body))
-        except (ValueError, AttributeError, TypeError, LookupError):  # as the server answers 4xx
+        except (VLLMValidationError, ValueError, AttributeError, TypeError, LookupError):
             return None
         ids: list[int] | None = getattr(rendered, "token_ids", None)
         return ids

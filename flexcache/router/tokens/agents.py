@@ -75,11 +75,6 @@ class AgentBody(Body, kw_only=True):
         yield self.tools
 
     def turns(self, seed: int) -> list[Turn]:
-        """Return the conversation as text: a key for each of its beginnings, the shortest first.
-
-        Args:
-            seed: Secret of the keys.
-        """
         key = xxhash.xxh3_128_digest(repr((self.model, self.cache_salt)).encode(), seed)
         num_tokens, turns = 0, []
         for item in self._items():
@@ -112,7 +107,7 @@ def _texts(item: Any) -> tuple[list[str], int]:
         if isinstance(value, dict):
             fields = {key: inner for key, inner in value.items() if key not in _NOT_SAID}
             if value.get("type") in _MEDIA:
-                texts.append(xxhash.xxh3_128_hexdigest(msgspec.json.encode(fields)))
+                texts.append(xxhash.xxh3_128_hexdigest(repr(fields).encode()))
                 num_tokens += TOKENS_PER_MEDIUM
             else:
                 waiting.extend(reversed(fields.values()))
@@ -161,10 +156,9 @@ class MessagesBody(AgentBody, kw_only=True):
     output_config: Item | None = None
     metadata: Item | None = None
 
-    @property
-    def session(self) -> str | None:
+    def __post_init__(self) -> None:
         user = (self.metadata or {}).get("user_id")  # Claude Code's names the session, too
-        return self.session_id or (user if isinstance(user, str) else None)
+        self.session_id = self.session_id or (user if isinstance(user, str) else None)
 
     def as_chat(self, templates: Sequence[ChatTemplate | None]) -> ChatBody:
         known = [each for each in templates if each is not None]
@@ -204,32 +198,38 @@ class MessagesBody(AgentBody, kw_only=True):
 
     def _tools(self) -> list[Item] | None:
         """Return the tools that hold at the conversation's end."""
-        tools = {_name(tool): tool for tool in self.tools or ()}
-        changes = [
-            block
-            for message in self.messages
-            if _is_system(message) and isinstance(message.get("content"), list)
-            for block in message["content"]
-            if isinstance(block, dict) and block.get("type") in ("tool_addition", "tool_removal")
-        ]
+        changes = list(_tool_changes(self.messages))
         if not changes:
             return None if self.tools is None else [_tool(tool) for tool in self.tools]
-        removed = set()
+        tools = {_name(tool): tool for tool in self.tools or ()}
+        removed: set[str] = set()
         for block in changes:
-            change = block.get("tool")
-            if not isinstance(change, dict):
-                raise UnknownPrompt("tools")
-            if change.get("type") == "tool_definition":
-                name = _name(change.get("definition"))
-                tools[name] = change["definition"]
-            else:
-                name = _name(change)
-                if name not in tools:
-                    raise UnknownPrompt("tools")
-                if block["type"] == "tool_addition":
-                    tools[name] = {**tools[name], "defer_loading": None}
-            (removed.add if block["type"] == "tool_removal" else removed.discard)(name)
+            _change(tools, removed, block)
         return [_tool(tool) for name, tool in tools.items() if name not in removed]
+
+
+def _tool_changes(messages: list[Item]) -> Iterator[Item]:
+    for message in filter(_is_system, messages):
+        content = message.get("content")
+        for block in content if isinstance(content, list) else ():
+            if isinstance(block, dict) and block.get("type") in ("tool_addition", "tool_removal"):
+                yield block
+
+
+def _change(tools: dict[str, Item], removed: set[str], block: Item) -> None:
+    change = block.get("tool")
+    if not isinstance(change, dict):
+        raise UnknownPrompt("tools")
+    if change.get("type") == "tool_definition":
+        name = _name(change.get("definition"))
+        tools[name] = change["definition"]
+    else:
+        name = _name(change)
+        if name not in tools:
+            raise UnknownPrompt("tools")
+        if block["type"] == "tool_addition":
+            tools[name] = {**tools[name], "defer_loading": None}
+    (removed.add if block["type"] == "tool_removal" else removed.discard)(name)
 
 
 def _is_system(message: Item) -> bool:
@@ -256,32 +256,34 @@ def _converted(message: Item) -> Iterator[Item]:
         return
     made: Item = {"role": role}
     parts: list[Item] = []
-    calls: list[Item] = []
-    thoughts: list[str] = []
     for block in _blocks(content):
         kind = block.get("type")
         if kind == "tool_result" and role == "user":
             yield from _results(block)
-        elif kind == "tool_use":
-            calls.append(_call(block.get("id"), block.get("name") or "", block.get("input") or {}))
-        elif kind == "thinking":
-            thoughts.append(_text_of(block, "thinking"))
         else:
-            parts += _part(block)
-    if thoughts:
-        made["reasoning"] = "".join(thoughts)
-    if calls:
-        made["tool_calls"] = calls
-    if parts:
-        only_text = len(parts) == 1 and parts[0]["type"] == "text"
-        made["content"] = parts[0]["text"] if only_text else parts
+            parts += _part(block, made)
+    if len(parts) == 1 and parts[0]["type"] == "text":
+        made["content"] = parts[0]["text"]
+    elif parts:
+        made["content"] = parts
     if role == "assistant" or parts:
         yield made
 
 
-def _part(block: Item) -> list[Item]:
-    """Return the chat's part for a block, none perhaps."""
+def _part(block: Item, made: Item) -> list[Item]:
+    """Return the chat's part for a block; there is none for what has a field of its own.
+
+    Args:
+        made: The message that gets such fields.
+    """
     kind = block.get("type")
+    if kind == "tool_use":
+        call = _call(block.get("id"), block.get("name", ""), block.get("input") or {})
+        made.setdefault("tool_calls", []).append(call)
+        return []
+    if kind == "thinking":
+        made["reasoning"] = made.get("reasoning", "") + _text_of(block, "thinking")
+        return []
     if kind == "text":
         return [{"type": "text", "text": text}] if (text := _text_of(block)) else []
     if kind == "image":
@@ -297,26 +299,26 @@ def _part(block: Item) -> list[Item]:
 def _results(block: Item) -> Iterator[Item]:
     """Yield the messages for a tool's result: its texts, images and references, each in one."""
     asked = block.get("tool_use_id") or ""
-    content = block.get("content") or ""
-    items = [content] if isinstance(content, str) else _blocks(content)
-    texts, images, references = [], [], []
-    for item in items:
-        if isinstance(item, str):
-            texts.append(item)
-        elif item.get("type") == "text":
-            texts.append(_text_of(item))
-        elif item.get("type") == "image":
-            source = item.get("source") or {}
-            if source.get("type") != "url" or source.get("url"):
-                images.append({"type": "image_url"})
-        elif item.get("type") == "tool_reference":
-            name = item.get("tool_name") or item.get("name")
-            references += [{"type": "tool_reference", "name": name}] if name else []
+    items = _blocks(block.get("content") or "")
+    texts = [_text_of(item) for item in items if item.get("type") == "text"]
     yield {"role": "tool", "tool_call_id": asked, "content": "\n".join(texts)}
-    if images:
+    if images := [{"type": "image_url"} for item in items if _has_image(item)]:
         yield {"role": "user", "content": images}
-    if references:
+    if references := list(_references(items)):
         yield {"role": "tool", "tool_call_id": asked, "content": references}
+
+
+def _references(items: list[Item]) -> Iterator[Item]:
+    for item in items:
+        name = item.get("tool_name") or item.get("name")
+        if item.get("type") == "tool_reference" and name:
+            yield {"type": "tool_reference", "name": name}
+
+
+def _has_image(item: Item) -> bool:
+    source = item.get("source")
+    is_empty = isinstance(source, dict) and source.get("type") == "url" and not source.get("url")
+    return item.get("type") == "image" and not is_empty
 
 
 def _call(name_of_call: Any, name: Any, arguments: Any) -> Item:
@@ -374,9 +376,8 @@ class ResponsesBody(AgentBody, kw_only=True):
     previous_response_id: str | None = None
     prompt_cache_key: str | None = None
 
-    @property
-    def session(self) -> str | None:
-        return self.session_id or self.prompt_cache_key
+    def __post_init__(self) -> None:
+        self.session_id = self.session_id or self.prompt_cache_key
 
     def check_cacheable(self) -> None:
         super().check_cacheable()
@@ -398,6 +399,7 @@ class ResponsesBody(AgentBody, kw_only=True):
             reasoning_effort=(self.reasoning or {}).get("effort"),
             add_generation_prompt=not is_open,
             continue_final_message=is_open,
+            add_special_tokens=True,  # unlike for chats
             chat_template_kwargs=self.chat_template_kwargs,
             kv_transfer_params=self.kv_transfer_params,
         )
@@ -452,7 +454,7 @@ def _add_item(messages: list[Item], item: Item) -> None:
     Raises:
         UnknownPrompt: The engine refuses it.
     """
-    kind, role = item.get("type"), item.get("role")
+    kind = item.get("type")
     before = messages[-1] if messages and messages[-1].get("role") == "assistant" else None
     if kind in ("function_call", "custom_tool_call"):
         call = _call_of_item(item)
@@ -465,17 +467,21 @@ def _add_item(messages: list[Item], item: Item) -> None:
     elif kind in ("function_call_output", "custom_tool_call_output"):
         output = item.get("output")
         messages.append({"role": "tool", "content": output, "tool_call_id": item.get("call_id")})
-    elif kind not in (None, "message") or role not in ("user", "assistant", "system", "developer"):
-        raise UnknownPrompt("input")
-    elif role == "assistant":
-        content = item.get("content")
-        if isinstance(content, list):
-            content = content[0].get("text") if content and isinstance(content[0], dict) else None
-        if not isinstance(content, str):
-            raise UnknownPrompt("content")
-        _add(messages, before, "content", content)
-    else:
+    elif kind in (None, "message") and item.get("role") == "assistant":
+        _add(messages, before, "content", _said(item.get("content")))
+    elif kind in (None, "message") and item.get("role") in ("user", "system", "developer"):
         messages.append(item)
+    else:
+        raise UnknownPrompt("input")
+
+
+def _said(content: Any) -> str:
+    """Return the text of an assistant's message, of which the engine keeps the first part."""
+    if isinstance(content, list):
+        content = content[0].get("text") if content and isinstance(content[0], dict) else None
+    if not isinstance(content, str):
+        raise UnknownPrompt("content")
+    return content
 
 
 def _add(messages: list[Item], before: Item | None, field: str, text: str) -> None:

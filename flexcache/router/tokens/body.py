@@ -6,7 +6,7 @@ Fields and their defaults are those of vLLM's OpenAI-compatible API.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from email.message import Message
 from email.parser import BytesHeaderParser
@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from flexcache.router.chooser import Arrival
+from flexcache.router.chooser import Arrival, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ COMPLETION_PATH = "/v1/completions"
 MESSAGES_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
 CHAT_PATHS = (CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH)
+_MARKED_PATHS = (CHAT_PATH, MESSAGES_PATH)
 
 TOKENS_PER_MEDIUM = 576
 """For estimates: an image of 336 by 336 pixels in patches of 14."""
@@ -87,10 +88,13 @@ class Body(msgspec.Struct, kw_only=True):
         """
         return num_bytes // CHARS_PER_TOKEN
 
-    @property
-    def session(self) -> str | None:
-        """Name of the conversation, if the body has one."""
-        return self.session_id
+    def turns(self, seed: int) -> Sequence[Turn]:
+        """Return the conversation as text: a key for each of its beginnings, the shortest first.
+
+        Args:
+            seed: Secret of the keys.
+        """
+        return ()
 
     def check_cacheable(self) -> None:
         """Check that the engine looks the prompt up in its cache, whole.
@@ -277,6 +281,76 @@ def _token_ids(data: bytes) -> np.ndarray:
     if numbers.min() < 0 or numbers.max() >= 2**32:
         raise UnknownPrompt("no prompt")
     return numbers.astype(np.uint32)
+
+
+class _Marker(msgspec.Struct):
+    ttl: str | None = None
+
+
+class _Marked(msgspec.Struct):
+    """A part of a body that may have Anthropic's ``cache_control``, or parts that do."""
+
+    cache_control: _Marker | None = None
+    content: str | list[_Marked] | None = None
+
+
+class _MarkedBody(msgspec.Struct):
+    cache_control: _Marker | None = None
+    system: str | list[_Marked] | None = None
+    tools: list[_Marked] | None = None
+    messages: list[_Marked] = []
+    kv_transfer_params: dict[str, msgspec.Raw] | None = None
+
+
+_read_marked = msgspec.json.Decoder(_MarkedBody).decode
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+MARKER = b'"cache_control"'
+_PIN = "flexcache_pin_ttl_s"
+_TTLS = {None: 300, "5m": 300, "1h": 3600}
+"""Seconds that a marker asks for; Anthropic has no others."""
+
+
+def with_pin(target: str, body: bytes) -> bytes:
+    """Translate the ``cache_control`` markers of a chat into FlexCache's pin of its prompt.
+
+    The prompt is pinned for the longest time that a marker names: markers further on cover what
+    lies before them. A pin that the body asks for itself stays. Never raises.
+
+    Args:
+        target: Path of the request.
+        body: One that has `MARKER`.
+    """
+    if target.partition("?")[0] not in _MARKED_PATHS:
+        return body
+    try:
+        marked = _read_marked(body)
+        ttl_s = max(map(_ttl_s, _markers(marked)), default=0)
+        params = marked.kv_transfer_params or {}
+        if not ttl_s or _PIN in params:
+            return body
+        fields = _fields.decode(body)
+        pin = {**params, _PIN: msgspec.Raw(b"%d" % ttl_s)}
+        fields["kv_transfer_params"] = msgspec.Raw(msgspec.json.encode(pin))
+        return msgspec.json.encode(fields)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):  # the engine says what is wrong
+        return body
+
+
+def _markers(marked: _MarkedBody) -> Iterator[_Marker]:
+    if marked.cache_control is not None:
+        yield marked.cache_control
+    waiting = [*(marked.tools or ()), *marked.messages]
+    waiting += marked.system if isinstance(marked.system, list) else []
+    while waiting:
+        part = waiting.pop()
+        if part.cache_control is not None:
+            yield part.cache_control
+        if isinstance(part.content, list):
+            waiting += part.content
+
+
+def _ttl_s(marker: _Marker) -> int:
+    return _TTLS.get(marker.ttl, 0)
 
 
 _MOST_PARTS = 64

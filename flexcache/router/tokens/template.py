@@ -108,20 +108,25 @@ def _parts(message: Message, media: str) -> tuple[list[Message], bool]:
             part = {"type": "text", "text": part}
         if not isinstance(part, dict):
             raise UnknownPrompt("content")
-        kind = part.get("type")
-        if kind in _TEXT_PARTS:
-            text = _text(part, is_system=message.get("role") == "system")
-            if text is not None:
-                parts.append({"type": "text", "text": text})
-        elif kind == _REFERENCE and isinstance(part.get("name"), str):
-            parts.append({"type": _REFERENCE, "name": part["name"]})
-        elif kind in _MEDIA:
-            found = True
-            if media == "keep":
-                parts.append({"type": _MEDIA[kind]})
-        else:
-            raise UnknownPrompt("content")
+        made = _part(part, is_system=message.get("role") == "system")
+        is_medium = part.get("type") in _MEDIA
+        found = found or is_medium
+        if made is not None and (media == "keep" or not is_medium):
+            parts.append(made)
     return parts, found
+
+
+def _part(part: Message, *, is_system: bool) -> Message | None:
+    """Return what the template gets of a part; None: the engine leaves it out."""
+    kind = part.get("type")
+    if kind in _TEXT_PARTS:
+        text = _text(part, is_system=is_system)
+        return None if text is None else {"type": "text", "text": text}
+    if kind == _REFERENCE and isinstance(part.get("name"), str):
+        return {"type": _REFERENCE, "name": part["name"]}
+    if kind in _MEDIA:
+        return {"type": _MEDIA[kind]}
+    raise UnknownPrompt("content")
 
 
 def _text(part: Message, *, is_system: bool) -> str | None:
@@ -132,7 +137,7 @@ def _text(part: Message, *, is_system: bool) -> str | None:
         return None
     if not isinstance(text, str):
         raise UnknownPrompt("content")
-    if is_system and text.startswith(BILLING_HEADER):
+    if is_system and kind == "text" and text.startswith(BILLING_HEADER):
         return text.partition("\n")[2] or None
     return text
 

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from flexcache.logs import log_event
-from flexcache.router.chooser import SESSION_HEADERS, Arrival, RouteRequest, Turn
+from flexcache.router.chooser import SESSION_HEADERS, Arrival, RouteRequest
 from flexcache.router.fleet import ModelCard
 from flexcache.router.stats import TokenizerStats
 from flexcache.router.tokens.agents import AgentBody, read_body
@@ -108,12 +108,6 @@ def _first_difference(ours: np.ndarray, theirs: np.ndarray) -> int:
     return int(differing[0]) if len(differing) else shared
 
 
-def _session(arrival: Arrival) -> str | None:
-    """Return the name of the conversation that a request's header has."""
-    fields = arrival.headers
-    return next((fields[name] for name in SESSION_HEADERS if fields.get(name)), None)
-
-
 class Tokenizers:
     """Reads requests. Make and use it on one running event loop.
 
@@ -206,6 +200,7 @@ class Tokenizers:
             counts.tokens += len(prompt.ids)
             counts.remembered_tokens += prompt.remembered
         counts.seconds.observe(loop.time() - started)
+        is_known = prompt is not None and prompt.num_tokens == len(prompt.ids)
         return RouteRequest(
             request_id=arrival.request_id,
             num_tokens=body.estimate(len(arrival.body)) if prompt is None else prompt.num_tokens,
@@ -213,16 +208,10 @@ class Tokenizers:
             model=body.model or named_model(arrival),
             adapter=adapter,
             cache_salt=body.cache_salt,
-            session_id=_session(arrival) or body.session,
-            turns=self._turns(body, prompt),
+            session_id=next(filter(None, map(arrival.headers.get, SESSION_HEADERS)), None)
+            or body.session_id,
+            turns=() if is_known else body.turns(self._seed),
         )
-
-    def _turns(self, body: Body, prompt: PromptTokens | None) -> list[Turn]:
-        """Return the conversation as text, unless all of its tokens are known."""
-        is_known = prompt is not None and prompt.num_tokens == len(prompt.ids)
-        if is_known or not isinstance(body, AgentBody):
-            return []
-        return body.turns(self._seed)
 
     def _parse(self, path: str, raw: bytes) -> Body:
         if not raw:
