@@ -85,9 +85,9 @@ class TieredCache:
             plan.stores[name] = cache.tiers.by_name[name].reserve_exactly(blocks)
         return cache, plan
 
-    def keep_journal(self, tokens_per_block: int) -> None:
+    def keep_journal(self, tokens_per_block: int, *, tells_locality: bool = False) -> None:
         """Record, from now on, what every tier stores and loses."""
-        self.tiers.keep_journal(tokens_per_block)
+        self.tiers.keep_journal(tokens_per_block, tells_locality=tells_locality)
         self.stores.keep_content(tokens_per_block)
 
     def plan_nothing(
@@ -331,7 +331,7 @@ def build_cache(
     cache = TieredCache(ordered, _settings(config, sizes, ordered, writes, shape, op_ids))
     cache.remake = partial(build_cache, config, sizes, shape, op_ids)
     if config.records_changes:
-        cache.keep_journal(config.tokens_per_block)
+        cache.keep_journal(config.tokens_per_block, tells_locality=config.kv_events_locality)
     return cache
 
 

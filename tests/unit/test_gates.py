@@ -73,15 +73,15 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 70_545,
-    "files of the package": 252,
-    "lines of the router": 14_825,
+    "lines of the package": 71_345,
+    "files of the package": 253,
+    "lines of the router": 15_575,
     "modules under 120 lines with one importer": 2,
     "class names that several classes have": 2,
     "functions with too many parameters": 5,
     "functions more complex than 12": 34,
     "types of messages": 54,
-    "settings of the cache": 47,
+    "settings of the cache": 48,
     "settings of the router": 33,
     "metrics": 113,
 }

@@ -117,6 +117,8 @@ class ServedModel:
         self.files = files
         self.engines: deque[str] = deque()
         """URLs, the one that is asked next first."""
+        self.is_vllms = True
+        """Its engines make chats of agents' requests as vLLM does."""
         kinds = frozenset[Kind]()
         if files is not None:
             kinds = frozenset(Kind) if files.chat is not None else frozenset({Kind.COMPLETION})
@@ -258,11 +260,13 @@ class ModelRegistry:
 
     def _assign(self, listed: Mapping[str, Sequence[ModelCard]]) -> None:
         engines: dict[str, deque[str]] = {}
+        others: set[str] = set()
         names: dict[str, tuple[ServedModel, str | None]] = {}
         for url, cards in listed.items():
             for root, served in base_models(cards).items():
                 engines.setdefault(root, deque()).append(url)
                 names |= dict.fromkeys(served, (self._models[root], None))
+            others |= {c.root or c.id for c in cards if c.owner not in (None, "vllm")}
             for card in cards:
                 if card.parent is not None and card.parent in names:
                     names[card.id] = (names[card.parent][0], card.id)
@@ -270,4 +274,5 @@ class ModelRegistry:
             self._models = {root: model for root, model in self._models.items() if root in engines}
         for root, model in self._models.items():
             model.engines = engines.get(root, deque())
+            model.is_vllms = root not in others
         self._names = names

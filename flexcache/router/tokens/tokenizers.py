@@ -245,6 +245,8 @@ class Tokenizers:
         if model is None:
             raise UnknownPrompt("no tokenizer")
         if isinstance(body, AgentBody):
+            if not model.is_vllms:
+                raise UnknownPrompt("engine")
             body = body.as_chat(model.templates)
         way = model.ways.way(body.kind)
         if model.engines:
