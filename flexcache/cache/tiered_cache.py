@@ -16,6 +16,7 @@ from functools import partial
 from flexcache.cache.admission import Admission, ReuseWatch, Selective
 from flexcache.cache.block_keys import BlockKeys, EngineBlockKeys
 from flexcache.cache.block_pool import NO_ROOT, Quotas
+from flexcache.cache.control import CacheControl
 from flexcache.cache.early_loads import EarlyLoads
 from flexcache.cache.eviction_policy import make_policy
 from flexcache.cache.load_cost import LoadCost, LoadWays
@@ -58,6 +59,7 @@ class TieredCache:
         self.direct_stores = None if settings.keeps_on_host else DirectStores(tiers, settings)
         """Plans puts past the host tier, if that only stages."""
         self.sessions = PromptSessions(tiers, settings.load_cost)
+        self.control = CacheControl(tiers, self.loads.tails)
         self.early = EarlyLoads(tiers.host, settings.early_load_share, settings.early_load_ttl_s)
         self.reuse = settings.reuse
         self._write_budgets = settings.write_budgets
@@ -80,6 +82,7 @@ class TieredCache:
         cache = self.remake()
         cache.tiers.succeed(self.tiers)
         cache.stores.era = self.stores.era + 1
+        cache.control.counters = self.control.counters
         plan = cache.plan_nothing(TaskKind.STORE, EngineBlockKeys(NO_ROOT, (), 0), 0, 0, "")
         for name, blocks in busy.items():
             plan.stores[name] = cache.tiers.by_name[name].reserve_exactly(blocks)

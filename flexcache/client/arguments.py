@@ -261,8 +261,7 @@ class GroupTable:
         the tokens."""
         if not self._has_states:
             return prompt
-        stop = min(prompt.stop, max(0, prompt.num_tokens - 1) // self._tokens)
-        return msgspec.structs.replace(prompt, start=min(prompt.start, stop), stop=stop)
+        return prompt.up_to(max(0, prompt.num_tokens - 1) // self._tokens)
 
     def with_tail(self, prompt: Prompt, tail_at: int | None) -> Prompt:
         """Have a put also store the tail behind ``tail_at`` tokens. Raises `ValueError`."""
