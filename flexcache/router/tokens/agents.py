@@ -364,7 +364,7 @@ _CUSTOM_PARAMETERS = {
     "required": [_CUSTOM_INPUT],
     "additionalProperties": False,
 }
-"""Of the function as which a model sees a tool that takes free text."""
+"""Parameters of the function as which a model sees a tool that takes free text."""
 _OPEN = ("in_progress", "incomplete")
 
 

@@ -60,9 +60,9 @@ class Kind(str, Enum):
     TOOLS = "tools"
     """Chat with tools."""
     MESSAGES = "messages"
-    """Of ``/v1/messages``, with tools or without."""
+    """``/v1/messages``, with tools or without."""
     RESPONSES = "responses"
-    """Of ``/v1/responses``, likewise."""
+    """``/v1/responses``, likewise."""
 
 
 class UnknownPrompt(Exception):

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from enum import Enum
+from itertools import chain
 
 import numpy as np
 
@@ -186,6 +187,11 @@ def base_models(cards: Iterable[ModelCard]) -> dict[str, list[str]]:
     return found
 
 
+def _roots_of_others(cards: Iterable[ModelCard]) -> set[str]:
+    """Return the models' files at engines other than vLLM."""
+    return {card.root or card.id for card in cards if card.owner not in (None, "vllm")}
+
+
 logger = logging.getLogger(__name__)
 
 
@@ -260,18 +266,17 @@ class ModelRegistry:
 
     def _assign(self, listed: Mapping[str, Sequence[ModelCard]]) -> None:
         engines: dict[str, deque[str]] = {}
-        others: set[str] = set()
         names: dict[str, tuple[ServedModel, str | None]] = {}
         for url, cards in listed.items():
             for root, served in base_models(cards).items():
                 engines.setdefault(root, deque()).append(url)
                 names |= dict.fromkeys(served, (self._models[root], None))
-            others |= {c.root or c.id for c in cards if c.owner not in (None, "vllm")}
             for card in cards:
                 if card.parent is not None and card.parent in names:
                     names[card.id] = (names[card.parent][0], card.id)
         if listed:
             self._models = {root: model for root, model in self._models.items() if root in engines}
+        others = _roots_of_others(chain.from_iterable(listed.values()))
         for root, model in self._models.items():
             model.engines = engines.get(root, deque())
             model.is_vllms = root not in others

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, Literal
 
@@ -356,6 +356,10 @@ def _content_arguments(
     return given
 
 
+_FAULTS = (
+    jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError,
+    RecursionError, RuntimeError,
+)  # fmt: skip
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 _RESERVED = frozenset(
@@ -391,20 +395,6 @@ def _tojson(
     )
 
 
-def _wants_one_system(source: str) -> bool:
-    """Tell whether a template refuses a system message that is not the first, by vLLM's rule."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-    )
-    roles = ("system", "user", "system", "user")
-    messages = [{"role": role, "content": "t"} for role in roles]
-    try:
-        environment.from_string(source).render(messages=messages, add_generation_prompt=False)
-    except jinja2.TemplateError:  # also of functions that vLLM does not define for the trial
-        return True
-    return False
-
-
 class ChatTemplate:
     """A compiled chat template.
 
@@ -417,10 +407,6 @@ class ChatTemplate:
         strftime_now: Formats the present time, for templates that tell the date.
         max_chars: A longer text is not made.
         max_pieces: Nor one of more pieces: a bound on the time.
-
-    Attributes:
-        wants_one_system: Where clients have system messages in the midst of a conversation, the
-            engine moves them to its beginning.
 
     Raises:
         jinja2.TemplateError: The source is no template.
@@ -445,12 +431,29 @@ class ChatTemplate:
         environment.globals["strftime_now"] = strftime_now
         self._template = environment.from_string(source)
         self._content_format = content_format(environment.parse(source))
-        self.wants_one_system = _wants_one_system(source)
         self._developer_role = '"developer"' in source or "'developer'" in source
         self._source = source
         self._special_tokens = dict(special_tokens)
         self._max_chars = max_chars
         self._max_pieces = max_pieces
+
+    @cached_property
+    def wants_one_system(self) -> bool:
+        """Whether the template refuses a system message that is not the first, by vLLM's rule.
+
+        Where clients have some in the midst of a conversation, the engine moves them to the front.
+        """
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        )
+        roles = ("system", "user", "system", "user")
+        messages = [{"role": role, "content": "t"} for role in roles]
+        try:
+            trial = environment.from_string(self._source)
+            self._joined(trial.generate(messages=messages, add_generation_prompt=False))
+        except (UnknownPrompt, *_FAULTS):  # also of functions that vLLM does not define here
+            return True
+        return False
 
     @cached_property
     def disabled_effort(self) -> str:
@@ -506,9 +509,7 @@ class ChatTemplate:
             messages, final = _marked(messages)
         try:
             text = self._generate(messages, tools_for_template(body.tools), variables)
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
-            raise UnknownPrompt("template") from error
-        except (LookupError, AttributeError, RecursionError, RuntimeError) as error:
+        except _FAULTS as error:
             raise UnknownPrompt("template") from error
         return _up_to_mark(text, final) if continued else text
 
@@ -521,9 +522,12 @@ class ChatTemplate:
     def _generate(
         self, messages: list[Message], tools: list[Message] | None, variables: dict[str, Any]
     ) -> str:
+        return self._joined(self._template.generate(messages=messages, tools=tools, **variables))
+
+    def _joined(self, generated: Iterable[str]) -> str:
         pieces = []
         length = 0
-        for piece in self._template.generate(messages=messages, tools=tools, **variables):
+        for piece in generated:
             pieces.append(piece)
             length += len(piece)
             if length > self._max_chars or len(pieces) > self._max_pieces:
