@@ -73,9 +73,9 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 71_820,
+    "lines of the package": 71_845,
     "files of the package": 255,
-    "lines of the router": 15_575,
+    "lines of the router": 15_600,
     "modules under 120 lines with one importer": 2,
     "class names that several classes have": 2,
     "functions with too many parameters": 5,
