@@ -426,7 +426,7 @@ def with_kv_source(path: str, body: bytes, source: tuple[str, int], request_id: 
         source: Host and port of the other engine's p2p tier.
         request_id: Names the transfer to both engines; unique.
     """
-    if path.partition("?")[0] not in (CHAT_PATH, COMPLETION_PATH):
+    if path.partition("?")[0] not in (CHAT_PATH, COMPLETION_PATH, MESSAGES_PATH):
         return body
     try:
         if bytes(_transfer_of(body).kv_transfer_params):
