@@ -720,7 +720,7 @@ class EventsMachine(RuleBasedStateMachine):
         for (source, medium), paths in self.told.items():
             indexed = self.indexed(source, medium)
             assert indexed <= {self.key(path) for path in paths}
-            table = self.applier._names.get(1)
+            table = self.applier._names.get(BlockForm(1))
             waiting = table.waiting.num_held(Holder(source, TIER_OF[medium])) if table else 0
             assert len(indexed) + waiting == len(paths)
 
