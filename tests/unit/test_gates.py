@@ -73,7 +73,7 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 70_545,
+    "lines of the package": 70_680,
     "files of the package": 252,
     "lines of the router": 14_825,
     "modules under 120 lines with one importer": 2,
