@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from flexcache.cache.control import CacheCall
 from flexcache.cache.journal import Change
 from flexcache.cache.prompt import (
     Mask,
     Prompt,
     PromptMaker,
+    PromptName,
     PromptOptions,
     Span,
     Tokens,
@@ -461,6 +463,41 @@ class KVManager:
         seconds = None if returns_in_s is None else float(returns_in_s)
         self._require_open()
         self._transport.session_hint(session_id, over, seconds)
+
+    def lookup(
+        self, token_ids: Tokens | None = None, **options: Unpack[PromptName]
+    ) -> dict[str, int]:
+        """Return how many tokens, from the prompt's start, each tier could supply.
+
+        Nothing is reserved, and it is no use of the blocks: what is evicted next stays the same. Of
+        the remote store counts what is known here; it is not asked. With window or state groups, a
+        tier supplies a prompt up to where it has what they need.
+
+        Args:
+            token_ids: The prompt, 1-D; with ``block_keys`` it may be left out.
+            options: What else the prompt's keys depend on: see `PromptName`.
+
+        Returns:
+            Tokens by tier, ``CPU`` first; 0 for one that has nothing, or is unavailable. Empty
+            before the ranks have told what there is to cache.
+
+        Raises:
+            ValueError: An argument has the wrong shape, type or size.
+            ServerLostError: The cache is shared and its server is away.
+        """
+        call = CacheCall(name="lookup", prompts=[self._named(token_ids, **options)])
+        self._require_open()
+        tokens: dict[str, int] = self._transport.control(call)
+        return tokens
+
+    def _named(self, token_ids: Tokens | None, **options: Unpack[PromptName]) -> Prompt:
+        """Make the prompt that a user's call is about."""
+        block_keys = options.get("block_keys")
+        if token_ids is None and block_keys is not None:  # only the number of tokens matters
+            token_ids = range(len(block_keys) * self._prompts.tokens_per_block)
+        if token_ids is None:
+            raise ValueError("give token_ids or block_keys")
+        return self._prompts.make(TaskKind.GET, token_ids, **options)
 
     def clear(self, tier: str) -> int:
         """Drop the unused blocks of one tier (`CPU`, `SSD`, `REMOTE`); return how many.

@@ -314,6 +314,16 @@ class SessionStats(Counters):
     """Sessions that went on after a hint that they were over."""
 
 
+class ControlStats(Counters):
+    """Calls of users about what is cached."""
+
+    TITLE = "Look-ups, pins and deletes"
+
+    calls: Annotated[dict[str, int], counter(
+        "control_calls", "Calls about what is cached.", "call", known=("lookup",)
+    )] = field(default_factory=Counter)  # fmt: skip
+
+
 class EarlyLoadStats(Counters):
     """Loads to DRAM ahead of their requests, in blocks."""
 
@@ -375,6 +385,7 @@ class CacheStats(Counters):
     )]  # fmt: skip
     sessions: SessionStats
     early_loads: EarlyLoadStats
+    control: ControlStats
     retention_s: float | None = None
     """Blocks that were not used for this long are dropped."""
     remote: RemoteStats | None = None

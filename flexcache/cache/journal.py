@@ -4,14 +4,15 @@ Written by the index, not by ops: whatever the reason for which a block goes, th
 no path can be left out.
 
 Readers see two media. SSD and remote store are one: a block is stored there when the first of the
-two has it, and removed when the last has lost it.
+two has it, and removed when the last has lost it. With locality, each tier is a place of
+its own.
 
 Pure: a list that its reader takes and empties.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -20,9 +21,14 @@ from flexcache.cache.block_keys import PromptContent
 from flexcache.ids import NO_INFO, BlockKey, RequestInfo, RootId, TierName
 
 
-class Medium(str, Enum):
-    CPU = "CPU"
-    STORAGE = "STORAGE"
+class Medium(Enum):
+    """Places that readers tell apart: names of medium and, where asked for, locality."""
+
+    CPU = ("CPU", None)
+    STORAGE = ("STORAGE", None)
+    LOCAL_CPU = ("CPU", "LOCAL")
+    LOCAL_STORAGE = ("STORAGE", "LOCAL")
+    REMOTE_STORAGE = ("STORAGE", "REMOTE")
 
 
 # One medium for two tiers: vLLM's wire format knows three, and consumers track blocks by medium.
@@ -31,6 +37,11 @@ MEDIUM_OF = {
     TierName.CPU: Medium.CPU,
     TierName.SSD: Medium.STORAGE,
     TierName.REMOTE: Medium.STORAGE,
+}
+WITH_LOCALITY = {
+    TierName.CPU: Medium.LOCAL_CPU,
+    TierName.SSD: Medium.LOCAL_STORAGE,
+    TierName.REMOTE: Medium.REMOTE_STORAGE,
 }
 
 
@@ -75,10 +86,17 @@ Change = Stored | Removed | Cleared
 
 
 class Journal:
-    """Changes of all tiers, until they are taken."""
+    """Changes of all tiers, until they are taken.
 
-    def __init__(self, tokens_per_block: int) -> None:
+    Args:
+        medium_of: Where readers see the blocks of each tier: `MEDIUM_OF` or `WITH_LOCALITY`.
+    """
+
+    def __init__(
+        self, tokens_per_block: int, medium_of: Mapping[TierName, Medium] = MEDIUM_OF
+    ) -> None:
         self.tokens_per_block = tokens_per_block
+        self.medium_of = medium_of
         self._changes: list[Change] = []
 
     def __len__(self) -> int:
@@ -110,7 +128,7 @@ class TierJournal:
         has_elsewhere: Sequence[Callable[[RootId, BlockKey], bool]],
     ) -> None:
         self._journal = journal
-        self._medium = MEDIUM_OF[tier]
+        self._medium = journal.medium_of[tier]
         self._has_elsewhere = has_elsewhere
 
     def stored(

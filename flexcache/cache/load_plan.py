@@ -14,6 +14,7 @@ Pure: no I/O, no clock.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -78,15 +79,20 @@ class TailLoads:
         self._chunk_blocks = settings.chunk_blocks
         self._shape = shape
 
-    def last(self, keys: BlockKeys, start: int, stop: int) -> FoundTail | None:
+    def last(
+        self, keys: BlockKeys, start: int, stop: int, tiers: Iterable[Tier]
+    ) -> FoundTail | None:
         """Find the last position in ``(start, stop]`` that has a tail and all blocks before it.
 
         One probe per tier for each position between the end of the longest cached prefix and the
         tail.
+
+        Args:
+            tiers: Where to look; those that are unavailable are left out.
         """
-        available = [tier for tier in self._tiers if tier.name not in self._tiers.unavailable]
+        available = [tier for tier in tiers if tier.name not in self._tiers.unavailable]
         if self._shape.dense_blocks:
-            cached = max(tier.index.match(keys).num_blocks for tier in available)
+            cached = max((tier.index.match(keys).num_blocks for tier in available), default=0)
             stop = min(stop, cached)
         available = [tier for tier in available if tier.tails.has_any(keys.root)]
         for high in range(stop, start, -_KEYS_AT_ONCE) if available else ():
@@ -107,7 +113,7 @@ class TailLoads:
         """
         remote = self._tiers.remote
         assert remote is not None
-        known = self.last(keys, 0, stop)
+        known = self.last(keys, 0, stop, self._tiers)
         start = 0 if known is None else known.position
         start = max(start, stop - _MAX_ASKED)
         cached = stop
@@ -268,7 +274,7 @@ class LoadPlanner:
         self, tails: TailLoads, plan: Plan, keys: BlockKeys, start: int, stop: int
     ) -> None:
         """Load up to the last tail that can be loaded with all that is before it; or nothing."""
-        while (found := tails.last(keys, start, stop)) is not None:
+        while (found := tails.last(keys, start, stop, self._tiers)) is not None:
             tails.begin(plan, found)
             if plan.has_dense:
                 self._add_blocks(plan, keys, start, found.position)

@@ -125,31 +125,44 @@ class Prompt(msgspec.Struct, frozen=True):
     adapter: str = ""
     num_before: int = 0
 
+    def up_to(self, stop: int) -> Prompt:
+        """Return the part before block ``stop``."""
+        stop = min(self.stop, stop)
+        return msgspec.structs.replace(self, start=min(self.start, stop), stop=stop)
 
-class PromptOptions(TypedDict, total=False):
-    """What a caller may say of a prompt beside its tokens.
+
+class PromptName(TypedDict, total=False):
+    """What the keys of a prompt depend on, beside its tokens.
 
     Attributes:
         namespace: Isolates keys: tenant, LoRA, cache salt.
         block_keys: The engine's own chained block hashes; if given, tokens are only counted, and
             published in KV events: -1 stands for an unknown one.
-        parent_key: The key of a cached block, if ``block_keys`` continue the chain that it ends.
-            Tokens and masks are those of the continuation.
-        request_info: Metadata for KV events and traces.
-        session_id: Names the user's session that the prompt belongs to (`KVManager.session_hint`).
-        weights: `KVManager.weights_generation` when the request began. If the weights are others by
-            now, nothing is found, and of a put nothing is stored. None: they are the present ones.
         adapter: Digest of the adapter (LoRA) that the KV belongs to. Ranks that do not hold it
             (`KVTPClient`) move nothing.
     """
 
     namespace: Namespace
     block_keys: Sequence[bytes] | None
+    adapter: str
+
+
+class PromptOptions(PromptName, total=False):
+    """What a caller may say of a prompt beside its tokens, and what `PromptName` has.
+
+    Attributes:
+        parent_key: The key of a cached block, if ``block_keys`` continue the chain that it ends.
+            Tokens and masks are those of the continuation.
+        request_info: Metadata for KV events and traces.
+        session_id: Names the user's session that the prompt belongs to (`KVManager.session_hint`).
+        weights: `KVManager.weights_generation` when the request began. If the weights are others by
+            now, nothing is found, and of a put nothing is stored. None: they are the present ones.
+    """
+
     parent_key: bytes | None
     request_info: RequestInfo | None
     session_id: str | None
     weights: int | None
-    adapter: str
 
 
 class _Names(NamedTuple):

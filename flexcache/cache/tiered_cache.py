@@ -16,6 +16,7 @@ from functools import partial
 from flexcache.cache.admission import Admission, ReuseWatch, Selective
 from flexcache.cache.block_keys import BlockKeys, EngineBlockKeys
 from flexcache.cache.block_pool import NO_ROOT, Quotas
+from flexcache.cache.control import CacheControl
 from flexcache.cache.early_loads import EarlyLoads
 from flexcache.cache.eviction_policy import make_policy
 from flexcache.cache.load_cost import LoadCost, LoadWays
@@ -58,6 +59,7 @@ class TieredCache:
         self.direct_stores = None if settings.keeps_on_host else DirectStores(tiers, settings)
         """Plans puts past the host tier, if that only stages."""
         self.sessions = PromptSessions(tiers, settings.load_cost)
+        self.control = CacheControl(tiers, self.loads.tails)
         self.early = EarlyLoads(tiers.host, settings.early_load_share, settings.early_load_ttl_s)
         self.reuse = settings.reuse
         self._write_budgets = settings.write_budgets
@@ -80,14 +82,15 @@ class TieredCache:
         cache = self.remake()
         cache.tiers.succeed(self.tiers)
         cache.stores.era = self.stores.era + 1
+        cache.control.counters = self.control.counters
         plan = cache.plan_nothing(TaskKind.STORE, EngineBlockKeys(NO_ROOT, (), 0), 0, 0, "")
         for name, blocks in busy.items():
             plan.stores[name] = cache.tiers.by_name[name].reserve_exactly(blocks)
         return cache, plan
 
-    def keep_journal(self, tokens_per_block: int) -> None:
+    def keep_journal(self, tokens_per_block: int, *, tells_locality: bool = False) -> None:
         """Record, from now on, what every tier stores and loses."""
-        self.tiers.keep_journal(tokens_per_block)
+        self.tiers.keep_journal(tokens_per_block, tells_locality=tells_locality)
         self.stores.keep_content(tokens_per_block)
 
     def plan_nothing(
@@ -331,7 +334,7 @@ def build_cache(
     cache = TieredCache(ordered, _settings(config, sizes, ordered, writes, shape, op_ids))
     cache.remake = partial(build_cache, config, sizes, shape, op_ids)
     if config.records_changes:
-        cache.keep_journal(config.tokens_per_block)
+        cache.keep_journal(config.tokens_per_block, tells_locality=config.kv_events_locality)
     return cache
 
 

@@ -23,7 +23,7 @@ from flexcache.cache.block_keys import (
 )
 from flexcache.cache.block_pool import NO_ROOT
 from flexcache.cache.eviction_policy import EvictionPolicy, LruPolicy, Outlook
-from flexcache.cache.journal import MEDIUM_OF, Journal, Removed, TierJournal
+from flexcache.cache.journal import MEDIUM_OF, WITH_LOCALITY, Journal, Removed, TierJournal
 from flexcache.cache.tier import BlockIds, Lease, Tier
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId, TierName
@@ -268,14 +268,15 @@ class Tiers:
             if tier.name is not TierName.REMOTE and tier.name not in self.unavailable
         )
 
-    def keep_journal(self, tokens_per_block: int) -> None:
+    def keep_journal(self, tokens_per_block: int, *, tells_locality: bool = False) -> None:
         """Record, from now on, what every tier stores and loses."""
-        self.journal = Journal(tokens_per_block)
+        medium_of = WITH_LOCALITY if tells_locality else MEDIUM_OF
+        self.journal = Journal(tokens_per_block, medium_of)
         for tier in self._tiers:
             others = [
                 other.index.contains
                 for other in self._tiers
-                if other is not tier and MEDIUM_OF[other.name] is MEDIUM_OF[tier.name]
+                if other is not tier and medium_of[other.name] is medium_of[tier.name]
             ]
             journal = TierJournal(self.journal, tier.name, others)
             tier.on_stored.append(journal.stored)
@@ -309,7 +310,7 @@ class Tiers:
         mark = len(self.journal)
         for before in former:
             for root, keys in before.index.keys_by_root():
-                self.journal.add(Removed(MEDIUM_OF[before.name], root, keys))
+                self.journal.add(Removed(self.journal.medium_of[before.name], root, keys))
         self.journal.cleared_since(mark)
 
     def clear(self, name: str | None) -> dict[TierName, BlockIds]:

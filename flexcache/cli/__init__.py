@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typer
 
-from flexcache.cli import bench, config, doctor, events, router, server, status, trace
+from flexcache.cli import bench, cache, config, doctor, events, router, server, status, trace
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -17,6 +17,7 @@ for command in (
     server.server, status.status, config.config, doctor.doctor, bench.bench, trace.replay
 ):  # fmt: skip
     app.command()(command)
+app.add_typer(cache.app, name="cache")
 app.add_typer(trace.app, name="trace")
 app.add_typer(events.app, name="events")
 app.add_typer(router.app, name="router")

@@ -137,6 +137,9 @@ def _describe(event: Event) -> str:
         first = f"{low_64_bits(hashes[0]):016x}" if hashes else "none"
         return first if len(hashes) < 2 else f"{first}..{low_64_bits(hashes[-1]):016x}"
 
+    def place(event: BlockStored | BlockRemoved) -> str:
+        return " ".join(filter(None, (event.locality, event.medium))) or "-"
+
     match event:
         case BlockStored(block_hashes=hashes, token_ids=tokens, parent_block_hash=parent):
             behind = "start" if parent is None else f"{low_64_bits(parent):016x}"
@@ -144,10 +147,10 @@ def _describe(event: Event) -> str:
             more = ", ..." if len(tokens) > _TOKENS_SHOWN else ""
             lora = f"  lora {event.lora_name}" if event.lora_name else ""
             return (
-                f"stored   {event.medium or '-':8} {len(hashes):5} blocks {names(hashes)} after "
+                f"stored   {place(event):8} {len(hashes):5} blocks {names(hashes)} after "
                 f"{behind}  tokens {shown}{more}{lora}"
             )
-        case BlockRemoved(hashes, medium):
-            return f"removed  {medium or '-':8} {len(hashes):5} blocks {names(hashes)}"
+        case BlockRemoved(hashes):
+            return f"removed  {place(event):8} {len(hashes):5} blocks {names(hashes)}"
         case AllBlocksCleared():
             return "cleared  all blocks"

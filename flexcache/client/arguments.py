@@ -261,8 +261,7 @@ class GroupTable:
         the tokens."""
         if not self._has_states:
             return prompt
-        stop = min(prompt.stop, max(0, prompt.num_tokens - 1) // self._tokens)
-        return msgspec.structs.replace(prompt, start=min(prompt.start, stop), stop=stop)
+        return prompt.up_to(max(0, prompt.num_tokens - 1) // self._tokens)
 
     def with_tail(self, prompt: Prompt, tail_at: int | None) -> Prompt:
         """Have a put also store the tail behind ``tail_at`` tokens. Raises `ValueError`."""
@@ -284,10 +283,10 @@ class GroupTable:
         limit = 0
         if max_store_tokens is not None:
             limit = count_from(0, 2**63, "max_store_tokens", max_store_tokens) // self._tokens
-        stop = min(prompt.stop, limit) if store else 0
-        tail_at = prompt.tail_at if prompt.tail_at <= stop else 0
-        start = min(prompt.start, stop)
-        return msgspec.structs.replace(prompt, start=start, stop=stop, tail_at=tail_at)
+        kept = prompt.up_to(limit if store else 0)
+        if kept.tail_at <= kept.stop:
+            return kept
+        return msgspec.structs.replace(kept, tail_at=0)
 
     def require_slots(self, instead: str) -> None:
         """Raise `ValueError` if the model has groups."""

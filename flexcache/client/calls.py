@@ -25,6 +25,7 @@ from flexcache.protocol.messages import (
     Cancel,
     CheckInvariants,
     Clear,
+    Control,
     Failed,
     GetStats,
     Launch,
@@ -155,7 +156,8 @@ class Calls:
         return reply.offer
 
     def request(
-        self, request: Promise | Clear | SessionHint | NewWeights | GetStats | CheckInvariants
+        self,
+        request: Promise | Clear | Control | SessionHint | NewWeights | GetStats | CheckInvariants,
     ) -> Any:
         """The server's answer.
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from flexcache.cache.control import CacheCall
 from flexcache.cache.journal import Change
 from flexcache.cache.prompt import Prompt
 from flexcache.client.arguments import BlockIds
@@ -48,6 +49,7 @@ from flexcache.protocol.messages import (
     Cancel,
     CheckInvariants,
     Clear,
+    Control,
     GetStats,
     Goodbye,
     HelloEngine,
@@ -462,6 +464,9 @@ class RemoteTransport:
 
     def session_hint(self, session_id: str, over: bool, returns_in_s: float | None) -> bool:
         return bool(self._calls.request(SessionHint(0, session_id, over, returns_in_s)))
+
+    def control(self, call: CacheCall) -> Any:
+        return self._calls.request(Control.of(call))
 
     def new_weights(self, version: str) -> None:
         while True:

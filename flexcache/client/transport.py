@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from flexcache.cache.control import CacheCall
 from flexcache.cache.journal import Change
 from flexcache.cache.prompt import Prompt
 from flexcache.client.arguments import BlockIds
@@ -84,6 +85,9 @@ class Transport(Protocol):
 
     def session_hint(self, session_id: str, over: bool, returns_in_s: float | None) -> bool:
         """Pass on what a user says of its session; whether the session is known."""
+
+    def control(self, call: CacheCall) -> Any:
+        """Carry out a user's call about what is cached; its answer, as the server makes it."""
 
     def new_weights(self, version: str) -> None:
         """Name the engine's weights. At any time; what was named before `start` counts from it."""

@@ -262,6 +262,11 @@ class CacheConfig:
         "Block hashes as the last 64 bits of keys, vLLM's default; the first 64, as SGLang has "
         "them; or as bytes.",
     )
+    kv_events_locality: bool = setting(
+        False,
+        "KV events tell SSD (LOCAL) from remote store (REMOTE), as vLLM 0.33 does. Dynamo then "
+        "forgets what only the store has.",
+    )
     trace_dir: str | None = setting(
         None,
         "Directory for traces of every call and op (`flexcache replay`). Unset: no trace.",

@@ -29,8 +29,8 @@ from flexcache.events.wire import (
     low_64_bits,
 )
 
-Place = tuple[str | None, int | None]
-"""Medium and group of a source."""
+Place = tuple[str | None, str | None, int | None]
+"""Medium, locality and group of a source."""
 
 
 @dataclass(slots=True)
@@ -62,8 +62,8 @@ class Consolidator:
             match event:
                 case BlockStored():
                     merged += self._stored(source, event)
-                case BlockRemoved(hashes, medium, group):
-                    place = (medium, group)
+                case BlockRemoved(hashes, medium, group, locality):
+                    place = (medium, locality, group)
                     merged += self._removed(source, [(low_64_bits(h), place) for h in hashes])
                 case AllBlocksCleared():
                     merged += self.forget(source)
@@ -89,7 +89,7 @@ class Consolidator:
         hashes = [low_64_bits(block) for block in event.block_hashes]
         has_tokens = len(event.token_ids) == size * len(hashes)  # false for a sparse group
         held = self._held.setdefault(source, {})
-        place = (event.medium, event.group_idx)
+        place = (event.medium, event.locality, event.group_idx)
         is_news = []
         for hashed in hashes:
             block = self._blocks.get(hashed)

@@ -223,8 +223,8 @@ class PublishedNames:
 
     def __init__(self, hashes: str) -> None:
         self._hashes = hashes
-        self._keys: dict[RootId, dict[int, BlockKey]] = {}
-        """By root; the one to which something was stored last comes last."""
+        self._keys: dict[tuple[Medium, RootId], dict[int, BlockKey]] = {}
+        """By place and root; those to which something was stored last come last."""
 
     def __len__(self) -> int:
         return sum(map(len, self._keys.values()))
@@ -234,22 +234,23 @@ class PublishedNames:
         for change in changes:
             if isinstance(change, Cleared):
                 self._keys.clear()
-            elif change.medium is not Medium.STORAGE:
+            elif change.medium in (Medium.CPU, Medium.LOCAL_CPU):
                 continue
             elif isinstance(change, Stored):
-                keys = self._keys[change.root] = self._keys.pop(change.root, {})
+                place = (change.medium, change.root)
+                keys = self._keys[place] = self._keys.pop(place, {})
                 keys.update(zip(names_of(change.keys, self._hashes), change.keys, strict=True))
             else:
                 self._remove(change)
 
     def _remove(self, removed: Removed) -> None:
-        keys = self._keys.get(removed.root)
+        keys = self._keys.get((removed.medium, removed.root))
         if keys is None:
             return
         for name in names_of(removed.keys, self._hashes):
             keys.pop(name, None)
         if not keys:
-            del self._keys[removed.root]
+            del self._keys[removed.medium, removed.root]
 
     def find(self, name: int) -> PublishedBlock | None:
         """Return the block below DRAM with this name, the low 64 bits of its published hash.
@@ -257,7 +258,7 @@ class PublishedNames:
         Where several roots (namespaces, say) have one, that of the root to which something was
         stored last. O(roots).
         """
-        for root, keys in reversed(self._keys.items()):
+        for (_, root), keys in reversed(self._keys.items()):
             key = keys.get(name)
             if key is not None:
                 return PublishedBlock(root, key)

@@ -31,6 +31,7 @@ class BlockStored(_Event, frozen=True):
         parent_block_hash: Hash of the block before them; None at the prompt's start.
         token_ids: ``block_size`` per block; empty if the tokens are unknown.
         extra_keys: What was hashed besides tokens, per block.
+        locality: ``LOCAL`` or ``REMOTE``, seen from the publisher; None: not told.
         cache_salt: SGLang's salt, which vLLM has among the first block's ``extra_keys``.
     """
 
@@ -45,6 +46,7 @@ class BlockStored(_Event, frozen=True):
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
     cache_salt: str | None = None
 
 
@@ -54,6 +56,7 @@ class BlockRemoved(_Event, frozen=True):
     block_hashes: list[BlockHash]
     medium: str | None
     group_idx: int | None = None
+    locality: str | None = None
 
 
 class AllBlocksCleared(_Event, frozen=True):
@@ -64,11 +67,13 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 _TYPES: Mapping[str, type[Event]] = {
     kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)
 }
+_ONLY_IN_MAPS = ("locality", "cache_salt")
+"""Fields of SGLang, and those that vLLM has had since its events became maps."""
 _POSITIONS = {
-    name: [field for field in kind.__struct_fields__ if field != "cache_salt"]
+    name: [field for field in kind.__struct_fields__ if field not in _ONLY_IN_MAPS]
     for name, kind in _TYPES.items()
 }
-"""Fields in the order of arrays; SGLang's events are maps."""
+"""Fields in the order of arrays."""
 
 
 class EventBatch(msgspec.Struct, array_like=True, frozen=True):
@@ -142,18 +147,21 @@ def describe(change: Change, hashes: str) -> Event:
     hashes_of = _HASHES[hashes]
     match change:
         case Stored():
+            medium, locality = change.medium.value
             return BlockStored(
                 block_hashes=hashes_of(change.keys),
                 parent_block_hash=None if change.parent is None else hashes_of([change.parent])[0],
                 token_ids=list(change.token_ids),
                 block_size=change.block_size,
                 lora_id=change.info.lora_id,
-                medium=change.medium.value,
+                medium=medium,
                 lora_name=change.info.lora_name,
                 extra_keys=change.extra_keys,
+                locality=locality,
             )
-        case Removed(medium, _, keys):
-            return BlockRemoved(hashes_of(keys), medium.value)
+        case Removed(place, _, keys):
+            medium, locality = place.value
+            return BlockRemoved(hashes_of(keys), medium, locality=locality)
         case Cleared():
             return AllBlocksCleared()
 

@@ -25,9 +25,12 @@ from typing import Annotated, Any
 
 import msgspec
 
+from flexcache.cache.block_keys import unpack_keys
+from flexcache.cache.control import CacheCall, CallName
+from flexcache.cache.prompt import Prompt
 from flexcache.config.model import KVGroup, ModelConfig, read_dtype
 from flexcache.errors import ConfigError
-from flexcache.ids import PromptDetail, RequestInfo, TaskKind
+from flexcache.ids import MAX_KEY_BYTES, ROOT_BYTES, PromptDetail, RequestInfo, TaskKind
 from flexcache.storage.host_pool import SegmentRef
 from flexcache.storage.pool_directory import DirectFilesRef
 from flexcache.tasks.instructions import Offer, TaskResult
@@ -363,6 +366,52 @@ class SessionHint(msgspec.Struct, tag=True, frozen=True):
     returns_in_s: float | None = None
 
 
+class Control(msgspec.Struct, tag=True, frozen=True):
+    """A user's call about what is cached (`CacheCall`). Answered with `Answer`.
+
+    ``data`` has the prompt's keys, of ``key_bytes`` each or, if that is 0, its token ids (int64).
+    ``weights``: as in `Match`.
+    """
+
+    request_id: int
+    name: CallName
+    root: bytes = b""
+    num_tokens: int = 0
+    key_bytes: int = 0
+    data: bytes = b""
+    weights: int = 0
+
+    @classmethod
+    def of(cls, call: CacheCall) -> Control:
+        """Return the message for a call.
+
+        Raises:
+            ValueError: Its prompt does not fit into a message.
+        """
+        if not call.prompts:
+            return cls(0, call.name)
+        [prompt] = call.prompts  # an engine has one name for its weights
+        key_bytes, data = prompt.keys.packed(prompt.stop)
+        if len(data) > MAX_FRAME_BYTES - 4096:
+            raise ValueError(f"a prompt of {prompt.num_tokens:,} tokens is too long to be sent")
+        root = prompt.keys.prompt_root
+        return cls(0, call.name, root, prompt.num_tokens, key_bytes, bytes(data), prompt.weights)
+
+    def call(self, tokens_per_block: int) -> CacheCall:
+        """Return the call; raises `ValueError` if the fields do not describe one."""
+        prompts = []
+        if self.root:
+            if len(self.root) != ROOT_BYTES or self.key_bytes > MAX_KEY_BYTES or self.weights < 0:
+                raise ValueError("a prompt with a malformed root, keys or weights")
+            data = memoryview(self.data)
+            keys = unpack_keys(self.root, data, self.key_bytes, tokens_per_block)
+            stop = keys.num_blocks
+            prompts.append(
+                Prompt(TaskKind.GET, keys, 0, stop, self.num_tokens, weights=self.weights)
+            )
+        return CacheCall(name=self.name, prompts=prompts)
+
+
 class NewWeights(msgspec.Struct, tag=True, frozen=True):
     """Rename the engine's weights. Answered with `Answer` (its `Weights`)."""
 
@@ -430,7 +479,7 @@ class Greeting(msgspec.Struct, frozen=True):
     version: int
 
 
-SessionRequest = Match | Promise | Clear | SessionHint | NewWeights | CheckInvariants
+SessionRequest = Match | Promise | Clear | Control | SessionHint | NewWeights | CheckInvariants
 """Requests that need a session."""
 Request = SessionRequest | GetStats
 Reply = Matched | Answer | Failed

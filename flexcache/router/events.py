@@ -44,6 +44,7 @@ TIER_OF: Mapping[str | None, Tier] = {
 }
 """Tiers of the media that vLLM, SGLang, TensorRT-LLM, Dynamo and FlexCache publish."""
 
+_REMOTE = "REMOTE"
 _HOST_POOL = "CPU_PINNED"
 """Medium of SGLang's HiCache, which it clears together with its GPU."""
 _WHOLE_PREFIX = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
@@ -88,8 +89,8 @@ class EventApplier:
         """By source: the size of its first blocks."""
         self._crowded_out: set[str] = set()
         """Sources one of whose sizes was one too many."""
-        self._places: dict[tuple[str, int | None, str | None], Holder] = {}
-        """By source, rank and medium."""
+        self._places: dict[tuple[str, int | None, str | None, bool], Holder] = {}
+        """By source, rank, medium and whether that is remote."""
 
     @property
     def block_sizes(self) -> list[int]:
@@ -153,7 +154,7 @@ class EventApplier:
 
     def _stored(self, source: str, rank: int | None, event: BlockStored) -> None:
         names = _low_64_bits(event.block_hashes)
-        holder = self._holder(source, rank, event.medium)
+        holder = self._holder(source, rank, event)
         if holder is None or not names:
             return
         if not self._is_wanted(source, event):
@@ -172,8 +173,8 @@ class EventApplier:
 
     def _removed(self, source: str, rank: int | None, events: list[BlockRemoved]) -> None:
         """Apply consecutive removals from one place: vLLM sends one per block."""
-        medium, group = events[0].medium, events[0].group_idx
-        holder = self._holder(source, rank, medium)
+        group = events[0].group_idx
+        holder = self._holder(source, rank, events[0])
         if holder is None:
             return
         if not self._groups.get(source, {}).get(group, not group):
@@ -194,7 +195,7 @@ class EventApplier:
         self.applied["cleared"] += 1
         held = {holder for holder in self.holders(source) if holder.rank == rank}
         own = {holder for holder in held if holder.tier is Tier.GPU}
-        own |= held & {self._places.get((source, rank, _HOST_POOL))}
+        own |= held & {self._places.get((source, rank, _HOST_POOL, False))}
         for holder in own or held:
             self.blocks["cleared"] += self.index.num_held(holder)
             self._forget(holder)
@@ -206,8 +207,11 @@ class EventApplier:
 
     # -- reading events --------------------------------------------------------------------------
 
-    def _holder(self, source: str, rank: int | None, medium: str | None) -> Holder | None:
-        holder = self._places.get((source, rank, medium))
+    def _holder(
+        self, source: str, rank: int | None, event: BlockStored | BlockRemoved
+    ) -> Holder | None:
+        medium, is_remote = event.medium, event.locality == _REMOTE
+        holder = self._places.get((source, rank, medium, is_remote))
         if holder is None:
             tier = TIER_OF.get(medium and medium.upper())
             if tier is None:
@@ -215,7 +219,8 @@ class EventApplier:
                 if len(self.unknown_media) < _MAX_MEDIA:
                     self.unknown_media.add(str(medium)[:_MAX_MEDIUM])
                 return None
-            holder = self._places[source, rank, medium] = Holder(source, tier, rank)
+            holder = Holder(source, tier, rank, is_remote)
+            self._places[source, rank, medium, is_remote] = holder
             self._holders.setdefault(source, set()).add(holder)
         return holder
 
@@ -293,8 +298,10 @@ class EventApplier:
             names.check()
 
 
-def _place_of_removal(event: Event) -> tuple[str | None, int | None] | None:
-    return (event.medium, event.group_idx) if isinstance(event, BlockRemoved) else None
+def _place_of_removal(event: Event) -> tuple[str | None, str | None, int | None] | None:
+    if not isinstance(event, BlockRemoved):
+        return None
+    return event.medium, event.locality, event.group_idx
 
 
 def _low_64_bits(hashes: list[BlockHash]) -> list[int]:

@@ -135,11 +135,13 @@ class Holder(NamedTuple):
     Attributes:
         source: Endpoint of the publisher, or another unique name.
         rank: Data-parallel rank that the publisher gives; None: it has none.
+        is_remote: Its blocks are on other hosts, and go without those of the tier on this one.
     """
 
     source: str
     tier: Tier
     rank: int | None = None
+    is_remote: bool = False
 
 
 class Holders:

@@ -8,13 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
+
+from flexcache.cache.control import CacheCall
 from flexcache.cache.tier import Lease
 from flexcache.cache.tiered_cache import CacheSizes, build_cache
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.config.model import UnitShape
 from flexcache.errors import ConfigError, FlexCacheError, StorageError
 from flexcache.events.held_blocks import PublishedNames
-from flexcache.ids import TierName
+from flexcache.ids import SessionId, TierName
 from flexcache.logs import log_event
 from flexcache.protocol.messages import HelloRank
 from flexcache.server.outbox import BackgroundJob, Outbox
@@ -255,6 +258,20 @@ class ServedCache:
             logger, logging.WARNING, "ssd_layout_cleared", found=former.text, now=identity.text
         )
         return self.clear(ssd.name.value)
+
+    def control(self, call: CacheCall, session: SessionId | None, now: float) -> dict[str, int]:
+        """Carry out a user's call about what is cached; return its answer, in tokens by tier.
+
+        Args:
+            session: Of the engine whose weights name the prompts; None if it is no engine.
+        """
+        size = self.config.tokens_per_block
+        if self.model.has_states:
+            # As for a get: a state sums up the tokens, so the last one is left to be computed.
+            prompts = [p.up_to(max(0, p.num_tokens - 1) // size) for p in call.prompts]
+            call = msgspec.structs.replace(call, prompts=prompts)
+        found = self.tasks.control(call, now, session)
+        return {tier.value: count * size for tier, count in found.items()}
 
     def clear(self, tier: str | None) -> Clearing:
         """Drop the blocks of one tier that are not in use, or all of all tiers (a reset).

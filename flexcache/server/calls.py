@@ -30,6 +30,7 @@ from flexcache.protocol.messages import (
     Cancel,
     CheckInvariants,
     Clear,
+    Control,
     Ended,
     Failed,
     Launch,
@@ -113,6 +114,10 @@ class SessionCalls:
                 return Answer(request_id, promised)
             case Clear():
                 return self._clear(caller, request, now)
+            case Control(request_id):
+                assert self._slot.cache is not None
+                call = request.call(self._slot.cache.config.tokens_per_block)
+                return Answer(request_id, self._slot.cache.control(call, caller.session, now))
             case SessionHint(request_id, session_id, over, returns_in_s):
                 check_hint(session_id, over, returns_in_s)
                 is_known = self._slot.tasks.session_hint(session_id, over, returns_in_s, now)

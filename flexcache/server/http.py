@@ -6,6 +6,7 @@
     POST /cache/clear      {"tier": "SSD"}, or null for all
     POST /cache/prefetch   {"token_ids": [..]} or {"block_keys": [hex, ..]}, and a "namespace": [..]
                            or {"block_hash": 123}, the prompt's last block in KV events
+    POST /cache/lookup     {"token_ids": [..]} or {"block_keys": [hex, ..]}, and a "namespace": [..]
     POST /cache/session    {"session_id": ".."} with "over": true or "returns_in_s": 20
     POST /cache/weights    {"version": "step-17"} or null, and a "client" where several are attached
 
@@ -85,6 +86,14 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 class ClearRequest(msgspec.Struct, forbid_unknown_fields=True):
     tier: str | None
+
+
+class LookupRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Request with one of the first two; ``block_keys`` in hexadecimal."""
+
+    token_ids: list[TokenId] | None = None
+    block_keys: list[str] | None = None
+    namespace: str | list[str] | None = None
 
 
 class PrefetchRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -281,11 +290,18 @@ def _make_app(server: Operator, gate: _Gate, patience_s: float) -> Starlette:
 
     async def prefetch(request: Request) -> Response:
         wanted = await _read(request, PrefetchRequest, patience_s)
-        block_keys = None if wanted.block_keys is None else _parse_keys(wanted.block_keys)
         num_blocks = await run_in_threadpool(
-            server.prefetch, wanted.token_ids, block_keys, wanted.namespace, wanted.block_hash
-        )
+            server.prefetch, wanted.token_ids, _parse_keys(wanted.block_keys), wanted.namespace,
+            wanted.block_hash,
+        )  # fmt: skip
         return _json({"blocks": num_blocks}, 202)
+
+    async def lookup(request: Request) -> Response:
+        wanted = await _read(request, LookupRequest, patience_s)
+        found = await run_in_threadpool(
+            server.lookup, wanted.token_ids, _parse_keys(wanted.block_keys), wanted.namespace
+        )
+        return _json({"tokens": found})
 
     async def session(request: Request) -> Response:
         hint = await _read(request, SessionRequest, patience_s)
@@ -306,6 +322,7 @@ def _make_app(server: Operator, gate: _Gate, patience_s: float) -> Starlette:
             Route("/status", status),
             Route("/cache/clear", clear, methods=["POST"]),
             Route("/cache/prefetch", prefetch, methods=["POST"]),
+            Route("/cache/lookup", lookup, methods=["POST"]),
             Route("/cache/session", session, methods=["POST"]),
             Route("/cache/weights", weights, methods=["POST"]),
         ],
@@ -320,9 +337,9 @@ def _make_app(server: Operator, gate: _Gate, patience_s: float) -> Starlette:
     )
 
 
-def _parse_keys(texts: Sequence[str]) -> list[bytes]:
+def _parse_keys(texts: Sequence[str] | None) -> list[bytes] | None:
     try:
-        return [bytes.fromhex(text) for text in texts]
+        return None if texts is None else [bytes.fromhex(text) for text in texts]
     except ValueError as error:
         raise ValueError(f"block_keys: {error}") from None
 

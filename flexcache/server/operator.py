@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from flexcache.cache.control import CacheCall
 from flexcache.cache.prompt import Prompt, PromptMaker, check_hint, check_version, random_version
 from flexcache.cache.tiers import IndexedKeys, find_prefix
 from flexcache.errors import AmbiguousEngineError, ClosedError, RegistrationError
@@ -103,6 +104,10 @@ class LocalSession:
         with self.server.lock, self.server.session() as tasks:
             return tasks.session_hint(session_id, over, returns_in_s, time.monotonic())
 
+    def control(self, call: CacheCall) -> Any:
+        """Carry out a user's call about what is cached."""
+        return self.server.control(call, self.ids.session)
+
 
 _NAME = "operator"
 
@@ -158,10 +163,7 @@ class Operator:
             raise ValueError("give one of token_ids, block_keys and block_hash")
         # Engines with different weights have stored the same tokens under different names.
         if block_hash is None:
-            prompts = [
-                _prompt(cache, token_ids, block_keys, namespace, version)
-                for version in self._versions()
-            ]
+            prompts = self._prompts(token_ids, block_keys, namespace)
         else:
             # What an event has named is of one version already.
             keys = self._find_published(cache, block_hash)
@@ -177,6 +179,39 @@ class Operator:
                 session.launch([task.task_id], [np.empty(0, np.int64)], gated=False)
             num_loading += task.num_blocks - task.sources.get(TierName.CPU, 0)
         return num_loading
+
+    def lookup(
+        self,
+        token_ids: Sequence[int] | None,
+        block_keys: Sequence[bytes] | None,
+        namespace: str | Sequence[str] | None = None,
+    ) -> dict[str, int]:
+        """Return how many tokens from its start each tier could supply of a prompt
+        (`KVManager.lookup`).
+
+        If engines have different weights, what it could supply to the one it has most for.
+
+        Raises:
+            ValueError: Not exactly one of the two is given, or it makes no sense.
+            RegistrationError: The model is not known yet.
+        """
+        prompts = self._prompts(token_ids, block_keys, namespace)
+        return self._server.control(CacheCall(name="lookup", prompts=prompts))
+
+    def _prompts(
+        self,
+        token_ids: Sequence[int] | None,
+        block_keys: Sequence[bytes] | None,
+        namespace: str | Sequence[str] | None,
+    ) -> list[Prompt]:
+        """Make a prompt under each name of weights that engines have."""
+        cache = self._require_cache()
+        if (token_ids is None) is (block_keys is None):
+            raise ValueError("give either token_ids or block_keys")
+        return [
+            _prompt(cache, token_ids, block_keys, namespace, version)
+            for version in self._versions()
+        ]
 
     def session_hint(
         self, session_id: str, over: bool = False, returns_in_s: float | None = None

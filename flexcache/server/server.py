@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from flexcache.cache.control import CacheCall
 from flexcache.cache.prompt import random_version
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ClosedError
@@ -309,6 +310,14 @@ class KVServer:
             if self._thread is not None:
                 self.pass_on()
         return weights
+
+    def control(self, call: CacheCall, session: SessionId | None = None) -> dict[str, int]:
+        """Carry out a user's call about what is cached (`ServedCache.control`)."""
+        if not self.is_open:
+            return {}
+        with self.lock, self.session():
+            assert self._cache is not None
+            return self._cache.control(call, session, time.monotonic())
 
     def clear(self, tier: str | None, engine: str | None = None) -> int:
         """Drop the blocks of one tier, or of all, that are not in use; how many.

@@ -24,13 +24,14 @@ Not thread-safe: the shell holds a lock around each call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
 
 from flexcache.breaker import CircuitBreaker
+from flexcache.cache.control import CacheCall
 from flexcache.cache.eviction_policy import EvictionPolicy, Study
 from flexcache.cache.plan import Plan
 from flexcache.cache.prompt import Prompt
@@ -117,6 +118,7 @@ class TaskQueries:
             store_backlog_blocks=cache.stores.backlog,
             early_loads=cache.early.counters.snapshot(open_blocks=cache.early.num_blocks),
             sessions=cache.sessions.counters.snapshot(known=len(cache.sessions)),
+            control=cache.control.counters,
             retention_s=cache.tiers.host.retention_s,
             remote=remote,
             load_cost=None if cache.loads.cost is None else cache.loads.cost.stats(),
@@ -371,6 +373,23 @@ class KVTaskEngine:
         """Act on a hint about a user's session (`PromptSessions.hint`)."""
         with self._change:
             return self.cache.sessions.hint(session_id, over, returns_in_s, now)
+
+    def control(
+        self, call: CacheCall, now: float, session: SessionId | None = None
+    ) -> Mapping[TierName, int]:
+        """Carry out a user's call about what is cached (`CacheControl`).
+
+        Args:
+            session: Of the engine whose weights name the prompts; None if it is no engine.
+        """
+        with self._change:
+            cache, owner = self.cache, None if session is None else self.sessions.get(session)
+            cache.tiers.advance(now)
+            prompts = self._matcher.placed(owner, call.prompts)
+            found = cache.control.look_up(prompts)
+            if self.accounts.recorder is not None:
+                self.accounts.recorder.controlled(call, found)
+            return found
 
     # -- calls of the engine's adapter -----------------------------------------------------------
 

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from flexcache.cache.control import CacheCall
 from flexcache.cache.prompt import Prompt
 from flexcache.ids import BlockKey, KVStatus, OpId, SessionId, TaskId, TaskKind, TierName
 from flexcache.transfer.scheduler import TransferOp
@@ -191,6 +192,9 @@ class Recorder(Protocol):
         """The task has come to its final state."""
 
     def cleared(self, tier: str | None, num_blocks: int) -> None: ...
+
+    def controlled(self, call: CacheCall, blocks: Mapping[TierName, int]) -> None:
+        """A user's call was carried out: blocks by tier that were found."""
 
     def session_began(self, session: SessionId, engine: str) -> None: ...
 

@@ -78,6 +78,17 @@ class Matcher:
         if remote is not None and owner is not None and owner.named_at == remote.num_clears:
             remote.keep_plain(keys.root)
 
+    def placed(self, owner: Session | None, prompts: Iterable[Prompt]) -> list[Prompt]:
+        """Return prompts that name the present weights of their engine, under the layout."""
+        current = [
+            prompt
+            for prompt in prompts
+            if owner is None or self._sessions.has_weights(owner.engine, prompt.weights)
+        ]
+        for prompt in current:
+            self._place(prompt.keys, owner)
+        return current
+
     def look_up(self, owner: Session | None, prompt: Prompt, now: float) -> int | None:
         """Ask the remote store what it has of a prompt, where that may matter to a match.
 

@@ -15,8 +15,9 @@ import msgspec
 from flexcache.errors import TraceError
 from flexcache.ids import KVStatus, OpKind, TaskKind
 
-FORMAT = 2
-"""Incremented when an old reader would misread or refuse a new trace. 1: no ops past DRAM."""
+FORMAT = 3
+"""Incremented when an old reader would misread or refuse a new trace. 1: no ops past DRAM; 2: no
+calls of users."""
 
 KEY_BYTES = 8
 
@@ -154,6 +155,19 @@ class ClearedTier(_Line, frozen=True, kw_only=True, omit_defaults=True, tag="cle
     num_blocks: int
 
 
+class CacheCalled(_Line, frozen=True, kw_only=True, omit_defaults=True, tag="control"):
+    """A user's call about what is cached (`KVManager.lookup`), and what it found.
+
+    Attributes:
+        num_tokens: Of its prompt.
+        blocks: By tier.
+    """
+
+    call: str
+    num_tokens: int = 0
+    blocks: dict[str, _Count] = {}
+
+
 class SessionBegan(_Line, frozen=True, kw_only=True, omit_defaults=True, tag="session"):
     session: int
     engine: str
@@ -170,6 +184,7 @@ Record = (
     | OpEnded
     | TaskEnded
     | ClearedTier
+    | CacheCalled
     | SessionBegan
     | SessionEnded
 )

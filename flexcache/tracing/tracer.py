@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from flexcache.cache.block_keys import BlockKeys, unpack_keys
+from flexcache.cache.control import CacheCall
 from flexcache.cache.prompt import Prompt
 from flexcache.cache.tiers import Tiers
 from flexcache.config import CacheConfig
@@ -29,6 +30,7 @@ from flexcache.tracing.records import (
     FORMAT,
     KEY_BYTES,
     SETTINGS,
+    CacheCalled,
     Cancelled,
     ClearedTier,
     Launched,
@@ -338,6 +340,15 @@ class Tracer:
 
     def cleared(self, tier: str | None, num_blocks: int) -> None:
         self._add(ClearedTier(time=self._now(), tier=tier, num_blocks=num_blocks))
+
+    def controlled(self, call: CacheCall, blocks: Mapping[TierName, int]) -> None:
+        record = CacheCalled(
+            time=self._now(),
+            call=call.name,
+            num_tokens=call.prompts[0].num_tokens if call.prompts else 0,
+            blocks={tier.value: count for tier, count in blocks.items()},
+        )
+        self._add(record)
 
     def session_began(self, session: SessionId, engine: str) -> None:
         self._add(SessionBegan(time=self._now(), session=session, engine=engine))

@@ -26,6 +26,7 @@ def make_cache(
     policy: str = "write_through", tokens_per_block: int | None = None,
     skip_slow_loads: bool = False, past_dram: str = "auto", keeps_on_host: bool = True,
     write_blocks_per_s: float | None = None, retention_s: float | None = None,
+    tells_locality: bool = False,
 ) -> TieredCache:  # fmt: skip
     """Build a cache of tiny tiers as a server does; with a block size it keeps a journal.
 
@@ -44,6 +45,7 @@ def make_cache(
         remote_write_mb_s=write_mb_s,
         retention_s=retention_s,
         kv_events=tokens_per_block is not None,
+        kv_events_locality=tells_locality,
         tokens_per_block=tokens_per_block or 16,
     )
     return build_cache(

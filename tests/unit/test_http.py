@@ -43,6 +43,7 @@ class PlayedServer:
         self.missing: list[str] = []
         self.prefetched: list[tuple[Any, Any, Any]] = []
         self.named: list[int] = []
+        self.looked_up: list[tuple[Any, Any, Any]] = []
         self.hints: list[tuple[str, bool, float | None]] = []
         self.cleared: list[str | None] = []
         self.failure: Exception | None = None
@@ -85,6 +86,12 @@ class PlayedServer:
         else:
             self.named.append(block_hash)
         return 2
+
+    def lookup(
+        self, token_ids: Any, block_keys: Any, namespace: str | Sequence[str] | None = None
+    ) -> dict[str, int]:
+        self.looked_up.append((token_ids, block_keys, namespace))
+        return {"CPU": 48}
 
     def session_hint(
         self, session_id: str, over: bool = False, returns_in_s: float | None = None
@@ -217,6 +224,18 @@ def test_prompts_are_prefetched_by_tokens_or_by_keys(
     ]
 
 
+def test_prompts_are_looked_up_by_tokens_or_by_keys(
+    server: PlayedServer, service: HttpService
+) -> None:
+    by_tokens = {"token_ids": [1, 2, 3], "namespace": ["tenant", "salt"]}
+    assert post(service, "/cache/lookup", by_tokens) == (200, {"tokens": {"CPU": 48}})
+    by_keys = {"block_keys": ["00ff"], "namespace": "tenant"}
+    assert post(service, "/cache/lookup", by_keys)[0] == 200
+    assert server.looked_up == [
+        ([1, 2, 3], None, ["tenant", "salt"]), (None, [b"\x00\xff"], "tenant"),
+    ]  # fmt: skip
+
+
 def test_hints_about_sessions_are_passed_on(server: PlayedServer, service: HttpService) -> None:
     over = {"session_id": "known", "over": True}
     returns = {"session_id": "other", "returns_in_s": 2.5}
@@ -242,6 +261,9 @@ def test_hints_about_sessions_are_passed_on(server: PlayedServer, service: HttpS
         ("/cache/prefetch", '{"block_keys": ["xy"]}', "block_keys: "),
         ("/cache/prefetch", '{"block_hash": "ab"}', "block_hash"),
         ("/cache/prefetch", "[" * 100_000, ""),
+        ("/cache/lookup", '{"token_ids": [0.5]}', "token_ids"),
+        ("/cache/lookup", '{"block_keys": ["xy"]}', "block_keys: "),
+        ("/cache/lookup", '{"namespace": 1}', "namespace"),
         ("/cache/session", "{}", "session_id"),
         ("/cache/session", '{"session_id": "a", "over": 1}', "over"),
         ("/cache/session", '{"session_id": "a", "returns_in_s": "20"}', "returns_in_s"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from flexcache.cache.block_keys import EngineBlockKeys, PromptContent
-from flexcache.cache.journal import MEDIUM_OF, Cleared, Medium, Removed, Stored
+from flexcache.cache.journal import MEDIUM_OF, WITH_LOCALITY, Cleared, Medium, Removed, Stored
 from flexcache.cache.plan import Plan, PlannerSettings
 from flexcache.cache.tier import RestoredRun, Tier
 from flexcache.cache.tiered_cache import TieredCache
@@ -79,11 +79,15 @@ class JournalMachine(RuleBasedStateMachine):
     """Puts, gets, evictions, bad blocks and clearing over three tiers."""
 
     write_back = False
+    medium_of = MEDIUM_OF
 
     def __init__(self) -> None:
         super().__init__()
         policy = "write_back" if self.write_back else "write_through"
-        self.cache = make_cache(6, 5, 7, policy=policy, tokens_per_block=SIZE)
+        self.cache = make_cache(
+            6, 5, 7, policy=policy, tokens_per_block=SIZE,
+            tells_locality=self.medium_of is WITH_LOCALITY,
+        )  # fmt: skip
         self.reader = Reader()
         self.held = HeldBlocks(max_tokens=12)
         self.plans: list[tuple[Plan, str]] = []
@@ -143,7 +147,7 @@ class JournalMachine(RuleBasedStateMachine):
             found = {
                 key_of(word)
                 for tier in self.cache.tiers
-                if MEDIUM_OF[tier.name] is medium
+                if self.medium_of[tier.name] is medium
                 for word in WORDS
                 if tier.index.contains(ROOT, key_of(word))
             }
@@ -167,10 +171,16 @@ class WriteBackJournalMachine(JournalMachine):
     write_back = True
 
 
+class JournalWithLocalityMachine(JournalMachine):
+    medium_of = WITH_LOCALITY
+
+
 TestJournal = JournalMachine.TestCase
 TestJournal.settings = settings(stateful_step_count=30)
 TestWriteBackJournal = WriteBackJournalMachine.TestCase
 TestWriteBackJournal.settings = settings(stateful_step_count=30)
+TestJournalWithLocality = JournalWithLocalityMachine.TestCase
+TestJournalWithLocality.settings = settings(stateful_step_count=30)
 
 
 def test_restored_blocks_are_recorded_without_tokens() -> None:

@@ -20,8 +20,10 @@ def key_of(number: int) -> BlockKey:
     return BlockKey((1 << 63 | number).to_bytes(8, "big") + (1 << 62 | number).to_bytes(8, "big"))
 
 
-def stored(keys: list[BlockKey], root: RootId = ROOTS[0], *, below: bool = True) -> Stored:
-    return Stored(Medium.STORAGE if below else Medium.CPU, root, None, keys, 16)
+def stored(
+    keys: list[BlockKey], root: RootId = ROOTS[0], medium: Medium = Medium.STORAGE
+) -> Stored:
+    return Stored(medium, root, None, keys, 16)
 
 
 def told_name(key: BlockKey, form: str) -> int:
@@ -63,7 +65,7 @@ class NamesMachine(RuleBasedStateMachine):
     def change_dram(self, root: RootId, keys: list[BlockKey], is_stored: bool) -> None:
         medium = Medium.CPU
         self.apply(
-            stored(keys, root, below=False) if is_stored else Removed(medium, root, keys)
+            stored(keys, root, medium) if is_stored else Removed(medium, root, keys)
         )  # fmt: skip
 
     @rule()
@@ -95,4 +97,15 @@ def test_short_keys_have_names_too(form: str) -> None:
     key = BlockKey(b"\x01\x02")
     names.apply([stored([key])])
     assert names.find(told_name(key, form)) == PublishedBlock(ROOTS[0], key)
+    names.check()
+
+
+def test_a_block_on_ssd_and_in_the_store_is_found_until_both_have_lost_it() -> None:
+    names, key = PublishedNames("int"), key_of(1)
+    places = (Medium.LOCAL_STORAGE, Medium.REMOTE_STORAGE)
+    names.apply([stored([key], medium=place) for place in places])
+    for place in places:
+        assert names.find(told_name(key, "int")) == PublishedBlock(ROOTS[0], key)
+        names.apply([Removed(place, ROOTS[0], [key])])
+    assert names.find(told_name(key, "int")) is None
     names.check()

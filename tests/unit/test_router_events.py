@@ -538,6 +538,27 @@ def test_events_of_this_cache(hashes: str) -> None:
     assert depths(applier, PROMPT, **found) == {}
 
 
+def test_ssd_and_store_go_one_by_one_if_locality_is_told() -> None:
+    keys = [BlockKey(hashlib.sha256(bytes([at])).digest()) for at in range(6)]
+    places = (Medium.LOCAL_CPU, Medium.LOCAL_STORAGE, Medium.REMOTE_STORAGE)
+    applier = EventApplier(KVIndexer())
+
+    def publish(*changes: Change) -> list[str | None]:
+        payload = encode_batch(1.0, [describe(change, "int") for change in changes])
+        read = decode_batch(payload)
+        applier.apply("cache", read)
+        applier.check()
+        return [event.locality for event in read.events if not isinstance(event, AllBlocksCleared)]
+
+    told = publish(*(Stored(place, ROOT, None, keys, SIZE, PROMPT) for place in places))
+    assert told == ["LOCAL", "LOCAL", "REMOTE"]
+    publish(Removed(Medium.LOCAL_STORAGE, ROOT, keys[2:]), Removed(Medium.LOCAL_CPU, ROOT, keys))
+    found = find(applier.index, applier.block_sizes, PROMPT).tokens
+    assert sorted(found) == [0, 0, 8, 24]
+    publish(Removed(Medium.REMOTE_STORAGE, ROOT, keys))
+    assert depths(applier, PROMPT) == {("cache", "disk"): 8}
+
+
 def test_sglangs_salt_is_a_field_of_its_own() -> None:
     """Each event of a salted prompt has it; it is hashed once."""
     begin = stored(PROMPT[: 2 * SIZE], seed="salted", cache_salt="pepper")

@@ -221,19 +221,24 @@ def to_vllm_events(changes: Iterable[Change], hashes: EventHashes) -> Iterator[K
     """Convert changes for vLLM's own publisher, whose stream also has its GPU's blocks."""
     for change in changes:
         if isinstance(change, Stored):
+            medium, locality = change.medium.value
             yield BlockStored(
                 block_hashes=[hashes.of(key) for key in change.keys],
                 parent_block_hash=None if change.parent is None else hashes.of(change.parent),
                 token_ids=list(change.token_ids),
                 block_size=change.block_size,
                 lora_id=change.info.lora_id,
-                medium=change.medium.value,
+                medium=medium,
                 lora_name=change.info.lora_name,
                 extra_keys=change.extra_keys,
+                locality=locality,
             )
         elif isinstance(change, Removed):
+            medium, locality = change.medium.value
             yield BlockRemoved(
-                block_hashes=[hashes.of(key) for key in change.keys], medium=change.medium.value
+                block_hashes=[hashes.of(key) for key in change.keys],
+                medium=medium,
+                locality=locality,
             )
         else:  # readers would apply "all cleared" to the GPU's blocks too
             yield from to_vllm_events(change.removed, hashes)

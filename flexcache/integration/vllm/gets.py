@@ -38,6 +38,14 @@ from flexcache.integration.vllm.worker import Load
 _IDLE_WAIT_S = 0.001
 
 
+def _tell_of_junction(request: Any, get: Get) -> None:
+    """Tell vLLM where a prompt parts from others behind its hit: it ends a step there, so that
+    there is a tail to store. By itself it notices only what its GPU cache has of the others."""
+    if get.num_shared > get.num_computed + get.num_tokens:
+        noticed = request.shared_prefix_boundary
+        request.shared_prefix_boundary = max(noticed, get.num_shared)
+
+
 @dataclass(slots=True)
 class RequestRecord:
     """A request, until vLLM has finished it.
@@ -155,11 +163,8 @@ class Gets:
         get = self._open_get(request, record, num_computed, name)
         if get is None:
             return (0 if record.asked_s is None else None), False
-        if self._tables.has_tails and get.num_shared > get.num_computed + get.num_tokens:
-            # Where prompts part vLLM ends a step, so that there is a tail to store. By itself it
-            # notices only what its GPU cache has of the other prompt.
-            noticed = request.shared_prefix_boundary
-            request.shared_prefix_boundary = max(noticed, get.num_shared)
+        if self._tables.has_tails:
+            _tell_of_junction(request, get)
         if get.launched or get.num_tokens == 0:
             return 0, False
         if not get.sources.keys() <= {TierName.CPU}:

@@ -1,0 +1,126 @@
+"""`flexcache cache`: look up what a cache has of a prompt, by the HTTP API of its server."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.error import HTTPError, URLError
+from urllib.request import ProxyHandler, Request, build_opener
+
+import typer
+
+from flexcache.errors import ConfigError, FlexCacheError, ServerLostError
+from flexcache.terminal import user_errors
+
+app = typer.Typer(no_args_is_help=True, help="What is cached: look it up.")
+
+_TIMEOUT_S = 60.0
+_MOST_BYTES = 1 << 20
+_OPENER = build_opener(ProxyHandler({}))  # the token is for the server only
+
+_Endpoint = Annotated[
+    str | None,
+    typer.Option(
+        help="The server's http_endpoint: http://HOST:PORT. Default: FLEXCACHE_HTTP_ENDPOINT. "
+        "FLEXCACHE_HTTP_TOKEN is sent if it is set."
+    ),
+]
+_Tokens = Annotated[
+    str | None,
+    typer.Option(help="File with the prompt's token ids, as JSON or with blanks between; - reads "
+                 "standard input."),
+]  # fmt: skip
+_Keys = Annotated[
+    str | None,
+    typer.Option(help="Instead, a file with the engine's block keys, in hexadecimal."),
+]
+_Namespace = Annotated[
+    list[str] | None, typer.Option(help="Part of the prompt's namespace. Repeat for each part.")
+]
+_AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
+
+
+@app.command()
+def lookup(
+    tokens: _Tokens = None,
+    keys: _Keys = None,
+    namespace: _Namespace = None,
+    endpoint: _Endpoint = None,
+    as_json: _AsJson = False,
+) -> None:
+    """Show how many tokens of a prompt, from its start, each tier could supply."""
+    with user_errors():
+        found = _post(endpoint, "lookup", _prompt(tokens, keys, namespace))
+        _show(found, found["tokens"], "tokens", as_json)
+
+
+def _prompt(tokens: str | None, keys: str | None, namespace: list[str] | None) -> dict[str, Any]:
+    """Return what names a prompt, as HTTP has it."""
+    named: dict[str, Any] = {}
+    if tokens is not None:
+        try:
+            named["token_ids"] = [int(word) for word in _words(tokens)]
+        except ValueError as error:
+            raise ConfigError(f"--tokens {tokens}: {error}") from None
+    if keys is not None:
+        named["block_keys"] = _words(keys)
+    return named | ({"namespace": namespace} if namespace else {})
+
+
+def _words(path: str) -> list[str]:
+    """Return the numbers or keys in a file, however they are separated."""
+    try:
+        text = sys.stdin.read() if path == "-" else Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    return [word for word in re.split(r"[\s,\[\]\"']+", text) if word]
+
+
+def _post(endpoint: str | None, call: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Call a cache by HTTP; return the answer.
+
+    Raises:
+        FlexCacheError: It refuses; the message says why.
+    """
+    url = _address(endpoint)
+    request = Request(
+        f"{url}/cache/{call}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    if token := os.environ.get("FLEXCACHE_HTTP_TOKEN"):
+        request.add_header("Authorization", f"Bearer {token}")
+    try:
+        with _OPENER.open(request, timeout=_TIMEOUT_S) as answer:
+            found: dict[str, Any] = json.loads(answer.read(_MOST_BYTES))
+            return found
+    except HTTPError as error:
+        with error:
+            text = error.read(_MOST_BYTES).decode(errors="replace")
+        try:
+            text = json.loads(text)["error"]
+        except (ValueError, TypeError, KeyError):
+            text = f"is it the http_endpoint of a cache? {text}"
+        raise FlexCacheError(f"{url} answers {error.code}: {text}") from None
+    except (URLError, OSError, ValueError) as error:
+        raise ServerLostError(f"{url} does not answer: {error}") from None
+
+
+def _address(endpoint: str | None) -> str:
+    """Return the ``http://`` address of a server; what has only a port is on loopback."""
+    found = endpoint or os.environ.get("FLEXCACHE_HTTP_ENDPOINT")
+    if not found:
+        raise ConfigError("say where the cache is: --endpoint http://HOST:PORT")
+    if found.startswith(("http://", "https://")):
+        return found.rstrip("/")
+    return f"http://127.0.0.1:{found}" if found.isdecimal() else f"http://{found}"
+
+
+def _show(answer: dict[str, Any], by_tier: dict[str, int], unit: str, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(answer))
+        return
+    for tier, count in by_tier.items():
+        typer.echo(f"{tier:<8}{count:>12,} {unit}")
