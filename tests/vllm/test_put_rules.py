@@ -251,7 +251,7 @@ class Requests(RuleBasedStateMachine):
         request.num_tokens += 1 + num_right
 
     def check_answer(self, request: FakeRequest, num_known: int) -> None:
-        """Of what is known to be computed, less than an interval was not offered."""
+        """Less than an interval of what is known to be computed was not offered."""
         offered = self.puts._num_offered.get(request.request_id)
         if offered is not None and not self.has_tails:
             assert offered > num_known // BLOCK * BLOCK - ANSWER_INTERVAL

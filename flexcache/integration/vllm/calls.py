@@ -105,7 +105,7 @@ def read_hints(request: Any) -> Hints:
 
 
 def _max_store_tokens(store: bool | None, limit: int | None, params: Mapping[str, Any]) -> int:
-    """Return how many tokens may be stored, as vLLM's own offloading is told too."""
+    """Return how many tokens may be stored. vLLM's own offloading has a hint for it, too."""
     vllms = params.get("max_offload_tokens")
     limits = [0 if store is False else limit, vllms if _is_count(vllms) else None]
     return min((each for each in limits if each is not None), default=sys.maxsize)

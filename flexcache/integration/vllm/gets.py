@@ -179,8 +179,9 @@ class Gets:
         """Return whether the request that vLLM is looking up is to resume behind all that its full
         attention has on the GPU, though the states there are gone: a load brings later ones.
 
-        If told so, vLLM asks for what lies behind, and if that is nothing it does not ask again but
-        falls back to the last states that it has. So it is told only what will be loaded.
+        If so, vLLM asks for what lies behind, and if that is nothing it does not ask again but
+        falls back to the last states that it has. So the answer is yes only for a load that is
+        matched already.
         """
         if (looked_up := find_looked_up()) is None:
             return False
