@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flexcache.ids import __version__
 
 if TYPE_CHECKING:
+    from flexcache.cache.control import Pin
     from flexcache.client.rank import KVTPClient
     from flexcache.config import CacheConfig, KVGroup, ModelConfig
     from flexcache.errors import (
@@ -42,6 +43,7 @@ _HOMES = {
     "KVStatus": "flexcache.ids",
     "KVTPClient": "flexcache.client.rank",
     "ModelConfig": "flexcache.config",
+    "Pin": "flexcache.cache.control",
     "RequestInfo": "flexcache.ids",
     "TierName": "flexcache.ids",
 }
@@ -63,6 +65,7 @@ __all__ = [
     "MissingDependencyError",
     "ModelConfig",
     "NoDirectPathError",
+    "Pin",
     "RegistrationError",
     "RequestInfo",
     "ServerLostError",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from flexcache.cache.control import CacheCall
+from flexcache.cache.control import CacheCall, Pin
 from flexcache.cache.journal import Change
 from flexcache.cache.prompt import (
     Mask,
@@ -485,19 +485,63 @@ class KVManager:
             ValueError: An argument has the wrong shape, type or size.
             ServerLostError: The cache is shared and its server is away.
         """
-        call = CacheCall(name="lookup", prompts=[self._named(token_ids, **options)])
-        self._require_open()
-        tokens: dict[str, int] = self._transport.control(call)
+        tokens: dict[str, int] = self._control(
+            CacheCall(name="lookup", prompts=self._named(token_ids, options))
+        )
         return tokens
 
-    def _named(self, token_ids: Tokens | None, **options: Unpack[PromptName]) -> Prompt:
-        """Make the prompt that a user's call is about."""
+    def pin(
+        self, token_ids: Tokens | None = None, *, ttl_s: float, session_id: str | None = None,
+        **options: Unpack[PromptName],
+    ) -> Pin | None:  # fmt: skip
+        """Keep what is cached of a prompt, or of a session's prompts, from eviction for a time.
+
+        It holds what is cached now, in DRAM or else on SSD. It ends with its time, by `unpin`, by
+        `clear` of its tier or `reset`, with the weights' name, and with the server. The same call
+        again extends it, to what is cached then, too.
+
+        Args:
+            token_ids: The prompt, 1-D; with ``block_keys`` it may be left out.
+            ttl_s: Seconds, at most a week. A pin that holds already never ends earlier by this.
+            session_id: Instead of a prompt, all prompts that the session has used, as far as their
+                ends are cached.
+            options: What else the prompt's keys depend on: see `PromptName`.
+
+        Returns:
+            None if nothing is cached, or there is no room: pins together hold at most
+            ``max_pinned_share`` of a tier, and those of a namespace its quota.
+
+        Raises:
+            ValueError: An argument is out of range, or not exactly one of prompt and session is
+                given.
+            ServerLostError: The cache is shared and its server is away.
+        """
+        prompts = self._named(token_ids, options)
+        call = CacheCall(name="pin", prompts=prompts, session_id=session_id, ttl_s=ttl_s)
+        pinned = self._control(call)
+        return None if pinned is None else Pin(*pinned)
+
+    def unpin(self, pin_id: str) -> bool:
+        """End a pin before its time. Idempotent.
+
+        Returns:
+            False if there is none of this id any more.
+        """
+        return bool(self._control(CacheCall(name="unpin", pin_id=pin_id)))
+
+    def _named(self, token_ids: Tokens | None, options: PromptName) -> list[Prompt]:
+        """Make the prompt that a user's call is about, if it is about one."""
         block_keys = options.get("block_keys")
         if token_ids is None and block_keys is not None:  # only the number of tokens matters
             token_ids = range(len(block_keys) * self._prompts.tokens_per_block)
         if token_ids is None:
-            raise ValueError("give token_ids or block_keys")
-        return self._prompts.make(TaskKind.GET, token_ids, **options)
+            return []
+        return [self._prompts.make(TaskKind.GET, token_ids, **options)]
+
+    def _control(self, call: CacheCall) -> Any:
+        call.check()
+        self._require_open()
+        return self._transport.control(call)
 
     def clear(self, tier: str) -> int:
         """Drop the unused blocks of one tier (`CPU`, `SSD`, `REMOTE`); return how many.

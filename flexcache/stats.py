@@ -36,6 +36,7 @@ _WHY_REJECTED = (
     "unknown_worker",
 )  # fmt: skip
 _WHY_SKIPPED = ("ssd_slower_than_recompute", "remote_slower_than_recompute", "host_worth_less")
+_WHY_UNPINNED = ("expired", "unpinned", "cleared", "weights", "layout", "lost")
 _ENDS = tuple(
     f"{kind.value}_{status.value}"
     for kind in TaskKind
@@ -86,6 +87,9 @@ class TierStats(Counters):
         "Blocks that can be found. For REMOTE: known to be in the store.",
     )] = 0  # fmt: skip
     leased: Annotated[int, gauge("tier_leased_blocks", "Blocks that tasks have reserved.")] = 0
+    pinned: Annotated[int, gauge(
+        "tier_pinned_blocks", "Blocks that pins keep from eviction; they count as indexed."
+    )] = 0  # fmt: skip
     hit_blocks: Annotated[int, counter(
         "tier_hit_blocks",
         "Blocks that gets found in this tier, also if a load failed or was cancelled.",
@@ -320,7 +324,20 @@ class ControlStats(Counters):
     TITLE = "Look-ups, pins and deletes"
 
     calls: Annotated[dict[str, int], counter(
-        "control_calls", "Calls about what is cached.", "call", known=("lookup",)
+        "control_calls", "Calls about what is cached.", "call", known=("lookup", "pin", "unpin")
+    )] = field(default_factory=Counter)  # fmt: skip
+    pins: int = 0
+    """That hold now."""
+    refused_pins: Annotated[dict[str, int], counter(
+        "refused_pins",
+        "Pins that were refused: nothing was cached, or the tiers had no room for more of them.",
+        "reason", known=("not_cached", "no_room"),
+    )] = field(default_factory=Counter)  # fmt: skip
+    ended_pins: Annotated[dict[str, int], counter(
+        "ended_pins",
+        "Pins that have ended: their time was over; by a call, a clear or other weights; their "
+        "blocks were lost.",
+        "reason", known=_WHY_UNPINNED,
     )] = field(default_factory=Counter)  # fmt: skip
 
 

@@ -141,6 +141,10 @@ class Quotas:
     def count_evicted(self, tenant: int, num_blocks: int) -> None:
         self._parts[tenant].evicted += num_blocks
 
+    def quota(self, root: RootId) -> int:
+        """Return how many blocks a root's tenant is sure of."""
+        return self._parts[self.tenant(root)].quota
+
     def room(self, tenant: int) -> int:
         """Return how many more blocks a tenant is sure of."""
         part = self._parts[tenant]

@@ -1,25 +1,46 @@
-"""Control of a cache by its users: look-ups of what it has of a prompt.
+"""Control of a cache by its users: look-ups of what it has of a prompt, and pins.
 
     lookup   how much of a prompt each tier could supply
+    pin      what is cached of a prompt, or of a session's prompts, stays for a time
+
+A pin is a promise: it is refused if the tiers have no room for more pinned blocks, and else ends
+with its time, or by a call. It holds what is cached when it is made, in DRAM or else on SSD. Of the
+blocks that pins hold together, no more than a share of each tier, and of a tenant's quota, exist.
 
 Pure: no I/O, no clock.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Literal, NamedTuple
 
 import msgspec
+import xxhash
 
+from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.load_plan import TailLoads
-from flexcache.cache.prompt import Prompt
+from flexcache.cache.pins import PinnedBlocks
+from flexcache.cache.prefix_index import PrefixMatch
+from flexcache.cache.prompt import Prompt, check_session_id
+from flexcache.cache.prompt_sessions import PromptSessions
+from flexcache.cache.tail_index import Tail
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiers import Tiers
-from flexcache.ids import TierName
+from flexcache.errors import InternalError
+from flexcache.ids import RootId, TierName
 from flexcache.stats import ControlStats
 
-CallName = Literal["lookup"]
+# A promise that outlives its maker takes the room of all others: who needs it longer pins again.
+LONGEST_PIN_S = 7 * 86_400.0
+# Beyond it, each request of a busy server could leave one: pins of one block share their blocks.
+_MAX_PINS = 1 << 16
+_SPARE_ENTRIES = 64
+
+CallName = Literal["lookup", "pin", "unpin"]
 
 
 class CacheCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,44 +48,315 @@ class CacheCall(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         prompts: What it is about: one prompt, under each name of weights that engines have.
+        engines: For each of these, the engines whose weights name it so; empty: the caller's.
+        session_id: Instead of a prompt, all of a session.
+        ttl_s: How long a pin is to hold.
+        pin_id: The pin that is to end.
     """
 
     name: CallName
     prompts: Sequence[Prompt] = ()
+    engines: Sequence[Sequence[str]] = ()
+    session_id: str | None = None
+    ttl_s: float = 0.0
+    pin_id: str = ""
+
+    def check(self) -> None:
+        """Raise `ValueError` if the call makes no sense."""
+        if self.session_id is not None:
+            check_session_id(self.session_id)
+        if self.name == "unpin":
+            if not isinstance(self.pin_id, str):
+                raise ValueError(f"pin_id = {self.pin_id!r}: must be a string")
+        elif bool(self.prompts) is (self.session_id is not None):
+            raise ValueError("give either a prompt, by token_ids or block_keys, or a session_id")
+        if self.name == "pin":
+            is_number = isinstance(self.ttl_s, Real) and not isinstance(self.ttl_s, bool)
+            if not (is_number and 0 < self.ttl_s <= LONGEST_PIN_S):
+                raise ValueError(
+                    f"ttl_s = {self.ttl_s!r}: must be above 0 and at most {LONGEST_PIN_S:,.0f} s"
+                )
+
+
+class Pin(NamedTuple):
+    """A pin that holds.
+
+    Attributes:
+        id: Ends it (`KVManager.unpin`). The same prompt or session has the same.
+        num_tokens: How many it holds. Blocks that several prompts of a session share count once.
+        expires_at: When it ends, in seconds since the epoch.
+    """
+
+    id: str
+    num_tokens: int
+    expires_at: float
+
+
+class CallOutcome(NamedTuple):
+    """What a call has found or done.
+
+    Attributes:
+        blocks: By tier: that it could supply, or that are held by the pin.
+        pin_id: Of the pin that holds, or has ended; empty without one.
+        num_blocks: Of a pin, each once.
+        expires_s: When the pin ends.
+    """
+
+    blocks: Mapping[TierName, int]
+    pin_id: str = ""
+    num_blocks: int = 0
+    expires_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """What one pin holds."""
+
+    expires_s: float
+    blocks: list[tuple[Tier, PrefixMatch]] = field(default_factory=list)
+    tails: list[tuple[Tier, Tail]] = field(default_factory=list)
+
+    @property
+    def tiers(self) -> list[Tier]:
+        """Tiers that it holds anything in, each once."""
+        return list(dict.fromkeys(tier for tier, _ in (*self.blocks, *self.tails)))
+
+    @property
+    def roots(self) -> set[RootId]:
+        found = {match.run.root for _, match in self.blocks if match.run is not None}
+        return found | {tail.root for _, tail in self.tails}
+
+    def num_in(self, tier: Tier) -> int:
+        """Return how many blocks of a tier it holds, each once."""
+        counted = PinnedBlocks(lambda _: 0)
+        for each, match in self.blocks:
+            if each is tier:
+                counted.add(match)
+        return counted.num_blocks
 
 
 class CacheControl:
     """Carries calls out over a cache's tiers.
 
     Args:
+        sessions: Knows the prompts of users' sessions.
         tails: Finds tails, in a model with tails.
+        max_share: Share of each tier that pins may hold.
     """
 
-    def __init__(self, tiers: Tiers, tails: TailLoads | None) -> None:
+    def __init__(
+        self, tiers: Tiers, sessions: PromptSessions, tails: TailLoads | None, max_share: float
+    ) -> None:
         self._tiers = tiers
+        self._sessions = sessions
         self._tails = tails
+        self._max_share = max_share
+        self._pins: dict[str, _Held] = {}
+        self._expiries: list[tuple[float, str]] = []
+        """A heap. Entries of pins that have ended, or end at another time, are stale."""
         self.counters = ControlStats()
 
-    def look_up(self, prompts: Sequence[Prompt]) -> Mapping[TierName, int]:
+    def carry_out(self, call: CacheCall, prompts: Sequence[Prompt], now: float) -> CallOutcome:
+        """Carry out a call.
+
+        Args:
+            prompts: Its prompts, under the names that the tiers have for them.
+        """
+        self.counters.calls[call.name] += 1
+        if call.name == "lookup":
+            return CallOutcome(self._look_up(prompts))
+        if call.name == "unpin":
+            is_held = self._end(call.pin_id, "unpinned")
+            return CallOutcome({}, call.pin_id if is_held else "")
+        if call.session_id is None:
+            wanted = [(prompt.keys, prompt.stop) for prompt in prompts]
+        else:
+            found = self._sessions.prompts_of(call.session_id)
+            wanted = [(keys, keys.num_blocks) for keys in found]
+        return self._pin(_pin_id(wanted, call.session_id), wanted, now + call.ttl_s)
+
+    # -- look-ups --------------------------------------------------------------------------------
+
+    def _look_up(self, prompts: Sequence[Prompt]) -> Mapping[TierName, int]:
         """Return how many blocks from its start each tier could supply of a prompt.
 
         It is no use of them: recency, counters and deadlines stay. Of the remote store, what is
-        known here counts. A tier that is unavailable supplies nothing.
-
-        Args:
-            prompts: The prompt by its names; the one that a tier has most of counts.
+        known here counts. A tier that is unavailable supplies nothing. Of several names of the
+        prompt, the one that a tier has most of counts.
         """
-        self.counters.calls["lookup"] += 1
         return {
-            tier.name: max((self._num_supplied(tier, prompt) for prompt in prompts), default=0)
+            tier.name: max(
+                (self._num_cached(prompt.keys, prompt.stop, [tier]) for prompt in prompts),
+                default=0,
+            )
             for tier in self._tiers
         }
 
-    def _num_supplied(self, tier: Tier, prompt: Prompt) -> int:
-        if tier.name in self._tiers.unavailable:
-            return 0
+    def _num_cached(self, keys: BlockKeys, stop: int, tiers: Sequence[Tier]) -> int:
+        """Return how many of a prompt's first ``stop`` blocks tiers can supply together."""
+        if self._tails is not None:
+            # Blocks are of use up to a place where the other groups can resume from them, too.
+            found = self._tails.last(keys, 0, stop, tiers)
+            return 0 if found is None else found.position
+        there = [t for t in tiers if t.name not in self._tiers.unavailable]
+        return min(stop, max((t.index.match(keys).num_blocks for t in there), default=0))
+
+    # -- pins ------------------------------------------------------------------------------------
+
+    def _pin(
+        self, pin_id: str, wanted: Sequence[tuple[BlockKeys, int]], expires_s: float
+    ) -> CallOutcome:
+        held = _Held(expires_s)
+        former = self._pins.get(pin_id)
+        has_room = former is not None or len(self._pins) < _MAX_PINS
+        for keys, stop in wanted:
+            has_room = has_room and self._hold(held, keys, stop)
+        if not (has_room and held.tiers):
+            self._let_go(held)
+            self.counters.refused_pins["not_cached" if has_room else "no_room"] += 1
+            return CallOutcome({})
+        if former is not None:
+            # Held twice for a moment, so that nothing that it holds is lost between the two.
+            held.expires_s = max(expires_s, former.expires_s)
+            self._let_go(former)
+        self._begin(pin_id, held)
+        blocks = {tier.name: held.num_in(tier) for tier in held.tiers}
+        num_blocks = sum(blocks.values()) or max(stop for _, stop in wanted)  # of tails alone
+        return CallOutcome(blocks, pin_id, num_blocks, held.expires_s)
+
+    def _begin(self, pin_id: str, held: _Held) -> None:
+        self._pins[pin_id] = held
+        heapq.heappush(self._expiries, (held.expires_s, pin_id))
+        # A pin that is extended again and again leaves a stale entry each time.
+        if len(self._expiries) > 2 * len(self._pins) + _SPARE_ENTRIES:
+            self._expiries = sorted((each.expires_s, name) for name, each in self._pins.items())
+
+    def _hold(self, held: _Held, keys: BlockKeys, stop: int) -> bool:
+        """Have a pin hold what is cached of a prompt; whether there is room for that."""
+        # A remote store evicts by itself, so nothing can be promised of it.
+        local = [tier for tier in self._tiers if tier.name is not TierName.REMOTE]
+        stop = self._num_cached(keys, stop, local)
+        if not stop:
+            return True
+        key = keys.key(stop - 1)
+        if self._tails is None or self._tails.has_blocks:
+            # One tier that has all of it, since each is closed under prefixes: blocks of DRAM and
+            # their rest on SSD would take the SSD's room for both.
+            matches = [(tier, tier.index.locate(keys.root, key)) for tier in local]
+            if not any(self._hold_blocks(held, *each) for each in matches):
+                return False
         if self._tails is None:
-            return min(prompt.stop, tier.index.match(prompt.keys).num_blocks)
-        # A tier's blocks are of use up to a place where the other groups can resume from it, too.
-        found = self._tails.last(prompt.keys, 0, prompt.stop, [tier])
-        return 0 if found is None else found.position
+            return True
+        tails = [(tier, tier.tails.find(keys.root, key)) for tier in local]
+        return any(self._hold_tail(held, *each) for each in tails)
+
+    def _hold_blocks(self, held: _Held, tier: Tier, match: PrefixMatch) -> bool:
+        if match.run is None or tier.name in self._tiers.unavailable:
+            return False
+        # Counted first, and taken back if that is too many: what other pins share costs nothing.
+        tier.pinned.add(match)
+        if not self._is_within_bounds(tier, match.run.root):
+            tier.pinned.remove(match)
+            return False
+        tier.index.pin(match)
+        held.blocks.append((tier, match))
+        return True
+
+    def _hold_tail(self, held: _Held, tier: Tier, tail: Tail | None) -> bool:
+        if tail is None or tier.name in self._tiers.unavailable:
+            return False
+        tier.pinned.add_tail(tail)
+        if not self._is_within_bounds(tier, tail.root):
+            tier.pinned.remove_tail(tail)
+            return False
+        tier.tails.pin(tail)
+        held.tails.append((tier, tail))
+        return True
+
+    def _is_within_bounds(self, tier: Tier, root: RootId) -> bool:
+        if tier.pinned.num_blocks > int(self._max_share * tier.capacity):
+            return False
+        # Beyond its quota a tenant only borrows, and what is borrowed must be given back.
+        return tier.quotas is None or tier.pinned.num_of(root) <= tier.quotas.quota(root)
+
+    def _let_go(self, held: _Held) -> None:
+        for tier, match in held.blocks:
+            tier.pinned.remove(match)
+            tier.unpin(match)
+        for tier, tail in held.tails:
+            tier.pinned.remove_tail(tail)
+            tier.unpin_tail(tail)
+
+    def _end(self, pin_id: str, reason: str) -> bool:
+        """End a pin; whether there was one."""
+        held = self._pins.pop(pin_id, None)
+        if held is None:
+            return False
+        self._let_go(held)
+        self.counters.ended_pins[reason] += 1
+        return True
+
+    def end_in(self, name: str | None) -> None:
+        """End the pins that hold blocks of a tier that is cleared, or all."""
+        for pin_id, held in list(self._pins.items()):
+            if name is None or any(tier.name.value == name for tier in held.tiers):
+                self._end(pin_id, "cleared")
+
+    def end_roots(self, roots: Sequence[RootId] | None, reason: str) -> None:
+        """End the pins that hold blocks under roots that no engine names any more, or all."""
+        gone = set(roots or ())
+        for pin_id, held in list(self._pins.items()):
+            if roots is None or held.roots & gone:
+                self._end(pin_id, reason)
+
+    @property
+    def next_expiry(self) -> float | None:
+        """When `expire` may have something to end."""
+        return self._expiries[0][0] if self._expiries else None
+
+    def expire(self, now: float) -> None:
+        """End the pins whose time is over."""
+        while self._expiries and self._expiries[0][0] <= now:
+            expires_s, pin_id = heapq.heappop(self._expiries)
+            held = self._pins.get(pin_id)
+            if held is not None and held.expires_s == expires_s:
+                self._end(pin_id, "expired")
+
+    def succeed(self, former: CacheControl) -> None:
+        """Count on, after all that the former one's pins held was lost."""
+        self.counters = former.counters
+        self.counters.ended_pins["lost"] += len(former._pins)
+
+    def stats(self) -> ControlStats:
+        return self.counters.snapshot(pins=len(self._pins))
+
+    def check(self) -> None:
+        """Raise `InternalError` if an invariant does not hold. O(pinned runs)."""
+        if not {(held.expires_s, pin_id) for pin_id, held in self._pins.items()} <= set(
+            self._expiries
+        ):
+            raise InternalError("a pin would not end")
+        for tier in self._tiers:
+            counted = PinnedBlocks(lambda _: 0)
+            for held in self._pins.values():
+                for each, match in held.blocks:
+                    if each is tier:
+                        counted.add(match)
+                for each, tail in held.tails:
+                    if each is tier:
+                        counted.add_tail(tail)
+            if counted.num_blocks != tier.pinned.num_blocks:
+                raise InternalError(f"pins hold {counted.num_blocks} blocks of {tier.name.value}")
+
+
+def _pin_id(wanted: Sequence[tuple[BlockKeys, int]], session_id: str | None) -> str:
+    """Name a pin after what it is to hold, so that the same call again means the same pin."""
+    # Not a new name for each call: an agent that pins the same prefix with every turn would leave a
+    # pin each time, and a caller that missed the answer could not end what it has made.
+    digest = xxhash.xxh3_128(b"prompt" if session_id is None else b"session")
+    if session_id is not None:
+        digest.update(session_id.encode())
+        return digest.hexdigest()
+    for keys, stop in wanted:
+        digest.update(keys.root + (keys.key(stop - 1) if stop else b""))
+    return digest.hexdigest()

@@ -79,6 +79,11 @@ class TailLoads:
         self._chunk_blocks = settings.chunk_blocks
         self._shape = shape
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether a prompt has blocks beside its tails."""
+        return self._shape.dense_blocks > 0
+
     def last(
         self, keys: BlockKeys, start: int, stop: int, tiers: Iterable[Tier]
     ) -> FoundTail | None:

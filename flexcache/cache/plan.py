@@ -48,6 +48,7 @@ class PlannerSettings:
         load_cost: Estimates which loads would take longer than recomputing; None to load all.
         shape: How the blocks of several groups fill its units; None for a single group.
         early_load_share: Share of the host tier that early loads may take.
+        max_pinned_share: Share of each tier that pins may hold.
         early_load_ttl_s: How long their blocks wait for the requests that need them.
         keeps_on_host: Whether the host tier is a cache; else it only stages.
         op_ids: Numbers the ops.
@@ -63,6 +64,7 @@ class PlannerSettings:
     load_cost: LoadCost | None = None
     shape: UnitShape | None = None
     early_load_share: float = 0.5
+    max_pinned_share: float = 0.5
     early_load_ttl_s: float = 120.0
     keeps_on_host: bool = True
     op_ids: Iterator[OpId] = field(default_factory=number_ops)

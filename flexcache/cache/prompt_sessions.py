@@ -29,7 +29,7 @@ from flexcache.cache.block_keys import BlockKeys, EngineBlockKeys
 from flexcache.cache.load_cost import LoadCost
 from flexcache.cache.plan import LOAD_OP, Plan
 from flexcache.cache.prefix_index import PrefixIndex, PrefixMatch, Run
-from flexcache.cache.tiers import Tiers
+from flexcache.cache.tiers import IndexedKeys, Tiers, find_prefix
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId, TaskKind
 from flexcache.stats import SessionStats
@@ -266,6 +266,20 @@ class PromptSessions:
                     if match.run is not None:
                         return EngineBlockKeys(root, tier.index.path_keys(match), match.num_blocks)
         return None
+
+    def prompts_of(self, session_id: str) -> list[IndexedKeys]:
+        """Return the cached prompts of a session, the longest first, without those that another one
+        of them begins with. It is no use of them. O(blocks)."""
+        session = self._sessions.get(session_id)
+        ends = {} if session is None else session.ends
+        prompts: list[IndexedKeys] = []
+        covered: set[End] = set()
+        for end in sorted(ends, key=ends.__getitem__, reverse=True):
+            keys = None if end in covered else find_prefix(*end, self._tiers)
+            if keys is not None:
+                prompts.append(keys)
+                covered.update((end[0], key) for key in keys.slice(0, keys.num_blocks))
+        return prompts
 
     def _fetch_ahead_s(self, session: _PromptSession, now: float) -> float:
         """Return how long before its return the blocks of a session's last prompt are fetched."""

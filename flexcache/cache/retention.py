@@ -19,6 +19,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from flexcache.cache.pins import PinnedBlocks
 from flexcache.cache.prefix_index import (
     NO_BLOCKS,
     BlockIds,
@@ -53,16 +54,20 @@ class Retention:
     Args:
         retention_s: Blocks go when they were not used for longer than this: at most a tenth of it
             later, and the time that a sweep takes.
+        pinned: These stay until their pins end.
 
     Attributes:
         next_turn: When the next turn is due.
     """
 
-    def __init__(self, index: PrefixIndex, tails: TailIndex, retention_s: float) -> None:
+    def __init__(
+        self, index: PrefixIndex, tails: TailIndex, retention_s: float, pinned: PinnedBlocks
+    ) -> None:
         self.retention_s = retention_s
         self.next_turn = 0.0
         self._index = index
         self._tails = tails
+        self._pinned = pinned
         self._stamp_s = retention_s / _STAMPS
         self._next_sweep = 0.0
         self._runs_left: list[int] = []
@@ -157,7 +162,8 @@ class Retention:
         while self._tails_left and looks > 0 and drops > 0:
             looks -= 1
             tail = self._tails_left.pop()
-            if tail.is_indexed and self._stamp(tail.used) < oldest:
+            is_old = tail.is_indexed and self._stamp(tail.used) < oldest
+            if is_old and tail not in self._pinned.tails:
                 freed.append(self._tails.discard(tail.root, tail.key))
                 drops -= len(freed[-1])
         # Between turns others have the lock.
@@ -176,7 +182,9 @@ class Retention:
         if run is None:
             return NO_BLOCKS
         since = [end for end, stamp in run.uses or () if stamp >= oldest]
-        kept = min(since[-1] if since else 0, run.length)
+        # A pin promises more than an age limit takes; a sweep after its end drops what is too old.
+        kept = max(since[-1] if since else 0, self._pinned.length(number))
+        kept = min(kept, run.length)
         start = max(kept, run.length - most)
         if start == run.length or self._index.locate(run.root, run.keys[start]).run is not run:
             return NO_BLOCKS  # the rest can be found no more, and waits to be unpinned

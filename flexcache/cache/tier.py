@@ -31,6 +31,7 @@ import numpy.typing as npt
 from flexcache.cache.block_keys import BlockKeys, PromptContent
 from flexcache.cache.block_pool import NO_ROOT, BlockIdPool, Quotas
 from flexcache.cache.eviction_policy import RETIRED, LruQueue, MakeQueue, Outlook
+from flexcache.cache.pins import PinnedBlocks
 from flexcache.cache.prefix_index import EMPTY_MATCH, NO_BLOCKS, PrefixIndex, PrefixMatch
 from flexcache.cache.retention import Retention, Seconds
 from flexcache.cache.tail_index import Tail, TailIndex, tail_keys
@@ -139,9 +140,10 @@ class Tier:
         self.index = PrefixIndex(make_queue, *parts)
         self._bypasses = bypasses
         self.tails = TailIndex(*parts)
+        self.pinned = PinnedBlocks(parts[1])
         self._retention: Retention | None = None
         if retention_s is not None:
-            self._retention = Retention(self.index, self.tails, retention_s)
+            self._retention = Retention(self.index, self.tails, retention_s, self.pinned)
         self.counters = TierStats()
         self._flights: dict[RootId, _Flight] = {}
         self.num_leased = 0
@@ -465,6 +467,7 @@ class Tier:
             leased=self.num_leased,
             restoring=self.num_expected,
             tails=self.tails.num_tails,
+            pinned=self.pinned.num_blocks,
             quotas=None if self.quotas is None else self.quotas.stats(),
             **others,
         )
@@ -775,6 +778,7 @@ class Tier:
         self.pool.check()
         self.index.check()
         self.tails.check()
+        self.pinned.check(self.index.run)
         if self._retention is not None:
             self._retention.check()
         self.check_counts()

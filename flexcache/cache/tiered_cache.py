@@ -59,7 +59,9 @@ class TieredCache:
         self.direct_stores = None if settings.keeps_on_host else DirectStores(tiers, settings)
         """Plans puts past the host tier, if that only stages."""
         self.sessions = PromptSessions(tiers, settings.load_cost)
-        self.control = CacheControl(tiers, self.loads.tails)
+        self.control = CacheControl(
+            tiers, self.sessions, self.loads.tails, settings.max_pinned_share
+        )
         self.early = EarlyLoads(tiers.host, settings.early_load_share, settings.early_load_ttl_s)
         self.reuse = settings.reuse
         self._write_budgets = settings.write_budgets
@@ -82,7 +84,7 @@ class TieredCache:
         cache = self.remake()
         cache.tiers.succeed(self.tiers)
         cache.stores.era = self.stores.era + 1
-        cache.control.counters = self.control.counters
+        cache.control.succeed(self.control)
         plan = cache.plan_nothing(TaskKind.STORE, EngineBlockKeys(NO_ROOT, (), 0), 0, 0, "")
         for name, blocks in busy.items():
             plan.stores[name] = cache.tiers.by_name[name].reserve_exactly(blocks)
@@ -177,8 +179,10 @@ class TieredCache:
         Raises:
             ValueError: There is no such tier.
         """
+        self.tiers.require(tier)
         # First, since what they pin would outlast the clear.
         self.early.forget()
+        self.control.end_in(tier)
         num_dropped = sum(len(blocks) for blocks in self.tiers.clear(tier).values())
         self.early.settle(self.tiers.now)  # what they waited for may not come any more
         return num_dropped
@@ -188,6 +192,8 @@ class TieredCache:
         self.tiers.advance(now)
         expiry_s = self.tiers.host.next_expiry
         self.tiers.expire(now)
+        # After that: what is pinned until now must not go by its age in the same turn.
+        self.control.expire(now)
         # Only then something may have gone: to look at all loads at each tick costs their number.
         if expiry_s is not None and expiry_s <= now:
             self.early.let_go_expired(now)
@@ -196,6 +202,7 @@ class TieredCache:
         """When something is due: to `tick`, to `catch_up`, or for `stores` to write back."""
         times = [tier.next_expiry for tier in self.tiers]
         times += [self.stores.throttled_until(tier.name) for tier in self.tiers.lower]
+        times.append(self.control.next_expiry)
         if self._restoration is not None:
             times.append(self._restore_at)
         return min((time for time in times if time is not None), default=None)
@@ -216,6 +223,7 @@ class TieredCache:
         """Raise `InternalError` if an invariant does not hold. O(capacity)."""
         self.tiers.check()
         self.sessions.check()
+        self.control.check()
         self.early.check()
         self.loads.ways.check()
         for budget in self._write_budgets.values():
@@ -376,6 +384,7 @@ def _settings(
         load_cost=LoadCost() if config.skip_slow_loads else None,
         shape=shape,
         early_load_share=config.early_load_share,
+        max_pinned_share=config.max_pinned_share,
         early_load_ttl_s=config.match_ttl_s,
         keeps_on_host=sizes.keeps_on_host,
         op_ids=op_ids,

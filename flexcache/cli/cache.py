@@ -1,4 +1,4 @@
-"""`flexcache cache`: look up what a cache has of a prompt, by the HTTP API of its server."""
+"""`flexcache cache`: look up and pin what is cached, by the HTTP API of a server."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.error import HTTPError, URLError
@@ -16,7 +17,7 @@ import typer
 from flexcache.errors import ConfigError, FlexCacheError, ServerLostError
 from flexcache.terminal import user_errors
 
-app = typer.Typer(no_args_is_help=True, help="What is cached: look it up.")
+app = typer.Typer(no_args_is_help=True, help="What is cached: look it up, pin it.")
 
 _TIMEOUT_S = 60.0
 _MOST_BYTES = 1 << 20
@@ -41,6 +42,7 @@ _Keys = Annotated[
 _Namespace = Annotated[
     list[str] | None, typer.Option(help="Part of the prompt's namespace. Repeat for each part.")
 ]
+_Session = Annotated[str | None, typer.Option(help="Instead of a prompt, a user's session.")]
 _AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 
 
@@ -56,6 +58,48 @@ def lookup(
     with user_errors():
         found = _post(endpoint, "lookup", _prompt(tokens, keys, namespace))
         _show(found, found["tokens"], "tokens", as_json)
+
+
+@app.command()
+def pin(
+    ttl: Annotated[float, typer.Option(help="How long, in seconds; at most a week.")],
+    tokens: _Tokens = None,
+    keys: _Keys = None,
+    namespace: _Namespace = None,
+    session: _Session = None,
+    endpoint: _Endpoint = None,
+    as_json: _AsJson = False,
+) -> None:
+    """Keep what is cached of a prompt, or of a session, from eviction for a time.
+
+    The exit status is 2 if it is refused: nothing is cached, or there is no room for more pins.
+    """
+    with user_errors():
+        body = _prompt(tokens, keys, namespace) | {"ttl_s": ttl}
+        found = _post(endpoint, "pin", body | ({"session_id": session} if session else {}))
+    made = found["pin"]
+    if as_json:
+        typer.echo(json.dumps(found))
+    elif made is not None:
+        until = time.strftime("%F %T", time.localtime(made["expires_at"]))
+        typer.echo(f"pin {made['id']} holds {made['num_tokens']:,} tokens until {until}")
+    else:
+        typer.echo("refused: nothing is cached, or there is no room for more pins")
+    if made is None:
+        raise typer.Exit(2)
+
+
+@app.command()
+def unpin(
+    pin_id: Annotated[str, typer.Argument(help="As `pin` has shown it.")],
+    endpoint: _Endpoint = None,
+    as_json: _AsJson = False,
+) -> None:
+    """End a pin before its time."""
+    with user_errors():
+        found = _post(endpoint, "unpin", {"pin_id": pin_id})
+        is_over = "it holds nothing any more" if found["unpinned"] else "there is no such pin"
+        typer.echo(json.dumps(found) if as_json else is_over)
 
 
 def _prompt(tokens: str | None, keys: str | None, namespace: list[str] | None) -> dict[str, Any]:

@@ -151,6 +151,11 @@ class CacheConfig:
         "Share of DRAM, at most 0.75, for blocks loaded ahead of their requests; 0: none in vLLM.",
         "of DRAM",
     )
+    max_pinned_share: Annotated[float, Meta(ge=0, le=0.9)] = setting(
+        0.5,
+        "Share of DRAM, and of the SSD tier, that pins may hold together, at most 0.9; 0: no pins.",
+        "of a tier",
+    )
     # `reuse`, its predecessor, fell under LRU on traces that it was not tuned on.
     eviction_policy: str = setting(
         "density",

@@ -380,6 +380,9 @@ class Control(msgspec.Struct, tag=True, frozen=True):
     key_bytes: int = 0
     data: bytes = b""
     weights: int = 0
+    session_id: str | None = None
+    ttl_s: float = 0.0
+    pin_id: Name = ""
 
     @classmethod
     def of(cls, call: CacheCall) -> Control:
@@ -388,14 +391,21 @@ class Control(msgspec.Struct, tag=True, frozen=True):
         Raises:
             ValueError: Its prompt does not fit into a message.
         """
+        others: dict[str, Any] = {
+            "session_id": call.session_id,
+            "ttl_s": call.ttl_s,
+            "pin_id": call.pin_id,
+        }
         if not call.prompts:
-            return cls(0, call.name)
+            return cls(0, call.name, **others)
         [prompt] = call.prompts  # an engine has one name for its weights
         key_bytes, data = prompt.keys.packed(prompt.stop)
         if len(data) > MAX_FRAME_BYTES - 4096:
             raise ValueError(f"a prompt of {prompt.num_tokens:,} tokens is too long to be sent")
         root = prompt.keys.prompt_root
-        return cls(0, call.name, root, prompt.num_tokens, key_bytes, bytes(data), prompt.weights)
+        return cls(
+            0, call.name, root, prompt.num_tokens, key_bytes, bytes(data), prompt.weights, **others
+        )
 
     def call(self, tokens_per_block: int) -> CacheCall:
         """Return the call; raises `ValueError` if the fields do not describe one."""
@@ -409,7 +419,12 @@ class Control(msgspec.Struct, tag=True, frozen=True):
             prompts.append(
                 Prompt(TaskKind.GET, keys, 0, stop, self.num_tokens, weights=self.weights)
             )
-        return CacheCall(name=self.name, prompts=prompts)
+        call = CacheCall(
+            name=self.name, prompts=prompts, session_id=self.session_id, ttl_s=self.ttl_s,
+            pin_id=self.pin_id,
+        )  # fmt: skip
+        call.check()
+        return call
 
 
 class NewWeights(msgspec.Struct, tag=True, frozen=True):

@@ -66,12 +66,14 @@ class ModelCard(msgspec.Struct, frozen=True):
         root: Directory or name of its files; of an adapter, the adapter's.
         parent: The model that an adapter belongs to; None: it is no adapter.
         raw: All that the engine says of it, as JSON.
+        owner: Kind of the engine, ``vllm`` or ``sglang`` for example.
     """
 
     id: str
     root: str | None = None
     parent: str | None = None
     raw: bytes = b""
+    owner: str | None = None
 
 
 class WorkerState(str, Enum):

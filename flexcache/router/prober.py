@@ -179,6 +179,7 @@ class _Card(msgspec.Struct):
     id: str
     root: str | None = None
     parent: str | None = None
+    owned_by: str | None = None
 
 
 class _Models(msgspec.Struct):
@@ -213,7 +214,7 @@ def parse_models(content: bytes) -> list[ModelCard]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadAnswer(f"/v1/models is no list of models: {error}") from None
     return [
-        ModelCard(card.id, card.root, card.parent, bytes(raw))
+        ModelCard(card.id, card.root, card.parent, bytes(raw), card.owned_by)
         for card, raw in zip(read, raws, strict=True)
     ]
 

@@ -8,14 +8,15 @@ passes the time, in seconds of one monotonic clock, and calls from one thread.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
 from flexcache.events.wire import EventBatch
 from flexcache.router.chooser import Decision, RouteRequest
-from flexcache.router.dispatcher import LEASE_S, Dispatcher, MatchedPrompt
+from flexcache.router.dispatcher import GPU, LEASE_S, Dispatcher, MatchedPrompt
 from flexcache.router.fleet import Fleet, Tier, WorkerSpec, WorkerState
 from flexcache.router.holdings import Found, Holdings
 from flexcache.router.load import GONE, Running
@@ -27,6 +28,8 @@ from flexcache.router.stats import (
     ServiceTimeStats,
     WorkerStats,
 )
+
+T = TypeVar("T")
 
 _MAX_SESSIONS = 100_000
 _MAX_OTHERS = 8  # ranks of one engine are several; the picker names two other engines
@@ -79,6 +82,8 @@ class KVRouter:
         self._max_wait_s = max_wait_s
         self._sessions: OrderedDict[str, str] = OrderedDict()
         """Worker of each session's last request."""
+        self._turns: OrderedDict[bytes, str] = OrderedDict()
+        """Worker to which a conversation went that begins so; only of those without tokens."""
 
     @property
     def running(self) -> dict[str, Running]:
@@ -156,8 +161,11 @@ class KVRouter:
         found = self.holdings.find(request)
         prompt = self._prompt(request, found)
         before = self.running.get(request.request_id)
-        pick, running = self.dispatcher.choose(request.request_id, prompt, now, eligible)
+        assumed, holder = self._with_turns(request, prompt) if request.turns else (prompt, None)
+        pick, running = self.dispatcher.choose(request.request_id, assumed, now, eligible)
         decision = self._decision(request, prompt, pick, found, now)
+        if pick.worker == holder and decision.reason == "load":
+            decision = replace(decision, reason="conversation")
         if before is not None:  # it moves
             self.holdings.expectations.settle(before)
         running.worker, running.ttft_s = decision.worker, decision.ttft_s
@@ -167,7 +175,9 @@ class KVRouter:
         self._worker_counts[decision.worker].add(decision)
         self.holdings.placed(running, found)
         if request.session_id is not None:
-            self._remember_session(request.session_id, decision.worker)
+            _remember(self._sessions, [request.session_id], decision.worker)
+        if request.turns:
+            _remember(self._turns, [turn.key for turn in request.turns], decision.worker)
         return decision
 
     def scores(self, request: RouteRequest, now: float) -> list[WorkerScore]:
@@ -176,7 +186,8 @@ class KVRouter:
         if eligible is None:
             return []
         prompt = self._prompt(request, self.holdings.find(request))
-        pick = self.dispatcher.score(prompt, now, eligible)
+        assumed, _ = self._with_turns(request, prompt)
+        pick = self.dispatcher.score(assumed, now, eligible)
         ttft_s = self._ttft_s(prompt, now)
         scores = [
             WorkerScore(
@@ -322,6 +333,25 @@ class KVRouter:
             last = self.fleet[name].number if name is not None and name in self.fleet else None
         return MatchedPrompt(request.num_tokens, self.holdings.matched(found), last)
 
+    def _with_turns(
+        self, request: RouteRequest, prompt: MatchedPrompt
+    ) -> tuple[MatchedPrompt, int | None]:
+        """Assume that the worker to which most of a conversation went before has that much of it.
+
+        Returns:
+            The prompt with what is assumed beside what is known, and the worker's number.
+        """
+        for turn in reversed(request.turns):
+            name = self._turns.get(turn.key)
+            if name is None or name not in self.fleet:
+                continue
+            number = self.fleet[name].number
+            matched = prompt.matched.copy()
+            more = min(turn.num_tokens, request.num_tokens - 1) - matched[:, number].sum()
+            matched[GPU, number] += max(more, 0)
+            return prompt._replace(matched=matched), number
+        return prompt, None
+
     def _decision(
         self,
         request: RouteRequest,
@@ -354,11 +384,13 @@ class KVRouter:
         ttft_s += times.predict(prompt.num_tokens, prompt.matched)
         return ttft_s
 
-    def _remember_session(self, session_id: str, worker: str) -> None:
-        self._sessions[session_id] = worker
-        self._sessions.move_to_end(session_id)
-        if len(self._sessions) > _MAX_SESSIONS:
-            self._sessions.popitem(last=False)
+
+def _remember(workers: OrderedDict[T, str], keys: Iterable[T], worker: str) -> None:
+    for key in keys:
+        workers[key] = worker
+        workers.move_to_end(key)
+    while len(workers) > _MAX_SESSIONS:
+        workers.popitem(last=False)
 
 
 def _by_tier(prompt: MatchedPrompt, number: int) -> dict[Tier, int]:

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import msgspec
 
-from flexcache.cache.control import CacheCall
+from flexcache.cache.control import CacheCall, Pin
 from flexcache.cache.tier import Lease
 from flexcache.cache.tiered_cache import CacheSizes, build_cache
 from flexcache.config import CacheConfig, ModelConfig
@@ -259,19 +260,32 @@ class ServedCache:
         )
         return self.clear(ssd.name.value)
 
-    def control(self, call: CacheCall, session: SessionId | None, now: float) -> dict[str, int]:
-        """Carry out a user's call about what is cached; return its answer, in tokens by tier.
+    def control(self, call: CacheCall, session: SessionId | None, now: float) -> Any:
+        """Carry out a user's call about what is cached.
 
         Args:
-            session: Of the engine whose weights name the prompts; None if it is no engine.
+            session: Of the engine that calls; None if it is none.
+
+        Returns:
+            The answer as `KVManager` has it: of a look-up tokens by tier, of a pin a `Pin` or None.
+
+        Raises:
+            ValueError: The call makes no sense.
         """
         size = self.config.tokens_per_block
-        if self.model.has_states:
+        if self.model.has_states and call.name == "lookup":
             # As for a get: a state sums up the tokens, so the last one is left to be computed.
             prompts = [p.up_to(max(0, p.num_tokens - 1) // size) for p in call.prompts]
             call = msgspec.structs.replace(call, prompts=prompts)
-        found = self.tasks.control(call, now, session)
-        return {tier.value: count * size for tier, count in found.items()}
+        outcome = self.tasks.control(call, now, session)
+        if call.name == "lookup":
+            return {tier.value: count * size for tier, count in outcome.blocks.items()}
+        if call.name == "unpin":
+            return bool(outcome.pin_id)
+        if not outcome.pin_id:
+            return None
+        ends_at = time.time() + outcome.expires_s - now
+        return Pin(outcome.pin_id, outcome.num_blocks * size, ends_at)
 
     def clear(self, tier: str | None) -> Clearing:
         """Drop the blocks of one tier that are not in use, or all of all tiers (a reset).

@@ -7,6 +7,8 @@
     POST /cache/prefetch   {"token_ids": [..]} or {"block_keys": [hex, ..]}, and a "namespace": [..]
                            or {"block_hash": 123}, the prompt's last block in KV events
     POST /cache/lookup     {"token_ids": [..]} or {"block_keys": [hex, ..]}, and a "namespace": [..]
+    POST /cache/pin        as lookup, or {"session_id": ".."}, and "ttl_s": 300
+    POST /cache/unpin      {"pin_id": ".."}
     POST /cache/session    {"session_id": ".."} with "over": true or "returns_in_s": 20
     POST /cache/weights    {"version": "step-17"} or null, and a "client" where several are attached
 
@@ -94,6 +96,21 @@ class LookupRequest(msgspec.Struct, forbid_unknown_fields=True):
     token_ids: list[TokenId] | None = None
     block_keys: list[str] | None = None
     namespace: str | list[str] | None = None
+
+    @property
+    def prompt(self) -> tuple[list[int] | None, list[bytes] | None, str | list[str] | None]:
+        return self.token_ids, _parse_keys(self.block_keys), self.namespace
+
+
+class PinRequest(LookupRequest, kw_only=True, forbid_unknown_fields=True):
+    """Request about a prompt, or instead about a session."""
+
+    session_id: str | None = None
+    ttl_s: float
+
+
+class UnpinRequest(msgspec.Struct, forbid_unknown_fields=True):
+    pin_id: str
 
 
 class PrefetchRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -298,10 +315,19 @@ def _make_app(server: Operator, gate: _Gate, patience_s: float) -> Starlette:
 
     async def lookup(request: Request) -> Response:
         wanted = await _read(request, LookupRequest, patience_s)
-        found = await run_in_threadpool(
-            server.lookup, wanted.token_ids, _parse_keys(wanted.block_keys), wanted.namespace
-        )
+        found = await run_in_threadpool(server.lookup, *wanted.prompt)
         return _json({"tokens": found})
+
+    async def pin(request: Request) -> Response:
+        wanted = await _read(request, PinRequest, patience_s)
+        pinned = await run_in_threadpool(
+            server.pin, *wanted.prompt, wanted.session_id, ttl_s=wanted.ttl_s
+        )
+        return _json({"pin": None if pinned is None else pinned._asdict()})
+
+    async def unpin(request: Request) -> Response:
+        wanted = await _read(request, UnpinRequest, patience_s)
+        return _json({"unpinned": await run_in_threadpool(server.unpin, wanted.pin_id)})
 
     async def session(request: Request) -> Response:
         hint = await _read(request, SessionRequest, patience_s)
@@ -323,6 +349,8 @@ def _make_app(server: Operator, gate: _Gate, patience_s: float) -> Starlette:
             Route("/cache/clear", clear, methods=["POST"]),
             Route("/cache/prefetch", prefetch, methods=["POST"]),
             Route("/cache/lookup", lookup, methods=["POST"]),
+            Route("/cache/pin", pin, methods=["POST"]),
+            Route("/cache/unpin", unpin, methods=["POST"]),
             Route("/cache/session", session, methods=["POST"]),
             Route("/cache/weights", weights, methods=["POST"]),
         ],

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from flexcache.cache.control import CacheCall
+from flexcache.cache.control import CacheCall, Pin
 from flexcache.cache.prompt import Prompt, PromptMaker, check_hint, check_version, random_version
 from flexcache.cache.tiers import IndexedKeys, find_prefix
 from flexcache.errors import AmbiguousEngineError, ClosedError, RegistrationError
@@ -163,7 +163,7 @@ class Operator:
             raise ValueError("give one of token_ids, block_keys and block_hash")
         # Engines with different weights have stored the same tokens under different names.
         if block_hash is None:
-            prompts = self._prompts(token_ids, block_keys, namespace)
+            prompts, _ = self._prompts(token_ids, block_keys, namespace)
         else:
             # What an event has named is of one version already.
             keys = self._find_published(cache, block_hash)
@@ -195,23 +195,63 @@ class Operator:
             ValueError: Not exactly one of the two is given, or it makes no sense.
             RegistrationError: The model is not known yet.
         """
-        prompts = self._prompts(token_ids, block_keys, namespace)
-        return self._server.control(CacheCall(name="lookup", prompts=prompts))
+        prompts, _ = self._prompts(token_ids, block_keys, namespace)
+        tokens: dict[str, int] = self._control(CacheCall(name="lookup", prompts=prompts))
+        return tokens
+
+    def pin(
+        self,
+        token_ids: Sequence[int] | None,
+        block_keys: Sequence[bytes] | None,
+        namespace: str | Sequence[str] | None = None,
+        session_id: str | None = None,
+        *,
+        ttl_s: float,
+    ) -> Pin | None:
+        """Keep a prompt or a session from eviction for a time (`KVManager.pin`).
+
+        If engines have different weights, what is cached of the prompt for any of them.
+
+        Raises:
+            ValueError: Not exactly one prompt or session is given, or it makes no sense.
+            RegistrationError: The model is not known yet.
+        """
+        prompts, engines = self._prompts(token_ids, block_keys, namespace)
+        call = CacheCall(
+            name="pin", prompts=prompts, engines=engines, session_id=session_id, ttl_s=ttl_s
+        )
+        pin: Pin | None = self._control(call)
+        return pin
+
+    def unpin(self, pin_id: str) -> bool:
+        """End a pin; whether there was one.
+
+        Raises:
+            RegistrationError: The model is not known yet.
+        """
+        return bool(self._control(CacheCall(name="unpin", pin_id=pin_id)))
+
+    def _control(self, call: CacheCall) -> Any:
+        self._require_cache()
+        return self._server.control(call)
 
     def _prompts(
         self,
         token_ids: Sequence[int] | None,
         block_keys: Sequence[bytes] | None,
         namespace: str | Sequence[str] | None,
-    ) -> list[Prompt]:
-        """Make a prompt under each name of weights that engines have."""
+    ) -> tuple[list[Prompt], list[list[str]]]:
+        """Make a prompt, if one is given, under each name of weights; and return the engines that
+        have these weights."""
         cache = self._require_cache()
-        if (token_ids is None) is (block_keys is None):
+        if token_ids is not None and block_keys is not None:
             raise ValueError("give either token_ids or block_keys")
-        return [
-            _prompt(cache, token_ids, block_keys, namespace, version)
-            for version in self._versions()
+        versions = self._versions() if token_ids is not None or block_keys is not None else {}
+        # All of them: who asks by HTTP knows no version, and means the text.
+        prompts = [
+            _prompt(cache, token_ids, block_keys, namespace, version) for version in versions
         ]
+        return prompts, list(versions.values())
 
     def session_hint(
         self, session_id: str, over: bool = False, returns_in_s: float | None = None
@@ -251,12 +291,15 @@ class Operator:
         with self._server.lock:
             return [name for name, _, _ in self._server.state.engines_in_session()]
 
-    def _versions(self) -> list[str]:
-        """What the weights of engines in session are called; the configured name without any."""
+    def _versions(self) -> dict[str, list[str]]:
+        """What the weights of engines in session are called, with the engines; the configured name
+        without any."""
+        versions: dict[str, list[str]] = {}
         with self._server.lock:
             weights = self._server.state.weights
-            versions = dict.fromkeys(weights.of(name).version for name in self._engines())
-        return list(versions) or [self._server.config.model_version or ""]
+            for name in self._engines():
+                versions.setdefault(weights.of(name).version, []).append(name)
+        return versions or {self._server.config.model_version or "": []}
 
     def _find_published(self, cache: ServedCache, block_hash: int) -> IndexedKeys | None:
         """Return the prefix that ends with a block below DRAM, by its hash in KV events."""

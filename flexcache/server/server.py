@@ -311,10 +311,11 @@ class KVServer:
                 self.pass_on()
         return weights
 
-    def control(self, call: CacheCall, session: SessionId | None = None) -> dict[str, int]:
+    def control(self, call: CacheCall, session: SessionId | None = None) -> Any:
         """Carry out a user's call about what is cached (`ServedCache.control`)."""
-        if not self.is_open:
-            return {}
+        if not self.is_open:  # nothing is cached yet
+            call.check()
+            return {"lookup": {}, "pin": None, "unpin": False}[call.name]
         with self.lock, self.session():
             assert self._cache is not None
             return self._cache.control(call, session, time.monotonic())

@@ -24,14 +24,14 @@ Not thread-safe: the shell holds a lock around each call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
 
 from flexcache.breaker import CircuitBreaker
-from flexcache.cache.control import CacheCall
+from flexcache.cache.control import CacheCall, CallOutcome
 from flexcache.cache.eviction_policy import EvictionPolicy, Study
 from flexcache.cache.plan import Plan
 from flexcache.cache.prompt import Prompt
@@ -118,7 +118,7 @@ class TaskQueries:
             store_backlog_blocks=cache.stores.backlog,
             early_loads=cache.early.counters.snapshot(open_blocks=cache.early.num_blocks),
             sessions=cache.sessions.counters.snapshot(known=len(cache.sessions)),
-            control=cache.control.counters,
+            control=cache.control.stats(),
             retention_s=cache.tiers.host.retention_s,
             remote=remote,
             load_cost=None if cache.loads.cost is None else cache.loads.cost.stats(),
@@ -352,7 +352,9 @@ class KVTaskEngine:
                     session.named_at = remote.num_clears
             self._cancel_unanswered(self.sessions.of_engine(engine), now)
             if is_other:
-                self.cache.tiers.retire(self.sessions.take_unused_roots(engine))
+                unused = self.sessions.take_unused_roots(engine)
+                self.cache.control.end_roots(unused, "weights")
+                self.cache.tiers.retire(unused)
 
         self._take_in(change)
 
@@ -374,22 +376,24 @@ class KVTaskEngine:
         with self._change:
             return self.cache.sessions.hint(session_id, over, returns_in_s, now)
 
-    def control(
-        self, call: CacheCall, now: float, session: SessionId | None = None
-    ) -> Mapping[TierName, int]:
+    def control(self, call: CacheCall, now: float, session: SessionId | None = None) -> CallOutcome:
         """Carry out a user's call about what is cached (`CacheControl`).
 
         Args:
-            session: Of the engine whose weights name the prompts; None if it is no engine.
+            session: Of the engine that calls; None if it is none.
+
+        Raises:
+            ValueError: The call makes no sense.
         """
+        call.check()
         with self._change:
             cache, owner = self.cache, None if session is None else self.sessions.get(session)
             cache.tiers.advance(now)
-            prompts = self._matcher.placed(owner, call.prompts)
-            found = cache.control.look_up(prompts)
+            prompts = self._matcher.placed(owner, call)
+            outcome = cache.control.carry_out(call, prompts, now)
             if self.accounts.recorder is not None:
-                self.accounts.recorder.controlled(call, found)
-            return found
+                self.accounts.recorder.controlled(call, outcome.blocks)
+            return outcome
 
     # -- calls of the engine's adapter -----------------------------------------------------------
 
@@ -597,6 +601,7 @@ class KVTaskEngine:
 
         def change() -> None:
             if self._matcher.adopt_layout(layout):
+                self.cache.control.end_roots(None, "layout")
                 self._cancel_unanswered(self.sessions.of_engines(), now)
 
         self._take_in(change)

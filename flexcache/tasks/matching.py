@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from itertools import islice
+from itertools import islice, repeat
 
 import msgspec
 
 from flexcache.cache.block_keys import LayoutRoots, PromptKeys
+from flexcache.cache.control import CacheCall
 from flexcache.cache.early_loads import EarlyLoad
 from flexcache.cache.plan import EarlyTerms, Plan
 from flexcache.cache.prompt import Prompt
@@ -78,16 +79,20 @@ class Matcher:
         if remote is not None and owner is not None and owner.named_at == remote.num_clears:
             remote.keep_plain(keys.root)
 
-    def placed(self, owner: Session | None, prompts: Iterable[Prompt]) -> list[Prompt]:
-        """Return prompts that name the present weights of their engine, under the layout."""
-        current = [
-            prompt
-            for prompt in prompts
-            if owner is None or self._sessions.has_weights(owner.engine, prompt.weights)
-        ]
-        for prompt in current:
-            self._place(prompt.keys, owner)
-        return current
+    def placed(self, owner: Session | None, call: CacheCall) -> list[Prompt]:
+        """Return the prompts of a user's call that name the present weights, under the layout."""
+        own = () if owner is None else (owner.engine,)
+        prompts: list[Prompt] = []
+        for prompt, engines in zip(call.prompts, call.engines or repeat(own), strict=False):
+            if owner is None or self._sessions.has_weights(owner.engine, prompt.weights):
+                self._place(prompt.keys, owner)
+                prompts.append(prompt)
+                # As if they had matched it: what no engine names any more is retired, pins with it.
+                if call.name == "pin":  # it ends when none of them has these weights any more
+                    for engine in engines:
+                        for session in self._sessions.of_engine(engine):
+                            session.uses(prompt.keys.root)
+        return prompts
 
     def look_up(self, owner: Session | None, prompt: Prompt, now: float) -> int | None:
         """Ask the remote store what it has of a prompt, where that may matter to a match.

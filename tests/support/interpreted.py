@@ -15,7 +15,6 @@ import pytest
 import torch
 from fake_gpu import DeviceTensor, FakeTorchCuda
 
-from flexcache.transfer import copy_kernel
 from flexcache.transfer.direct import digest_kernel
 
 
@@ -26,14 +25,17 @@ class InterpretedKernel:
         num_ops: Number of launches.
     """
 
-    def __init__(self, torch_cuda: FakeTorchCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, copy_kernel: Any, torch_cuda: FakeTorchCuda, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         self.num_ops = 0
         self._torch = torch_cuda
+        self._module = copy_kernel
         self._compiled = copy_kernel.copy_tiles
         monkeypatch.setattr(copy_kernel, "copy_tiles", self)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(copy_kernel, name)
+        return getattr(self._module, name)
 
     def __getitem__(self, grid: tuple[int]) -> Any:
         return partial(self._queue, grid)

@@ -24,7 +24,7 @@ from flexcache.errors import ClosedError
 
 def test_the_public_names_exist() -> None:
     own = ("KVManager", "KVTPClient", "KVResponse", "KVStatus", "ModelConfig", "CacheConfig",
-           "KVGroup", "RequestInfo", "TierName")  # fmt: skip
+           "KVGroup", "Pin", "RequestInfo", "TierName")  # fmt: skip
     errors = [
         name for name, value in vars(flexcache.errors).items()
         if isinstance(value, type) and issubclass(value, flexcache.errors.FlexCacheError)

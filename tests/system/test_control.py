@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from cluster import WAIT_S, Cluster, running_cluster
+from cluster import WAIT_S, Cluster, running_cluster, until
 from ports import free_port
 from typer.testing import CliRunner
 
+from flexcache import Pin
 from flexcache.cli import app
 from flexcache.protocol.endpoints import private_endpoint
 
@@ -35,16 +38,33 @@ class Caller:
         self._way = way
         self._port = str(port)
 
-    def lookup(self, tokens: np.ndarray, **names: Any) -> dict[str, int]:
+    def lookup(self, tokens: np.ndarray) -> dict[str, int]:
         if self._way != "command":
-            return self.cluster.manager.lookup(tokens, **names)
-        found: dict[str, int] = self._command("lookup", tokens)["tokens"]
+            return self.cluster.manager.lookup(tokens)
+        found: dict[str, int] = self._command("lookup", tokens=tokens)["tokens"]
         return found
 
-    def _command(self, call: str, tokens: np.ndarray) -> Any:
-        arguments = ["cache", call, "--json", "--endpoint", self._port, "--tokens", "-"]
-        done = CliRunner().invoke(app, arguments, input=json.dumps(tokens.tolist()))
-        assert done.exit_code == 0, done.output
+    def pin(self, tokens: np.ndarray | None = None, **options: Any) -> Pin | None:
+        if self._way != "command":
+            return self.cluster.manager.pin(tokens, **options)
+        given = ["--ttl", str(options["ttl_s"])]
+        given += ["--session", options["session_id"]] if "session_id" in options else []
+        pinned = self._command("pin", *given, tokens=tokens)["pin"]
+        return None if pinned is None else Pin(**pinned)
+
+    def unpin(self, pin_id: str) -> bool:
+        if self._way != "command":
+            return self.cluster.manager.unpin(pin_id)
+        return bool(self._command("unpin", pin_id)["unpinned"])
+
+    def _command(self, call: str, *options: str, tokens: np.ndarray | None = None) -> Any:
+        arguments = ["cache", call, "--json", "--endpoint", self._port, *options]
+        text = ""
+        if tokens is not None:
+            arguments += ["--tokens", "-"]
+            text = json.dumps(tokens.tolist())
+        done = CliRunner().invoke(app, arguments, input=text)
+        assert done.exit_code in (0, 2), done.output
         return json.loads(done.stdout)
 
 
@@ -77,6 +97,54 @@ def test_a_look_up_tells_what_each_tier_could_supply(caller: Caller) -> None:
     assert after["control"]["calls"] == {"lookup": 4}
 
 
+def test_a_pin_holds_until_it_ends(caller: Caller) -> None:
+    """DRAM has room for three prompts, half of it for pins."""
+    cluster = caller.cluster
+    assert caller.pin(tokens_of(0), ttl_s=60) is None, "nothing is cached"
+    for number in range(3):
+        cluster.put(tokens_of(number), range(NUM_BLOCKS))
+    before = time.time()
+    pin = caller.pin(tokens_of(0), ttl_s=600)
+    assert pin is not None
+    assert pin.num_tokens == NUM_BLOCKS * SIZE
+    assert before + 600 <= pin.expires_at <= time.time() + 600
+    for number in range(3, 9):
+        cluster.put(tokens_of(number), range(NUM_BLOCKS))
+    assert caller.lookup(tokens_of(0))["CPU"] == NUM_BLOCKS * SIZE
+    assert caller.lookup(tokens_of(1))["CPU"] == 0
+    shorter = caller.pin(tokens_of(0), ttl_s=1)
+    assert shorter is not None
+    assert (shorter.id, shorter.num_tokens) == (pin.id, pin.num_tokens)
+    assert shorter.expires_at == pytest.approx(pin.expires_at)
+    assert caller.unpin(pin.id)
+    assert not caller.unpin(pin.id)
+    for number in range(9, 12):
+        cluster.put(tokens_of(number), range(NUM_BLOCKS))
+    assert caller.lookup(tokens_of(0))["CPU"] == 0
+    assert caller.pin(tokens_of(11), ttl_s=0.01) is not None
+    until(lambda: cluster.manager.stats()["control"]["ended_pins"].get("expired") == 1)
+    control = cluster.manager.stats()["control"]
+    assert control["ended_pins"] == {"unpinned": 1, "expired": 1}
+    assert control["refused_pins"] == {"not_cached": 1}
+    assert cluster.manager.stats()["tiers"]["CPU"]["pinned"] == 0
+
+
+def test_a_session_is_pinned_by_its_name(caller: Caller) -> None:
+    cluster = caller.cluster
+    tokens = tokens_of(0)
+    for count in (3, NUM_BLOCKS):
+        slots = cluster.slots(range(count))
+        task, _ = cluster.manager.put_async(tokens[: count * SIZE], slots, session_id="a")
+        cluster.manager.wait([task], WAIT_S, completely=True)
+    pin = caller.pin(session_id="a", ttl_s=600)
+    assert pin is not None
+    assert pin.num_tokens == NUM_BLOCKS * SIZE
+    assert caller.pin(session_id="b", ttl_s=600) is None
+    assert cluster.manager.new_weights("other") == "other"
+    assert not caller.unpin(pin.id)
+    assert cluster.manager.stats()["control"]["ended_pins"] == {"weights": 1}
+
+
 def test_engine_keys_and_namespaces_name_a_prompt_too() -> None:
     keys = [bytes([i]) * 16 for i in range(1, 5)]
     with running_cluster() as cluster:
@@ -90,8 +158,11 @@ def test_engine_keys_and_namespaces_name_a_prompt_too() -> None:
         assert manager.lookup(tokens) == manager.lookup(block_keys=keys) == {"CPU": 0}
         manager.new_weights("other")
         assert manager.lookup(**named) == {"CPU": 0}
-        with pytest.raises(ValueError, match="token_ids or block_keys"):
-            manager.lookup()
+        for call in (manager.lookup, partial(manager.pin, ttl_s=1.0)):
+            with pytest.raises(ValueError, match="token_ids or block_keys"):
+                call()
+        with pytest.raises(ValueError, match="ttl_s"):
+            manager.pin(tokens, ttl_s=-1.0)
         with pytest.raises(ValueError, match="array of integers"):
             manager.lookup([0.5])  # type: ignore[list-item]
 
@@ -109,4 +180,4 @@ def test_a_command_says_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "words").write_text("three words here")
     assert "invalid literal" in output("--endpoint", "1", "--tokens", str(tmp_path / "words"))
     with running_cluster(http_endpoint=str(port)):
-        assert "give either token_ids or block_keys" in output("--endpoint", f"127.0.0.1:{port}")
+        assert "token_ids or block_keys" in output("--endpoint", f"127.0.0.1:{port}")

@@ -159,16 +159,16 @@ def test_too_few_reserved_huge_pages_are_named_and_others_are_used(
 def test_the_memory_of_each_gpu_is_on_its_node(examine: Examine, tmp_path: Path) -> None:
     asked = tmp_path / "asked"
     found = examine(2, f"""
-from flexcache.storage import numa
+from flexcache.storage import machine
 
 def prefer(address, size, node):
     with open({str(asked)!r}, "a") as file:
         print(node, file=file)
     return ""
 
-numa.count_nodes = lambda: 2
-numa.node_of_pci = lambda address: int("3C" in address)
-numa.prefer_node = prefer
+machine.count_nodes = lambda: 2
+machine.node_of_pci = lambda address: int("3C" in address)
+machine.prefer_node = prefer
 """)  # fmt: skip
     assert [finding.level for finding in found] == [OK] * 7
     assert asked.read_text() == "0\n1\n"

@@ -311,7 +311,7 @@ def test_a_killed_worker_costs_a_miss_and_is_replaced(kind: str, model: ModelCon
             until_it_stores(two)
             two.manager.clear("CPU")
             two.wipe(BLOCKS)
-            assert two.get(TOKENS, BLOCKS).mask.all()
+            until(lambda: bool(two.get(TOKENS, BLOCKS).mask.all()))  # a late look-up is a miss
             assert two.read(BLOCKS) == expected
         assert two.manager.stats()["worker_restarts"]["remote"] == 2
         assert two.num_leased() == 0

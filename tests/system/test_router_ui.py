@@ -152,7 +152,7 @@ def test_a_paused_table_stays_and_a_long_one_is_cut() -> None:
 
 
 def test_hostile_names_stay_text() -> None:
-    worker = make_worker(url=HOSTILE, sources=[HOSTILE], state=HOSTILE, circuit=HOSTILE)
+    worker = make_worker(url=HOSTILE, sources=[HOSTILE])
     pages = ControlPages(make_stats(workers={HOSTILE: worker, "__proto__": make_worker()}))
     for event in (
         decided(request_id=HOSTILE, worker=HOSTILE, reason=HOSTILE),

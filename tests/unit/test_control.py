@@ -1,17 +1,21 @@
-"""`CacheControl` over real tiers: look-ups."""
+"""`CacheControl` over real tiers: look-ups and pins, beside plain records of what they promise."""
 
 from __future__ import annotations
 
+import pytest
 from builders import OTHER_ROOT, ROOT, get_of, make_cache, prefixes, prompt, put_of
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from tail_world import TailWorld
 from tail_world import keys_of as tailed_keys
 
-from flexcache.cache.control import CacheCall
+from flexcache.cache.block_keys import ENGINE_KEYS, make_root
+from flexcache.cache.control import LONGEST_PIN_S, CacheCall, CallOutcome
 from flexcache.cache.prompt import Prompt
 from flexcache.cache.tier import Tier
-from flexcache.cache.tiered_cache import TieredCache
+from flexcache.cache.tiered_cache import CacheSizes, TieredCache, build_cache
+from flexcache.config import CacheConfig
 from flexcache.config.model import KVGroup
 from flexcache.ids import RootId, TaskKind, TierName
 
@@ -41,16 +45,34 @@ class Served:
         self.cache.finish(plan)
 
     def look_up(self, word: str, root: RootId = ROOT) -> dict[str, int]:
-        found = self.cache.control.look_up([get_of(prompt(word, root))])
-        return {tier.value: count for tier, count in found.items()}
+        return by_tier(self._call(CacheCall(name="lookup"), get_of(prompt(word, root))))
+
+    def pin(self, word: str, ttl_s: float = 100.0, root: RootId = ROOT) -> CallOutcome:
+        return self._call(CacheCall(name="pin", ttl_s=ttl_s), get_of(prompt(word, root)))
+
+    def pin_session(self, session_id: str, ttl_s: float = 100.0) -> CallOutcome:
+        return self._call(CacheCall(name="pin", ttl_s=ttl_s, session_id=session_id))
+
+    def unpin(self, pin_id: str) -> bool:
+        return bool(self._call(CacheCall(name="unpin", pin_id=pin_id)).pin_id)
+
+    def _call(self, call: CacheCall, *prompts: Prompt) -> CallOutcome:
+        return self.cache.control.carry_out(call, prompts, self.now)
 
     def cached(self) -> dict[str, set[tuple[RootId, str]]]:
         """Return the words whose last block each tier has."""
         return {tier.name.value: words_in(tier) for tier in self.cache.tiers}
 
-    def _tick(self) -> None:
-        self.now += 1
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
         self.cache.tick(self.now)
+
+    def _tick(self) -> None:
+        self.wait(1)
+
+
+def by_tier(outcome: CallOutcome) -> dict[str, int]:
+    return {tier.value: count for tier, count in outcome.blocks.items()}
 
 
 def words_in(tier: Tier) -> set[tuple[RootId, str]]:
@@ -63,8 +85,8 @@ def test_a_look_up_tells_what_is_there_and_changes_nothing(
     calls: list[tuple[str, str, RootId]], retention_s: float | None, data: st.DataObject
 ) -> None:
     """Beside a cache that is never asked: both evict, and let expire, the same."""
-    settings = {} if retention_s is None else {"retention_s": retention_s}
-    asked, other = (Served(6, 9, **settings) for _ in range(2))
+    limits = {} if retention_s is None else {"retention_s": retention_s}
+    asked, other = (Served(6, 9, **limits) for _ in range(2))
     for call, word, root in calls:
         for looked_up, in_root in data.draw(st.lists(st.tuples(some_word, some_root), max_size=2)):
             expected = {
@@ -95,6 +117,200 @@ def test_with_tails_a_tier_supplies_a_prompt_up_to_its_last_tail() -> None:
     world.finish_all()
     keys = tailed_keys("abcd")
     call = CacheCall(name="lookup", prompts=[Prompt(TaskKind.GET, keys, 0, 4, 128)])
-    assert world.engine.control(call, world.now) == {TierName.CPU: 2, TierName.SSD: 2}
+    assert by_tier(world.engine.control(call, world.now)) == {"CPU": 2, "SSD": 2}
     world.cache.tiers.host.discard_tail(keys.root, keys.key(1))
-    assert world.engine.control(call, world.now) == {TierName.CPU: 0, TierName.SSD: 2}
+    assert by_tier(world.engine.control(call, world.now)) == {"CPU": 0, "SSD": 2}
+
+
+CAPACITIES = {"CPU": 8, "SSD": 14}
+MOST_PINNED = {"CPU": 4, "SSD": 7}
+
+
+class PinMachine(RuleBasedStateMachine):
+    """Any order of puts, gets, pins and their ends, where each put evicts.
+
+    The record of a pin: its root and word, how many of its blocks which tier holds, and until when.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.served = Served(CAPACITIES["CPU"], CAPACITIES["SSD"])
+        self.pins: dict[str, tuple[RootId, str, str, float]] = {}
+
+    @rule(word=some_word, root=some_root)
+    def put(self, word: str, root: RootId) -> None:
+        self.served.put(word, root)
+
+    @rule(word=some_word, root=some_root)
+    def get(self, word: str, root: RootId) -> None:
+        self.served.get(word, root)
+
+    @rule(word=some_word, root=some_root, ttl_s=st.sampled_from([1.5, 4.5, 50.0]))
+    def pin(self, word: str, root: RootId, ttl_s: float) -> None:
+        there = self.served.look_up(word, root)
+        longest = word[: max(there.values())]
+        former = {tier: self._pinned(tier) for tier in there}
+        made = self.served.pin(word, ttl_s, root)
+        new = {(root, prefix) for prefix in prefixes(longest)}
+        may_hold = [
+            tier
+            for tier, count in there.items()
+            if count == len(longest) and len(former[tier] | new) <= MOST_PINNED[tier]
+        ]
+        if not (longest and may_hold):
+            assert made == ({}, "", 0, 0.0)
+            return
+        assert by_tier(made) == {may_hold[0]: len(longest)}
+        assert made.num_blocks == len(longest)
+        expires_s = self.served.now + ttl_s
+        if made.pin_id in self.pins:
+            expires_s = max(expires_s, self.pins[made.pin_id][3])
+        assert made.expires_s == expires_s
+        self.pins[made.pin_id] = root, longest, may_hold[0], expires_s
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        pin_id = data.draw(st.sampled_from(sorted(self.pins)))
+        del self.pins[pin_id]
+        assert self.served.unpin(pin_id)
+        assert not self.served.unpin(pin_id)
+
+    @rule(seconds=st.sampled_from([0.5, 3.0]))
+    def wait(self, seconds: float) -> None:
+        self.served.wait(seconds)
+
+    @rule(tier=st.sampled_from(["CPU", "SSD", None]))
+    def clear(self, tier: str | None) -> None:
+        self.served.cache.clear(tier)
+        self.pins = {pin_id: pin for pin_id, pin in self.pins.items() if tier not in (None, pin[2])}
+
+    def _pinned(self, tier: str) -> set[tuple[RootId, str]]:
+        return {
+            (root, prefix)
+            for root, word, where, expires_s in self.pins.values()
+            if where == tier and expires_s > self.served.now
+            for prefix in prefixes(word)
+        }
+
+    @invariant()
+    def what_is_pinned_is_there_and_no_more_than_may_be(self) -> None:
+        self.pins = {i: pin for i, pin in self.pins.items() if pin[3] > self.served.now}
+        cached = self.served.cached()
+        for tier in self.served.cache.tiers:
+            pinned = self._pinned(tier.name.value)
+            assert pinned <= cached[tier.name.value]
+            assert tier.pinned.num_blocks == len(pinned) <= MOST_PINNED[tier.name.value]
+        self.served.cache.check()
+        assert self.served.cache.control.stats().pins == len(self.pins)
+
+
+TestPins = PinMachine.TestCase
+TestPins.settings = settings(stateful_step_count=30)
+
+
+def test_a_pin_is_refused_with_its_reason_and_ends_with_one() -> None:
+    served = Served(8)
+    assert not served.pin("xy").pin_id
+    served.put("xyzzy")
+    assert not served.pin("xyzzy").pin_id, "more than half of the tier"
+    assert served.pin("xyz").num_blocks == 3
+    assert served.pin("xyzz").num_blocks == 4, "three of them are pinned already"
+    served.wait(200)
+    pin = served.pin("x")
+    served.cache.clear("CPU")
+    assert not served.unpin(pin.pin_id)
+    counters = served.cache.control.stats()
+    assert counters.refused_pins == {"not_cached": 1, "no_room": 1}
+    assert counters.ended_pins == {"expired": 2, "cleared": 1}
+    assert counters.calls == {"pin": 5, "unpin": 1}
+
+
+def test_the_pins_of_a_tenant_stay_within_its_quota() -> None:
+    quotas = {"*": 5, "team": 3}
+    config = CacheConfig(num_cpu_blocks=8, quotas="team=3GB,*=5GB", max_pinned_share=0.9)
+    served = Served(8)
+    served.cache = build_cache(config, CacheSizes(8, 0, 2, 1000, host_quotas=quotas))
+    team, others = (make_root("m", [name], ENGINE_KEYS) for name in ("team", "other"))
+    served.put("xyzz", team)  # one block is borrowed
+    assert not served.pin("xyzz", root=team).pin_id
+    assert served.pin("xyz", root=team).num_blocks == 3
+    served.put("abcd", others)
+    assert served.pin("abcd", root=others).num_blocks == 4
+    assert served.look_up("xyzz", team) == {"CPU": 4}
+    served.put("mnop", others)
+    assert served.look_up("xyzz", team) == {"CPU": 3}, "what it had borrowed is given back"
+    served.cache.check()
+
+
+def test_what_is_pinned_outlasts_the_retention_time() -> None:
+    served = Served(20, 20, retention_s=10.0)
+    served.put("xyz")
+    served.put("xyab")
+    pin = served.pin("xyz", ttl_s=1000.0)
+    for _ in range(100):
+        served.wait(1.0)
+    assert served.look_up("xyz") == {"CPU": 3, "SSD": 0}
+    assert served.look_up("xyab") == {"CPU": 2, "SSD": 0}
+    served.unpin(pin.pin_id)
+    for _ in range(10):
+        served.wait(1.0)
+    assert served.look_up("xyz") == {"CPU": 0, "SSD": 0}
+
+
+def test_a_pin_of_a_session_holds_all_its_prompts_as_one() -> None:
+    served = Served(30)
+    for word in ("xya", "xyab", "xyc"):
+        keys = prompt(word)
+        plan = served.cache.stores.plan_put(put_of(keys))
+        served.cache.sessions.used("a session", keys, plan)
+        served.cache.publish_staging(plan, plan.num_blocks)
+        served.cache.finish(plan)
+    made = served.pin_session("a session")
+    assert (made.num_blocks, by_tier(made)) == (5, {"CPU": 5})
+    for number in range(20):
+        served.put("mnopqrs"[number % 7 :])
+    assert served.look_up("xyab") == {"CPU": 4}
+    assert served.look_up("xyc") == {"CPU": 3}
+    assert not served.pin_session("unheard of").pin_id
+    assert served.pin_session("a session").pin_id == made.pin_id
+
+
+def test_with_tails_a_pin_holds_the_last_tail_and_all_before_it() -> None:
+    groups = (KVGroup("full", 32), KVGroup("window", 32, 64))
+    world = TailWorld(groups, cpu=12)
+    world.put("abc", tail_at=3)
+    world.finish_all()
+    keys = tailed_keys("abcd")
+    prompts = [Prompt(TaskKind.GET, keys, 0, 4, 128)]
+    made = world.engine.control(CacheCall(name="pin", prompts=prompts, ttl_s=60.0), world.now)
+    assert made.num_blocks == 3
+    host = world.cache.tiers.host
+    assert host.pinned.num_blocks == 3 + len(host.tails.all_tails()[0].units)
+    for word in ("mnop", "qrst", "uvwx"):
+        world.put(word, tail_at=4)
+        world.finish_all()
+    looked_up = world.engine.control(CacheCall(name="lookup", prompts=prompts), world.now)
+    assert by_tier(looked_up) == {"CPU": 3}
+    world.engine.tick(world.now + 61.0)
+    assert host.pinned.num_blocks == 0
+    world.cache.check()
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (CacheCall(name="pin", session_id="a"), "ttl_s"),
+        (CacheCall(name="pin", session_id="a", ttl_s=LONGEST_PIN_S * 1.1), "ttl_s"),
+        (CacheCall(name="pin", session_id="a", ttl_s=float("nan")), "ttl_s"),
+        (CacheCall(name="pin", session_id="a", ttl_s=True), "ttl_s"),
+        (CacheCall(name="pin", ttl_s=1.0), "session_id"),
+        (CacheCall(name="pin", session_id="", ttl_s=1.0), "session_id"),
+        (CacheCall(name="pin", prompts=[get_of(prompt("x"))], session_id="a", ttl_s=1.0), "either"),
+        (CacheCall(name="lookup"), "either"),
+        (CacheCall(name="unpin", pin_id=1), "pin_id"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_call_that_makes_no_sense_is_refused(call: CacheCall, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        call.check()

@@ -19,7 +19,7 @@ from compiled_kernel import (
 )
 from paths import ROOT
 
-SOURCE = ROOT / "flexcache" / "transfer" / "workers" / "copy_kernel.py"
+SOURCE = ROOT / "flexcache" / "transfer" / "copy_kernel.py"
 MOST_REGISTERS = 64  # 512 threads take half of a multiprocessor's
 TRITONS = find_tritons()
 pytestmark = [

@@ -18,7 +18,7 @@ from compiled_kernel import (
 )
 from paths import ROOT
 
-SOURCE = ROOT / "flexcache" / "transfer" / "workers" / "digest_kernel.py"
+SOURCE = ROOT / "flexcache" / "transfer" / "direct" / "digest_kernel.py"
 TRITONS = find_tritons()
 pytestmark = [
     pytest.mark.skipif(not TRITONS, reason="there is no Triton; see TRITON_PATHS"),

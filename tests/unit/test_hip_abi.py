@@ -34,7 +34,8 @@ from compiled_kernel import Kernel, _as_source
 spec = importlib.util.spec_from_file_location("kernel_module", sys.argv[1])
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-signature, constants = {"table": "*i64", "num_runs": "i32"}, {"RUNS": 8, "LANES": 512}
+signature = {"table": "*i64", "scratch": "*i64", "num_runs": "i32"}
+constants = {"RUNS": 8, "LANES": 512}
 kernel = Kernel(sys.argv[1], "copy_tiles", signature, constants, module._WARPS)
 found = {}
 for name in ("gfx90a", "gfx942", "gfx950"):
@@ -91,11 +92,15 @@ def compile_for_amd(triton: Path, source: Path, cache: Path) -> dict[str, list[i
     return made
 
 
+OF_TABLE = 3
+"""Stores that take a program's lines of the table, of three numbers each, to device memory."""
+
+
 # The oldest supported Triton needs a linker of ROCm's for this.
 @pytest.mark.parametrize("triton", TRITONS[-1:], ids=str)
 def test_the_kernel_is_compiled_for_amds_gpus(triton: Path, tmp_path: Path) -> None:
     made = compile_for_amd(triton, KERNEL, tmp_path)
-    assert made == {name: [2, 2, 2, 0] for name in ("gfx90a", "gfx942", "gfx950")}
+    assert made == {name: [2, 2, 2 + OF_TABLE, 0] for name in ("gfx90a", "gfx942", "gfx950")}
 
 
 @pytest.mark.parametrize("triton", TRITONS[-1:], ids=str)
@@ -106,4 +111,4 @@ def test_a_kernel_of_narrow_accesses_is_seen(triton: Path, tmp_path: Path) -> No
     narrow = tmp_path / "narrow.py"
     narrow.write_text(source.replace(hint, "lane[None, :] < num_lanes"))
     made = compile_for_amd(triton, narrow, tmp_path / "cache")
-    assert all(stores_of_16 < stores for _, stores_of_16, stores, _ in made.values())
+    assert all(stores_of_16 < stores - OF_TABLE for _, stores_of_16, stores, _ in made.values())

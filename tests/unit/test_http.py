@@ -27,6 +27,7 @@ pytest.importorskip("uvicorn")
 
 from server_stats import SERVER_STATS
 
+from flexcache.cache.control import Pin
 from flexcache.errors import ClosedError, ConfigError, StorageError
 from flexcache.server.http import HttpService
 from flexcache.stats import ServerCounters, Stats, to_plain
@@ -44,6 +45,7 @@ class PlayedServer:
         self.prefetched: list[tuple[Any, Any, Any]] = []
         self.named: list[int] = []
         self.looked_up: list[tuple[Any, Any, Any]] = []
+        self.pinned: list[tuple[Any, Any, Any, Any, float]] = []
         self.hints: list[tuple[str, bool, float | None]] = []
         self.cleared: list[str | None] = []
         self.failure: Exception | None = None
@@ -92,6 +94,15 @@ class PlayedServer:
     ) -> dict[str, int]:
         self.looked_up.append((token_ids, block_keys, namespace))
         return {"CPU": 48}
+
+    def pin(
+        self, token_ids: Any, block_keys: Any, namespace: Any, session_id: Any, *, ttl_s: float
+    ) -> Pin | None:
+        self.pinned.append((token_ids, block_keys, namespace, session_id, ttl_s))
+        return None if session_id is None else Pin("an id", 48, 1.5)
+
+    def unpin(self, pin_id: str) -> bool:
+        return pin_id == "an id"
 
     def session_hint(
         self, session_id: str, over: bool = False, returns_in_s: float | None = None
@@ -236,6 +247,19 @@ def test_prompts_are_looked_up_by_tokens_or_by_keys(
     ]  # fmt: skip
 
 
+def test_prompts_and_sessions_are_pinned_and_unpinned(
+    server: PlayedServer, service: HttpService
+) -> None:
+    pinned = {"pin": {"id": "an id", "num_tokens": 48, "expires_at": 1.5}}
+    session = {"session_id": "a", "ttl_s": 300}
+    assert post(service, "/cache/pin", session) == (200, pinned)
+    by_tokens = {"token_ids": [1, 2], "namespace": ["tenant"], "ttl_s": 2.5}
+    assert post(service, "/cache/pin", by_tokens) == (200, {"pin": None})
+    assert server.pinned == [(None, None, None, "a", 300), ([1, 2], None, ["tenant"], None, 2.5)]
+    assert post(service, "/cache/unpin", {"pin_id": "an id"}) == (200, {"unpinned": True})
+    assert post(service, "/cache/unpin", {"pin_id": "other"}) == (200, {"unpinned": False})
+
+
 def test_hints_about_sessions_are_passed_on(server: PlayedServer, service: HttpService) -> None:
     over = {"session_id": "known", "over": True}
     returns = {"session_id": "other", "returns_in_s": 2.5}
@@ -264,6 +288,10 @@ def test_hints_about_sessions_are_passed_on(server: PlayedServer, service: HttpS
         ("/cache/lookup", '{"token_ids": [0.5]}', "token_ids"),
         ("/cache/lookup", '{"block_keys": ["xy"]}', "block_keys: "),
         ("/cache/lookup", '{"namespace": 1}', "namespace"),
+        ("/cache/lookup", '{"token_ids": [1], "ttl_s": 1}', "ttl_s"),
+        ("/cache/pin", '{"token_ids": [1]}', "ttl_s"),
+        ("/cache/pin", '{"session_id": "a", "ttl_s": "1"}', "ttl_s"),
+        ("/cache/unpin", "{}", "pin_id"),
         ("/cache/session", "{}", "session_id"),
         ("/cache/session", '{"session_id": "a", "over": 1}', "over"),
         ("/cache/session", '{"session_id": "a", "returns_in_s": "20"}', "returns_in_s"),

@@ -35,6 +35,8 @@ KERNEL = CopyWay.KERNEL
 def opened_rig(patch: pytest.MonkeyPatch) -> Iterator[on_cuda.Rig]:
     from interpreted import InterpretedKernel
 
+    from flexcache.transfer import copy_kernel
+
     no_costs = {number: CopyCost(0, (1,) * len(SIZES)) for number in (0, 4, 8, 12)}
     patch.setattr(cuda_copier, "measure_costs", lambda _: no_costs.copy())  # takes long here
     with (
@@ -43,7 +45,7 @@ def opened_rig(patch: pytest.MonkeyPatch) -> Iterator[on_cuda.Rig]:
     ):
         segment.map()
         rig = on_cuda.Rig(patch, gpu, segment)
-        rig.kernel = InterpretedKernel(rig.torch, patch)
+        rig.kernel = InterpretedKernel(copy_kernel, rig.torch, patch)
         yield rig
         rig.copier.close()
 

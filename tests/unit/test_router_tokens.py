@@ -307,14 +307,17 @@ def test_texts_in_a_batch_go_by_load(make_reader: Callable[..., Reader]) -> None
 
 
 @given(
-    path=st.sampled_from([CHAT, COMPLETIONS, "/v1/embeddings", "/x?y=1"]),
+    path=st.sampled_from(
+        [CHAT, COMPLETIONS, "/v1/messages", "/v1/responses", "/v1/embeddings", "/x?y=1"]
+    ),
     body=st.binary(max_size=60)
     | st.recursive(
         st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(max_size=5),
         lambda inner: st.lists(inner, max_size=3)
         | st.dictionaries(
             st.sampled_from(["messages", "role", "content", "type", "text", "tools", "prompt",
-                             "function", "model", "arguments", "tool_calls", "user"]),
+                             "function", "model", "arguments", "tool_calls", "user", "input",
+                             "system", "source", "output", "thinking", "reasoning", "summary"]),
             inner, max_size=4,
         ),
         max_leaves=12,
