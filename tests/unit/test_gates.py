@@ -73,7 +73,7 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 72_888,
+    "lines of the package": 73_072,
     "files of the package": 256,
     "lines of the router": 15_960,
     "modules under 120 lines with one importer": 2,
@@ -81,7 +81,7 @@ CEILINGS = {
     "functions with too many parameters": 5,
     "functions more complex than 12": 34,
     "types of messages": 55,
-    "settings of the cache": 49,
+    "settings of the cache": 50,
     "settings of the router": 33,
     "metrics": 118,
 }
