@@ -20,6 +20,10 @@ from flexcache.cache.tail_index import Tail
 from flexcache.errors import InternalError
 from flexcache.ids import RootId
 
+# A count per run and length, as of holds, and not one per block: to pin a prompt of 8,192 blocks
+# costs its runs. The holds themselves do not tell: a task that reads a block holds it too, and
+# neither counts against the bound nor keeps it from `Retention` or from a delete.
+
 
 class PinnedBlocks:
     """The blocks and tails of a tier that pins hold.
@@ -60,9 +64,10 @@ class PinnedBlocks:
             marks = self._marks.setdefault(run.run_id, {})
             marks[length] = marks.get(length, 0) + 1
             self._count(run, max(0, length - before))
-            if before:  # it has a mark at the run before it already
+            # It has a mark at the run before it already: more of them would count nothing.
+            if before:
                 return
-            run, length = run.parent, run.parent_length
+            length, run = run.parent_length, run.parent
 
     def remove(self, match: PrefixMatch) -> None:
         """Undo `add`."""
@@ -76,7 +81,7 @@ class PinnedBlocks:
             if marks:
                 return
             del self._marks[run.run_id]
-            run, length = run.parent, run.parent_length
+            length, run = run.parent_length, run.parent
 
     def add_tail(self, tail: Tail) -> None:
         """Count a tail that another pin holds."""

@@ -182,6 +182,7 @@ class Retention:
         if run is None:
             return NO_BLOCKS
         since = [end for end, stamp in run.uses or () if stamp >= oldest]
+        # A pin promises more than an age limit takes; a sweep after its end drops what is too old.
         kept = max(since[-1] if since else 0, self._pinned.length(number))
         kept = min(kept, run.length)
         start = max(kept, run.length - most)
