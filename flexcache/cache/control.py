@@ -173,6 +173,10 @@ class CacheControl:
         sessions: Knows the prompts of users' sessions.
         tails: Finds tails, in a model with tails.
         max_share: Share of each tier that pins may hold.
+
+    Attributes:
+        expiries: When pins end, and which: a heap. Entries of pins that have ended, or end at
+            another time, are stale.
     """
 
     def __init__(
@@ -183,8 +187,7 @@ class CacheControl:
         self._tails = tails
         self._max_share = max_share
         self._pins: dict[str, _Held] = {}
-        self._expiries: list[tuple[float, str]] = []
-        """A heap. Entries of pins that have ended, or end at another time, are stale."""
+        self.expiries: list[tuple[float, str]] = []
         self.counters = ControlStats()
 
     def carry_out(self, call: CacheCall, now: float, puts: Iterable[Plan] = ()) -> CallOutcome:
@@ -260,10 +263,10 @@ class CacheControl:
 
     def _begin(self, pin_id: str, held: _Held) -> None:
         self._pins[pin_id] = held
-        heapq.heappush(self._expiries, (held.expires_s, pin_id))
+        heapq.heappush(self.expiries, (held.expires_s, pin_id))
         # A pin that is extended again and again leaves a stale entry each time.
-        if len(self._expiries) > 2 * len(self._pins) + _SPARE_ENTRIES:
-            self._expiries = sorted((each.expires_s, name) for name, each in self._pins.items())
+        if len(self.expiries) > 2 * len(self._pins) + _SPARE_ENTRIES:
+            self.expiries = sorted((each.expires_s, name) for name, each in self._pins.items())
 
     def _hold(self, held: _Held, keys: BlockKeys, stop: int) -> bool:
         """Have a pin hold what is cached of a prompt; whether there is room for that."""
@@ -444,15 +447,10 @@ class CacheControl:
                     gone.objects.setdefault(root, []).extend(tail_keys(key, count))
                     tier.learn_absent(root, last_tail_key(key, count), self._tiers.now)
 
-    @property
-    def next_expiry(self) -> float | None:
-        """When `expire` may have something to end."""
-        return self._expiries[0][0] if self._expiries else None
-
     def expire(self, now: float) -> None:
         """End the pins whose time is over."""
-        while self._expiries and self._expiries[0][0] <= now:
-            expires_s, pin_id = heapq.heappop(self._expiries)
+        while self.expiries and self.expiries[0][0] <= now:
+            expires_s, pin_id = heapq.heappop(self.expiries)
             held = self._pins.get(pin_id)
             if held is not None and held.expires_s == expires_s:
                 self._end(pin_id, "expired")
@@ -468,7 +466,7 @@ class CacheControl:
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold. O(pinned runs)."""
         if not {(held.expires_s, pin_id) for pin_id, held in self._pins.items()} <= set(
-            self._expiries
+            self.expiries
         ):
             raise InternalError("a pin would not end")
         for tier in self._tiers:

@@ -201,7 +201,8 @@ class TieredCache:
         expiry_s = self.tiers.host.next_expiry
         self.tiers.expire(now)
         # After that: what is pinned until now must not go by its age in the same turn.
-        self.control.expire(now)
+        if (pins := self.control.expiries) and pins[0][0] <= now:
+            self.control.expire(now)
         # Only then something may have gone: to look at all loads at each tick costs their number.
         if expiry_s is not None and expiry_s <= now:
             self.early.let_go_expired(now)
@@ -210,7 +211,7 @@ class TieredCache:
         """When something is due: to `tick`, to `catch_up`, or for `stores` to write back."""
         times = [tier.next_expiry for tier in self.tiers]
         times += [self.stores.throttled_until(tier.name) for tier in self.tiers.lower]
-        times.append(self.control.next_expiry)
+        times += [moment for moment, _ in self.control.expiries[:1]]
         if self._restoration is not None:
             times.append(self._restore_at)
         return min((time for time in times if time is not None), default=None)
