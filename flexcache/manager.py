@@ -41,7 +41,7 @@ from flexcache.client.transport import open_transport
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.config.values import with_engine
 from flexcache.errors import ClosedError, ServerLostError
-from flexcache.ids import KVStatus, PromptDetail, TaskKind, TierName
+from flexcache.ids import KVStatus, PromptDetail, RootId, TaskKind, TierName
 from flexcache.processes import tell_of_forks
 from flexcache.tasks.instructions import Offer, PromisedLoad, TaskResult
 
@@ -510,6 +510,48 @@ class KVManager:
             False if there is none of this id any more.
         """
         return bool(self._control(CacheCall(name="unpin", pin_id=pin_id)))
+
+    def delete(
+        self, token_ids: Tokens | None = None, *, session_id: str | None = None,
+        **options: Unpack[PromptName],
+    ) -> dict[str, int]:  # fmt: skip
+        """Delete what is cached of a prompt, of a session's prompts, or of a namespace, for good.
+
+        Of a prompt goes what continues it, and its own blocks from its end back to the first one
+        that another prompt continues from. Of a session goes what it has stored, but for what
+        another session, or a prompt without one, has used. What pins of others hold stays.
+
+        Nothing new finds the blocks from now on, in any tier, also after a restart. Tasks that read
+        them end well; what is still being stored of them is dropped. In a remote store objects are
+        removed that this server knows, best effort.
+
+        Args:
+            token_ids: The prompt, 1-D; with ``block_keys`` it may be left out.
+            session_id: Instead of a prompt, all prompts of the session.
+            options: What else the prompt's keys depend on: see `PromptName`. A ``namespace`` alone:
+                a string, the tenant with all its namespaces and versions of weights; several parts,
+                just that one under the present weights. Its pins end.
+
+        Returns:
+            Blocks that went, by tier; units of tails count as blocks.
+
+        Raises:
+            ValueError: An argument is of a wrong type, or not exactly one of prompt, session and
+                namespace is given.
+            ServerLostError: The cache is shared and its server is away.
+            StorageError: It is not found any more, but a restart may bring back what was on SSD.
+        """
+        prompts = self._named(token_ids, options)
+        tenant, roots = None, list[RootId]()
+        if not prompts and session_id is None and options.get("namespace") is not None:
+            adapter = options.get("adapter", "")
+            tenant, roots = self._prompts.roots(options.get("namespace"), adapter)
+        blocks: dict[str, int] = self._control(
+            CacheCall(
+                name="delete", prompts=prompts, session_id=session_id, tenant=tenant, roots=roots
+            )
+        )
+        return blocks
 
     def _named(self, token_ids: Tokens | None, options: PromptName) -> list[Prompt]:
         """Make the prompt that a user's call is about, if it is about one."""

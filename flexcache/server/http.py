@@ -9,6 +9,7 @@
     POST /cache/lookup     {"token_ids": [..]} or {"block_keys": [hex, ..]}, and a "namespace": [..]
     POST /cache/pin        as lookup, or {"session_id": ".."}, and "ttl_s": 300
     POST /cache/unpin      {"pin_id": ".."}
+    POST /cache/delete     as lookup, or {"session_id": ".."}, or a "namespace" alone
     POST /cache/session    {"session_id": ".."} with "over": true or "returns_in_s": 20
     POST /cache/weights    {"version": "step-17"} or null, and a "client" where several are attached
 
@@ -102,10 +103,13 @@ class LookupRequest(msgspec.Struct, forbid_unknown_fields=True):
         return self.token_ids, _parse_keys(self.block_keys), self.namespace
 
 
-class PinRequest(LookupRequest, kw_only=True, forbid_unknown_fields=True):
-    """Request about a prompt, or instead about a session."""
+class DeleteRequest(LookupRequest, kw_only=True, forbid_unknown_fields=True):
+    """Request about a prompt, or instead about a session, or about a namespace alone."""
 
     session_id: str | None = None
+
+
+class PinRequest(DeleteRequest, kw_only=True, forbid_unknown_fields=True):
     ttl_s: float
 
 
@@ -325,6 +329,11 @@ def _make_app(server: Operator, gate: _Gate, patience_s: float) -> Starlette:
         )
         return _json({"pin": None if pinned is None else pinned._asdict()})
 
+    async def delete(request: Request) -> Response:
+        wanted = await _read(request, DeleteRequest, patience_s)
+        deleted = await run_in_threadpool(server.delete, *wanted.prompt, wanted.session_id)
+        return _json({"deleted_blocks": deleted})
+
     async def unpin(request: Request) -> Response:
         wanted = await _read(request, UnpinRequest, patience_s)
         return _json({"unpinned": await run_in_threadpool(server.unpin, wanted.pin_id)})
@@ -351,6 +360,7 @@ def _make_app(server: Operator, gate: _Gate, patience_s: float) -> Starlette:
             Route("/cache/lookup", lookup, methods=["POST"]),
             Route("/cache/pin", pin, methods=["POST"]),
             Route("/cache/unpin", unpin, methods=["POST"]),
+            Route("/cache/delete", delete, methods=["POST"]),
             Route("/cache/session", session, methods=["POST"]),
             Route("/cache/weights", weights, methods=["POST"]),
         ],

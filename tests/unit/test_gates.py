@@ -73,17 +73,17 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 71_760,
+    "lines of the package": 72_400,
     "files of the package": 255,
     "lines of the router": 14_830,
     "modules under 120 lines with one importer": 2,
     "class names that several classes have": 2,
     "functions with too many parameters": 5,
     "functions more complex than 12": 34,
-    "types of messages": 55,
-    "settings of the cache": 49,
+    "types of messages": 56,
+    "settings of the cache": 48,
     "settings of the router": 33,
-    "metrics": 117,
+    "metrics": 118,
 }
 """What the package has at most. A ceiling falls with the code. It rises only for a feature that
 needs it, with a line in CHANGELOG.md that names the feature."""
