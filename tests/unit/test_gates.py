@@ -73,7 +73,7 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 72_400,
+    "lines of the package": 72_470,
     "files of the package": 255,
     "lines of the router": 14_830,
     "modules under 120 lines with one importer": 2,
@@ -81,7 +81,7 @@ CEILINGS = {
     "functions with too many parameters": 5,
     "functions more complex than 12": 34,
     "types of messages": 56,
-    "settings of the cache": 48,
+    "settings of the cache": 49,
     "settings of the router": 33,
     "metrics": 118,
 }
