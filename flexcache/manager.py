@@ -220,9 +220,21 @@ class KVManager:
         sources = {tier: count * size for tier, count in offer.sources.items()}
         return offer.task_id, self._mask(offer), sources
 
+    def num_shared(self, task_id: int) -> int:
+        """Return how many tokens, from its prompt's start, a matched get has in common with what is
+        cached. In a model with window or state groups that may be more than its hit covers: the hit
+        ends where their tail was stored, and this where another prompt goes on differently.
+
+        Raises:
+            KeyError: The id was never issued.
+        """
+        [task_id] = arguments.ids_of([task_id])
+        return self._tasks.offer(task_id).num_cached * self._prompts.tokens_per_block
+
     def put_match(
         self, token_ids: Tokens, token_mask: Span | None = None, *, priority: int = 0,
-        ttl_s: float = 0.0, tail_at: int | None = None, **options: Unpack[PromptOptions],
+        ttl_s: float = 0.0, store: bool = True, max_store_tokens: int | None = None,
+        tail_at: int | None = None, **options: Unpack[PromptOptions],
     ) -> tuple[int, Mask]:  # fmt: skip
         """Find the part of a prompt that is not cached yet and reserve room for it.
 
@@ -234,13 +246,17 @@ class KVManager:
             priority: Each step counts as a use an hour later when room is needed;
                 negative steps make the prompt's blocks go first.
             ttl_s: Prefer to keep for this many seconds. Best effort, not a pin.
+            store: Whether anything is kept of what the prompt's sender calls private, say. What is
+                cached already stays.
+            max_store_tokens: Keep at most the first so many of ``token_ids``, in whole blocks.
             tail_at: Also store what window and state groups need to resume after this many tokens.
                 Launch the task even if the mask is all False: the tail may be missing. If it is
                 not, the launch does nothing.
         """
         retain_s = retention_s(priority, ttl_s)
         prompt = self._prompts.make(TaskKind.PUT, token_ids, token_mask, retain_s, **options)
-        offer = self._match(self._groups.with_tail(prompt, tail_at))
+        prompt = self._groups.with_tail(prompt, tail_at)
+        offer = self._match(self._groups.kept(prompt, store, max_store_tokens))
         return offer.task_id, self._mask(offer)
 
     def get_async(
@@ -258,12 +274,14 @@ class KVManager:
 
     def put_async(
         self, token_ids: Tokens, slot_mapping: Slots, token_mask: Span | None = None, *,
-        priority: int = 0, ttl_s: float = 0.0, **options: Unpack[PromptOptions],
+        priority: int = 0, ttl_s: float = 0.0, store: bool = True,
+        max_store_tokens: int | None = None, **options: Unpack[PromptOptions],
     ) -> tuple[int, Mask]:  # fmt: skip
         """Combine `put_match` and `launch`; ``slot_mapping`` as for `get_async`."""
         self._groups.require_slots("put_match")
         retain_s = retention_s(priority, ttl_s)
         prompt = self._prompts.make(TaskKind.PUT, token_ids, token_mask, retain_s, **options)
+        prompt = self._groups.kept(prompt, store, max_store_tokens)
         return self._match_and_launch(prompt, slot_mapping, token_mask)
 
     def prefetch_async(

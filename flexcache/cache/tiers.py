@@ -196,7 +196,7 @@ class Tiers:
             num_cached: How many of its blocks some tier has, if that is known.
         """
         if self.policy.follows_prompts:
-            near = self._most_cached(keys) if num_cached is None else num_cached
+            near = self.most_cached(keys) if num_cached is None else num_cached
             self._defer(keys, partial(self.policy.look_up, keys, self.now, near))
 
     def name(self, keys: BlockKeys, session_id: str) -> None:
@@ -228,7 +228,7 @@ class Tiers:
         if not self.policy.follows_prompts:
             return None
         self.settle()
-        return self.policy.recall(keys, self._most_cached(keys))
+        return self.policy.recall(keys, self.most_cached(keys))
 
     def settle(self) -> None:
         """Record what was put off, once those who looked up have their answers."""
@@ -237,9 +237,9 @@ class Tiers:
         self._deferred.clear()
 
     def _name(self, keys: BlockKeys, session_id: str) -> None:
-        self.policy.name(keys, session_id, self._most_cached(keys))
+        self.policy.name(keys, session_id, self.most_cached(keys))
 
-    def _most_cached(self, keys: BlockKeys) -> int:
+    def most_cached(self, keys: BlockKeys) -> int:
         """Return how many of a prompt's blocks some tier has: about as many were asked for before.
 
         Its plan probes the tiers that are available too, so hardly a key is hashed for this alone.

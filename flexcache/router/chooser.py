@@ -14,6 +14,26 @@ import numpy as np
 
 from flexcache.router.fleet import Tier
 
+SESSION_HEADERS = (
+    "x-session-id",
+    "thread-id",  # Codex: the conversation; its sub-agents have their own
+    "session-id",  # Codex: all of its threads
+    "x-claude-code-session-id",
+)
+"""Header fields that name a conversation, in lower case; the first that a request has counts."""
+
+
+class Turn(NamedTuple):
+    """A beginning of a conversation, known by its text.
+
+    Attributes:
+        key: Hash of all that was said up to here.
+        num_tokens: Estimated length.
+    """
+
+    key: bytes
+    num_tokens: int
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteRequest:
@@ -28,6 +48,7 @@ class RouteRequest:
         adapter: Name of the LoRA adapter.
         cache_salt: vLLM's ``cache_salt``; prompts of different salts share nothing.
         session_id: Conversation that it belongs to, a hint for ties.
+        turns: The conversation as text, for want of tokens: its beginnings, the shortest first.
     """
 
     request_id: str
@@ -37,6 +58,7 @@ class RouteRequest:
     adapter: str | None = None
     cache_salt: str | None = None
     session_id: str | None = None
+    turns: Sequence[Turn] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +71,12 @@ class Decision:
         num_tokens: Length of the prompt.
         matched: Tokens that each tier supplies; a token counts for the fastest tier that has it.
         ttft_s: Predicted time to the first token; None before the service time is known.
-        reason: Why: ``cost``, ``tie``, ``only_one``, ``load`` (tokens unknown), or a policy's own.
+        reason: Why: ``cost``, ``tie``, ``only_one``, ``load`` (tokens unknown), ``conversation``
+            (likewise, and it went there before), or a policy's own.
         disk_block: What the worker's cache calls the last block that it has on SSD or remote store
             only; None if that is unknown, or too little is there.
+        richer_peer: Another worker, from which this one can fetch clearly more of the prompt than
+            it has; None: there is none.
     """
 
     worker: str
@@ -61,6 +86,7 @@ class Decision:
     ttft_s: float | None
     reason: str
     disk_block: int | None = None
+    richer_peer: str | None = None
 
     @property
     def matched_tokens(self) -> int:
@@ -175,6 +201,7 @@ class Choice:
         headers: To be added to the request: the rank, the engine's key.
         matched_tokens: Predicted cached tokens; None if the prompt's tokens are unknown.
         others: URLs of the next best workers, best first.
+        fetch_from: Host and port from which the engine is to fetch blocks; None: nowhere.
     """
 
     worker: str
@@ -182,6 +209,7 @@ class Choice:
     headers: Mapping[str, str]
     matched_tokens: int | None
     others: tuple[str, ...] = ()
+    fetch_from: tuple[str, int] | None = None
 
 
 class WorkerAddress(msgspec.Struct, frozen=True):

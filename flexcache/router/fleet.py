@@ -49,6 +49,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
         data_parallel_rank: Sent as ``X-data-parallel-rank``; None: the engine has one rank.
         sources: Publishers of the blocks that this worker can use.
         cache_url: HTTP API of its cache, without a path; None: it is not asked for anything.
+        peer_port: Port of its p2p tier (vLLM), from which other engines fetch blocks, at the URL's
+            host; None: it has none.
     """
 
     name: str
@@ -56,6 +58,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_rank: int | None = None
     sources: tuple[EventSource, ...] = ()
     cache_url: str | None = None
+    peer_port: int | None = None
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -66,12 +69,14 @@ class ModelCard(msgspec.Struct, frozen=True):
         root: Directory or name of its files; of an adapter, the adapter's.
         parent: The model that an adapter belongs to; None: it is no adapter.
         raw: All that the engine says of it, as JSON.
+        owner: Kind of the engine, ``vllm`` or ``sglang`` for example.
     """
 
     id: str
     root: str | None = None
     parent: str | None = None
     raw: bytes = b""
+    owner: str | None = None
 
 
 class WorkerState(str, Enum):

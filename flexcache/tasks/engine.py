@@ -436,9 +436,10 @@ class KVTaskEngine:
             KeyError: There is no such session.
         """
         plan = self._match(task_id, prompt, now)
+        num_cached = max(0, (plan.num_cached or 0) - plan.num_before)
         return Offer(
             task_id, prompt.kind, prompt.num_tokens, plan.offset, plan.num_blocks, plan.sources,
-            plan.num_gpu_blocks, plan.tail_at,
+            plan.num_gpu_blocks, plan.tail_at, num_cached,
         )  # fmt: skip
 
     def _match(self, task_id: TaskId, prompt: Prompt, now: float) -> Plan:

@@ -33,7 +33,8 @@ class Offer(msgspec.Struct, frozen=True):
     """The answer to a match: a task for ``num_blocks`` of a prompt from block ``start``.
 
     ``sources`` has how many of them each tier supplies. A launch needs ``num_gpu_blocks``, those of
-    the tail behind ``tail_at`` blocks included, unless that is 0.
+    the tail behind ``tail_at`` blocks included, unless that is 0. ``num_cached`` are the prompt's
+    first blocks that some tier has, of a get in a model with tails also behind the last tail.
     """
 
     task_id: TaskId
@@ -44,6 +45,7 @@ class Offer(msgspec.Struct, frozen=True):
     sources: Mapping[TierName, int] = MappingProxyType({})
     num_gpu_blocks: int = 0
     tail_at: int = 0
+    num_cached: int = 0
 
 
 class PromisedLoad(NamedTuple):

@@ -226,7 +226,11 @@ def test_usage_is_found_however_the_answer_is_cut(
             {"input_tokens": 7, "input_tokens_details": {"cached_tokens": 0}, "output_tokens": 2},
             Usage(0, 7, 2),
         ),
-        ({"input_tokens": 7, "output_tokens": 2, "cache_read_input_tokens": 4}, Usage(4, 7, 2)),
+        ({"input_tokens": 7, "output_tokens": 2, "cache_read_input_tokens": 4}, Usage(4, 11, 2)),
+        (
+            {"input_tokens": 0, "cache_read_input_tokens": 4, "cache_creation_input_tokens": 3},
+            Usage(4, 7, None),
+        ),
         ({"prompt_tokens": "many", "completion_tokens": -1}, UNKNOWN),
         ({"prompt_tokens": True}, UNKNOWN),
         ([1], UNKNOWN),

@@ -224,6 +224,25 @@ def test_models_are_told_apart(source: str, tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(("owner", "is_read"), [("vllm", True), (None, True), ("sglang", False)])
+def test_agents_requests_are_read_as_vllm_does(
+    source: str, owner: str | None, is_read: bool
+) -> None:
+    async def scenario(engine: FakeEngine, readers: Tokenizers) -> None:
+        engine.cards = [ModelCard("m", source, owner=owner)]
+        readers.set_cards(engine.url, engine.cards)
+        await readers.update()
+        for path, body in (
+            ("/v1/messages", {"messages": says("a"), "system": "s"}),
+            ("/v1/responses", {"input": "a"}),
+        ):
+            request = await read(readers, path, model="m", **body)
+            assert (request.token_ids is not None, bool(request.turns)) == (is_read, not is_read)
+        assert (await read(readers, model="m", messages=says("a"))).token_ids is not None
+
+    run(source, scenario)
+
+
 def test_an_engine_that_differs_is_asked(source: str) -> None:
     async def scenario(engine: FakeEngine, readers: Tokenizers) -> None:
         engine.shift = 1

@@ -12,14 +12,14 @@ from typing import Any
 from aiohttp import hdrs, web
 from multidict import CIMultiDict, CIMultiDictProxy, istr
 
-from flexcache.router.chooser import UNKNOWN, Usage
+from flexcache.router.chooser import SESSION_HEADERS, UNKNOWN, Usage
 from flexcache.router.stored import IdReader
 
 REQUEST_ID_HEADER = "x-request-id"
 WORKER_HEADER = "x-flexcache-worker"
 MATCHED_TOKENS_HEADER = "x-flexcache-matched-tokens"
 
-ROUTING_HEADERS = ("content-type", "x-session-id")
+ROUTING_HEADERS = ("content-type", *SESSION_HEADERS)
 """Passed to the chooser."""
 
 # Fields that concern one connection only are not passed on (RFC 9110, 7.6.1): these, and those that
@@ -198,12 +198,12 @@ def _read_at(tail: bytes, position: int) -> Usage | None:
     if not isinstance(usage, dict):
         return None
     details = usage.get("prompt_tokens_details", usage.get("input_tokens_details"))
-    cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    return Usage(
-        _count(cached if cached is not None else usage.get("cache_read_input_tokens")),
-        _count(usage.get("prompt_tokens", usage.get("input_tokens"))),
-        _count(usage.get("completion_tokens", usage.get("output_tokens"))),
-    )
+    cached = _count(details.get("cached_tokens")) if isinstance(details, dict) else None
+    prompt = _count(usage.get("prompt_tokens", usage.get("input_tokens")))
+    if cached is None and prompt is not None:  # Anthropic's counts what was not cached
+        cached = _count(usage.get("cache_read_input_tokens"))
+        prompt += (cached or 0) + (_count(usage.get("cache_creation_input_tokens")) or 0)
+    return Usage(cached, prompt, _count(usage.get("completion_tokens", usage.get("output_tokens"))))
 
 
 def _count(value: Any) -> int | None:

@@ -60,6 +60,7 @@ from flexcache.router.proxy.engines import (
 )
 from flexcache.router.settings import ProxyConfig
 from flexcache.router.stored import id_reader
+from flexcache.router.tokens.body import MARKER, with_kv_source, with_pin
 
 
 class RequestLife:
@@ -276,12 +277,15 @@ class Proxy:
         """
         fields, held = request.headers, HeldBody()
         try:
+            body = await self._bodies.read(request, held)
+            if MARKER in body:
+                body = with_pin(request.raw_path, body)
             arrival = Arrival(
                 request_id=life.request_id,
                 method=request.method,
                 path=request.raw_path,
                 headers={n: fields[n] for n in ROUTING_HEADERS if n in fields},
-                body=await self._bodies.read(request, held),
+                body=body,
             )
             if is_for_all(arrival.method, arrival.path):
                 passed = headers_to_engine(fields, {REQUEST_ID_HEADER: life.shown_id})
@@ -345,6 +349,8 @@ class Proxy:
         added = {**choice.headers, REQUEST_ID_HEADER: life.shown_id}
         fields = headers_to_engine(request.headers, added)
         body = arrival.body if request.body_exists else None
+        if body and choice.fetch_from is not None:
+            body = with_kv_source(arrival.path, body, choice.fetch_from, life.request_id)
         try:
             return await self._engines.send(choice.url, arrival.method, arrival.path, fields, body)
         except NoAnswer as error:

@@ -6,7 +6,7 @@ Fields and their defaults are those of vLLM's OpenAI-compatible API.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from email.message import Message
 from email.parser import BytesHeaderParser
@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from flexcache.router.chooser import Arrival
+from flexcache.router.chooser import Arrival, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,10 @@ CHARS_PER_TOKEN = 4
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETION_PATH = "/v1/completions"
+MESSAGES_PATH = "/v1/messages"
+RESPONSES_PATH = "/v1/responses"
+CHAT_PATHS = (CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH)
+_MARKED_PATHS = (CHAT_PATH, MESSAGES_PATH)
 
 TOKENS_PER_MEDIUM = 576
 """For estimates: an image of 336 by 336 pixels in patches of 14."""
@@ -55,6 +59,10 @@ class Kind(str, Enum):
     CHAT = "chat"
     TOOLS = "tools"
     """Chat with tools."""
+    MESSAGES = "messages"
+    """``/v1/messages``, with tools or without."""
+    RESPONSES = "responses"
+    """``/v1/responses``, likewise."""
 
 
 class UnknownPrompt(Exception):
@@ -79,6 +87,14 @@ class Body(msgspec.Struct, kw_only=True):
             num_bytes: Length of the whole body.
         """
         return num_bytes // CHARS_PER_TOKEN
+
+    def turns(self, seed: int) -> Sequence[Turn]:
+        """Return the conversation as text: a key for each of its beginnings, the shortest first.
+
+        Args:
+            seed: Secret of the keys.
+        """
+        return ()
 
     def check_cacheable(self) -> None:
         """Check that the engine looks the prompt up in its cache, whole.
@@ -128,6 +144,15 @@ class CompletionBody(Body, kw_only=True):
             raise UnknownPrompt("prompt_embeds")
 
 
+def check_transfer(params: dict[str, msgspec.Raw] | None) -> None:
+    """
+    Raises:
+        UnknownPrompt: The engine takes the prompt's tokens from elsewhere.
+    """
+    if params and "prompt_token_ids" in params:
+        raise UnknownPrompt("kv_transfer")
+
+
 class ChatBody(Body, kw_only=True):
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -147,8 +172,7 @@ class ChatBody(Body, kw_only=True):
 
     def check_cacheable(self) -> None:
         super().check_cacheable()
-        if self.kv_transfer_params and "prompt_token_ids" in self.kv_transfer_params:
-            raise UnknownPrompt("kv_transfer")
+        check_transfer(self.kv_transfer_params)
 
     def template_variables(self) -> dict[str, Any]:
         """Return what the chat template gets besides messages and tools.
@@ -208,11 +232,6 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return others | {"reasoning": message["reasoning_content"]}
 
 
-_DECODERS: dict[str, Callable[[bytes], Body]] = {
-    COMPLETION_PATH: msgspec.json.Decoder(CompletionBody).decode,
-    CHAT_PATH: msgspec.json.Decoder(ChatBody).decode,
-}
-_decode_any = msgspec.json.Decoder(Body).decode
 _text = msgspec.json.Decoder(str)
 _texts = msgspec.json.Decoder(list[str])
 
@@ -222,15 +241,6 @@ def count_structure(raw: bytes) -> tuple[int, int]:
     octets = np.frombuffer(raw, dtype=np.uint8)
     opening = (octets | 0x20) == ord("{")  # "[" is the same without that bit
     return int(np.count_nonzero(opening)), int(np.count_nonzero(octets == ord(",")))
-
-
-def read_body(path: str, raw: bytes) -> Body:
-    """Read the body of any request.
-
-    Raises:
-        msgspec.DecodeError: It is no JSON object, or not what the path wants.
-    """
-    return _DECODERS.get(path, _decode_any)(raw)
 
 
 def read_prompt(raw: msgspec.Raw) -> str | np.ndarray:
@@ -271,6 +281,76 @@ def _token_ids(data: bytes) -> np.ndarray:
     if numbers.min() < 0 or numbers.max() >= 2**32:
         raise UnknownPrompt("no prompt")
     return numbers.astype(np.uint32)
+
+
+class _Marker(msgspec.Struct):
+    ttl: str | None = None
+
+
+class _Marked(msgspec.Struct):
+    """A part of a body that may have Anthropic's ``cache_control``, or parts that do."""
+
+    cache_control: _Marker | None = None
+    content: str | list[_Marked] | None = None
+
+
+class _MarkedBody(msgspec.Struct):
+    cache_control: _Marker | None = None
+    system: str | list[_Marked] | None = None
+    tools: list[_Marked] | None = None
+    messages: list[_Marked] = []
+    kv_transfer_params: dict[str, msgspec.Raw] | None = None
+
+
+_read_marked = msgspec.json.Decoder(_MarkedBody).decode
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+MARKER = b'"cache_control"'
+_PIN = "flexcache_pin_ttl_s"
+_TTLS = {None: 300, "5m": 300, "1h": 3600}
+"""Seconds that a marker asks for; Anthropic has no others."""
+
+
+def with_pin(target: str, body: bytes) -> bytes:
+    """Translate the ``cache_control`` markers of a chat into FlexCache's pin of its prompt.
+
+    The prompt is pinned for the longest time that a marker names: markers further on cover what
+    lies before them. A pin that the body asks for itself stays. Never raises.
+
+    Args:
+        target: Path of the request.
+        body: One that has `MARKER`.
+    """
+    if target.partition("?")[0] not in _MARKED_PATHS:
+        return body
+    try:
+        marked = _read_marked(body)
+        ttl_s = max(map(_ttl_s, _markers(marked)), default=0)
+        params = marked.kv_transfer_params or {}
+        if not ttl_s or _PIN in params:
+            return body
+        fields = _fields.decode(body)
+        pin = {**params, _PIN: msgspec.Raw(b"%d" % ttl_s)}
+        fields["kv_transfer_params"] = msgspec.Raw(msgspec.json.encode(pin))
+        return msgspec.json.encode(fields)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):  # the engine says what is wrong
+        return body
+
+
+def _markers(marked: _MarkedBody) -> Iterator[_Marker]:
+    if marked.cache_control is not None:
+        yield marked.cache_control
+    waiting = [*(marked.tools or ()), *marked.messages]
+    waiting += marked.system if isinstance(marked.system, list) else []
+    while waiting:
+        part = waiting.pop()
+        if part.cache_control is not None:
+            yield part.cache_control
+        if isinstance(part.content, list):
+            waiting += part.content
+
+
+def _ttl_s(marker: _Marker) -> int:
+    return _TTLS.get(marker.ttl, 0)
 
 
 _MOST_PARTS = 64
@@ -327,3 +407,34 @@ def _parts(raw: bytes, delimiter: bytes) -> Iterator[bytes]:
             yield raw[begin:end] if is_part and end - begin <= _LONGEST else b""
             begin = end + len(delimiter)
             is_part = True
+
+
+class _Transfer(msgspec.Struct):
+    kv_transfer_params: msgspec.Raw = msgspec.Raw()
+
+
+_transfer_of = msgspec.json.Decoder(_Transfer).decode
+
+
+def with_kv_source(path: str, body: bytes, source: tuple[str, int], request_id: str) -> bytes:
+    """Return a body that tells vLLM's p2p tier where to fetch blocks from.
+
+    The rest of it stays as the client sent it. So does all of it if the client has said itself what
+    is to be transferred, or if the path is not one whose prompts are routed by their tokens.
+
+    Args:
+        source: Host and port of the other engine's p2p tier.
+        request_id: Names the transfer to both engines; unique.
+    """
+    if path.partition("?")[0] not in (CHAT_PATH, COMPLETION_PATH, MESSAGES_PATH):
+        return body
+    try:
+        if bytes(_transfer_of(body).kv_transfer_params):
+            return body
+    except msgspec.DecodeError:
+        return body  # the engine will say so
+    host, port = source
+    told = {"kv_request_id": request_id, "remote_host": host, "remote_port": port}
+    field = msgspec.json.encode({"kv_transfer_params": {"remote_kv_source": told}})
+    rest = body.lstrip()[1:].lstrip()
+    return field[:-1] + (b"" if rest.startswith(b"}") else b",") + rest

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from enum import Enum
+from itertools import chain
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from flexcache.logs import log_event
 from flexcache.router.fleet import ModelCard
 from flexcache.router.tokens.body import ChatBody, CompletionBody, Kind
 from flexcache.router.tokens.engines import EngineApi, NotRendered
+from flexcache.router.tokens.template import ChatTemplate
 from flexcache.router.tokens.text_tokenizer import (
     ModelFiles,
     NoTokenizer,
@@ -116,11 +118,18 @@ class ServedModel:
         self.files = files
         self.engines: deque[str] = deque()
         """URLs, the one that is asked next first."""
+        self.is_vllms = True
+        """Its engines make chats of agents' requests as vLLM does."""
         kinds = frozenset[Kind]()
         if files is not None:
             kinds = frozenset(Kind) if files.chat is not None else frozenset({Kind.COMPLETION})
             missing = "no chat template here"
         self.ways = Ways(kinds, missing)
+
+    @property
+    def templates(self) -> tuple[ChatTemplate | None, ...]:
+        """Its chat templates, without and with tools."""
+        return () if self.files is None else (self.files.chat, self.files.chat_with_tools)
 
     async def render(
         self, engines: EngineApi, path: str, raw: bytes, body: ChatBody | CompletionBody
@@ -176,6 +185,11 @@ def base_models(cards: Iterable[ModelCard]) -> dict[str, list[str]]:
         if card.parent is None:
             found.setdefault(card.root or card.id, []).append(card.id)
     return found
+
+
+def _roots_of_others(cards: Iterable[ModelCard]) -> set[str]:
+    """Return the models' files at engines other than vLLM."""
+    return {card.root or card.id for card in cards if card.owner not in (None, "vllm")}
 
 
 logger = logging.getLogger(__name__)
@@ -262,6 +276,8 @@ class ModelRegistry:
                     names[card.id] = (names[card.parent][0], card.id)
         if listed:
             self._models = {root: model for root, model in self._models.items() if root in engines}
+        others = _roots_of_others(chain.from_iterable(listed.values()))
         for root, model in self._models.items():
             model.engines = engines.get(root, deque())
+            model.is_vllms = root not in others
         self._names = names

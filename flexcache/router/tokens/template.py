@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any, Literal
 
 import jinja2
@@ -45,13 +46,15 @@ _MEDIA = {
     "video_url": "video",
     "video_embeds": "video",
 }
-_BILLING_HEADER = "x-anthropic-billing-header"
+_REFERENCE = "tool_reference"
+BILLING_HEADER = "x-anthropic-billing-header"
+"""Begins a line of Claude Code's that changes with each request; engines leave it out."""
 
 
 def has_media(messages: list[Message]) -> bool:
     """Tell whether any message has a part that is not text."""
     return any(
-        isinstance(part, dict) and part.get("type") not in _TEXT_PARTS
+        isinstance(part, dict) and part.get("type") not in (*_TEXT_PARTS, _REFERENCE)
         for message in messages
         if isinstance(content := message.get("content"), list)
         for part in content
@@ -105,18 +108,25 @@ def _parts(message: Message, media: str) -> tuple[list[Message], bool]:
             part = {"type": "text", "text": part}
         if not isinstance(part, dict):
             raise UnknownPrompt("content")
-        kind = part.get("type")
-        if kind in _TEXT_PARTS:
-            text = _text(part, is_system=message.get("role") == "system")
-            if text is not None:
-                parts.append({"type": "text", "text": text})
-        elif kind in _MEDIA:
-            found = True
-            if media == "keep":
-                parts.append({"type": _MEDIA[kind]})
-        else:
-            raise UnknownPrompt("content")
+        made = _part(part, is_system=message.get("role") == "system")
+        is_medium = part.get("type") in _MEDIA
+        found = found or is_medium
+        if made is not None and (media == "keep" or not is_medium):
+            parts.append(made)
     return parts, found
+
+
+def _part(part: Message, *, is_system: bool) -> Message | None:
+    """Return what the template gets of a part; None: the engine leaves it out."""
+    kind = part.get("type")
+    if kind in _TEXT_PARTS:
+        text = _text(part, is_system=is_system)
+        return None if text is None else {"type": "text", "text": text}
+    if kind == _REFERENCE and isinstance(part.get("name"), str):
+        return {"type": _REFERENCE, "name": part["name"]}
+    if kind in _MEDIA:
+        return {"type": _MEDIA[kind]}
+    raise UnknownPrompt("content")
 
 
 def _text(part: Message, *, is_system: bool) -> str | None:
@@ -127,7 +137,7 @@ def _text(part: Message, *, is_system: bool) -> str | None:
         return None
     if not isinstance(text, str):
         raise UnknownPrompt("content")
-    if is_system and text.startswith(_BILLING_HEADER):
+    if is_system and kind == "text" and text.startswith(BILLING_HEADER):
         return text.partition("\n")[2] or None
     return text
 
@@ -152,7 +162,8 @@ def _message(message: Message, parts: list[Message], content_format: ContentForm
 def _content(role: str, parts: list[Message], content_format: ContentFormat) -> str | list[Message]:
     texts = [part["text"] for part in parts if part["type"] == "text"]
     if content_format == "string":
-        return "\n".join(text for text in texts if text)
+        shown = (part.get("text") or part.get("name") for part in parts)
+        return "\n".join(text for text in shown if text)
     if role == "tool" and len(texts) == len(parts):
         return "\n".join(texts)
     return parts
@@ -345,6 +356,11 @@ def _content_arguments(
     return given
 
 
+_FAULTS = (
+    jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError,
+    RecursionError, RuntimeError,
+)  # fmt: skip
+_EFFORTS = ("low", "medium", "high", "xhigh", "max")
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 _RESERVED = frozenset(
     {"chat_template", "tokenize", "messages", "conversation", "tools", "return_dict", "self"}
@@ -421,6 +437,38 @@ class ChatTemplate:
         self._max_chars = max_chars
         self._max_pieces = max_pieces
 
+    @cached_property
+    def wants_one_system(self) -> bool:
+        """Whether the template refuses a system message that is not the first, by vLLM's rule.
+
+        Where clients have some in the midst of a conversation, the engine moves them to the front.
+        """
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        )
+        roles = ("system", "user", "system", "user")
+        messages = [{"role": role, "content": "t"} for role in roles]
+        try:
+            trial = environment.from_string(self._source)
+            self._joined(trial.generate(messages=messages, add_generation_prompt=False))
+        except (UnknownPrompt, *_FAULTS):  # also of functions that vLLM does not define here
+            return True
+        return False
+
+    @cached_property
+    def disabled_effort(self) -> str:
+        """The effort of reasoning as which the engine passes on that it is switched off."""
+        none = self._of_effort("none")
+        is_known = none is not None and none not in map(self._of_effort, _EFFORTS)
+        return "none" if is_known else "low"
+
+    def _of_effort(self, effort: str) -> str | None:
+        messages = [{"role": "user", "content": "Hi"}]
+        try:
+            return self.render(ChatBody(messages=messages, reasoning_effort=effort))[0]
+        except UnknownPrompt:
+            return None
+
     def render(self, body: ChatBody) -> tuple[str, bool]:
         """Render a request's prompt.
 
@@ -461,9 +509,7 @@ class ChatTemplate:
             messages, final = _marked(messages)
         try:
             text = self._generate(messages, tools_for_template(body.tools), variables)
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
-            raise UnknownPrompt("template") from error
-        except (LookupError, AttributeError, RecursionError, RuntimeError) as error:
+        except _FAULTS as error:
             raise UnknownPrompt("template") from error
         return _up_to_mark(text, final) if continued else text
 
@@ -476,9 +522,12 @@ class ChatTemplate:
     def _generate(
         self, messages: list[Message], tools: list[Message] | None, variables: dict[str, Any]
     ) -> str:
+        return self._joined(self._template.generate(messages=messages, tools=tools, **variables))
+
+    def _joined(self, generated: Iterable[str]) -> str:
         pieces = []
         length = 0
-        for piece in self._template.generate(messages=messages, tools=tools, **variables):
+        for piece in generated:
             pieces.append(piece)
             length += len(piece)
             if length > self._max_chars or len(pieces) > self._max_pieces:

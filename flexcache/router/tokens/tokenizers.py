@@ -12,11 +12,12 @@ import msgspec
 import numpy as np
 
 from flexcache.logs import log_event
-from flexcache.router.chooser import Arrival, RouteRequest
+from flexcache.router.chooser import SESSION_HEADERS, Arrival, RouteRequest
 from flexcache.router.fleet import ModelCard
 from flexcache.router.stats import TokenizerStats
+from flexcache.router.tokens.agents import AgentBody, read_body
 from flexcache.router.tokens.body import (
-    CHAT_PATH,
+    CHAT_PATHS,
     Body,
     ChatBody,
     CompletionBody,
@@ -25,7 +26,6 @@ from flexcache.router.tokens.body import (
     UnknownPrompt,
     count_structure,
     named_model,
-    read_body,
     read_prompt,
 )
 from flexcache.router.tokens.engines import EngineApi, NotRendered, open_session
@@ -73,6 +73,8 @@ class TokenComparison:
     async def _compare(self, model: ServedModel, path: str, raw: bytes) -> None:
         with self._samples.turn(), contextlib.suppress(UnknownPrompt, NotRendered):
             body = read_body(path, raw)  # its own: rendering may change what it has
+            if isinstance(body, AgentBody):
+                body = body.as_chat(model.templates)
             if model.files is None or not isinstance(body, (ChatBody, CompletionBody)):
                 return
             made = await self._local.tokens(model.files, body, len(raw))
@@ -126,6 +128,7 @@ class Tokenizers:
     ) -> None:
         if seed is None:
             seed = secrets.randbits(63)
+        self._seed = seed
         self._limits = limits or TokenLimits()
         self._session = open_session(headers or {})
         self._engines = EngineApi(self._session, self._limits.render_timeout_s)
@@ -197,6 +200,7 @@ class Tokenizers:
             counts.tokens += len(prompt.ids)
             counts.remembered_tokens += prompt.remembered
         counts.seconds.observe(loop.time() - started)
+        is_known = prompt is not None and prompt.num_tokens == len(prompt.ids)
         return RouteRequest(
             request_id=arrival.request_id,
             num_tokens=body.estimate(len(arrival.body)) if prompt is None else prompt.num_tokens,
@@ -204,7 +208,9 @@ class Tokenizers:
             model=body.model or named_model(arrival),
             adapter=adapter,
             cache_salt=body.cache_salt,
-            session_id=arrival.headers.get("x-session-id") or body.session_id,
+            session_id=next(filter(None, map(arrival.headers.get, SESSION_HEADERS)), None)
+            or body.session_id,
+            turns=() if is_known else body.turns(self._seed),
         )
 
     def _parse(self, path: str, raw: bytes) -> Body:
@@ -214,7 +220,7 @@ class Tokenizers:
         if len(raw) > limits.max_body:
             raise UnknownPrompt("too long")
         braces, commas = count_structure(raw)
-        if braces > limits.max_braces or (path == CHAT_PATH and commas > limits.max_commas):
+        if braces > limits.max_braces or (path in CHAT_PATHS and commas > limits.max_commas):
             raise UnknownPrompt("too long")
         return read_body(path, raw)
 
@@ -229,7 +235,7 @@ class Tokenizers:
         Raises:
             UnknownPrompt: It was not.
         """
-        if not isinstance(body, (ChatBody, CompletionBody)):
+        if not isinstance(body, (ChatBody, CompletionBody, AgentBody)):
             raise UnknownPrompt("path")
         body.check_cacheable()
         if isinstance(body, CompletionBody):
@@ -238,6 +244,10 @@ class Tokenizers:
                 return PromptTokens(ids, len(ids), 0), "ids"
         if model is None:
             raise UnknownPrompt("no tokenizer")
+        if isinstance(body, AgentBody):
+            if not model.is_vllms:
+                raise UnknownPrompt("engine")
+            body = body.as_chat(model.templates)
         way = model.ways.way(body.kind)
         if model.engines:
             self._comparison.sample(model, path, raw, body, asyncio.get_running_loop().time())
