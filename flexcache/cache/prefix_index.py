@@ -442,10 +442,6 @@ class PrefixIndex:
         """Return all keys that can be found, by root; also where a call has failed half-way."""
         return [(root, list(directory)) for root, directory in self._directories.items()]
 
-    def roots(self) -> list[RootId]:
-        """Return the roots that have blocks."""
-        return list(self._directories)
-
     def starts(self) -> list[tuple[RootId, BlockKey]]:
         """Return the first keys of all prompts, with their roots."""
         return [(run.root, run.keys[0]) for run in self._runs.values() if run.parent is None]

@@ -251,6 +251,14 @@ class PromptMaker:
             adapter,
         )  # fmt: skip
 
+    def named(self, token_ids: Tokens | None, options: PromptName) -> list[Prompt]:
+        """Make the prompt that a user's call is about, if it is about one. ``block_keys`` alone
+        name it too, since only the number of tokens matters."""
+        block_keys = options.get("block_keys")
+        if token_ids is None and block_keys is not None:
+            token_ids = range(len(block_keys) * self.tokens_per_block)
+        return [] if token_ids is None else [self.make(TaskKind.GET, token_ids, **options)]
+
     def roots(self, namespace: Namespace, adapter: str = "") -> tuple[str | None, list[RootId]]:
         """Return what the keys of a namespace begin with: the tenant, if the namespace is one, or
         else the roots that its prompts have now, by tokens and by an engine's keys.

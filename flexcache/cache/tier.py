@@ -430,7 +430,8 @@ class Tier:
 
     def roots(self) -> set[RootId]:
         """Return the roots under which blocks or tails are cached, or on their way."""
-        return {*self.index.roots(), *self.tails.roots(), *self._flights}
+        of_blocks = {root for root, _ in self.index.starts()}
+        return of_blocks | {*self.tails.roots(), *self._flights}
 
     def delete_tail(self, root: RootId, key: BlockKey) -> int:
         """Make the tail behind the block ``key`` unfindable for good, unless a pin holds it; return

@@ -317,6 +317,43 @@ def _make_app(server: Operator, gate: _Gate, patience_s: float) -> Starlette:
         )  # fmt: skip
         return _json({"blocks": num_blocks}, 202)
 
+    async def session(request: Request) -> Response:
+        hint = await _read(request, SessionRequest, patience_s)
+        is_known = await run_in_threadpool(
+            server.session_hint, hint.session_id, hint.over, hint.returns_in_s
+        )
+        return _json({"known": is_known})
+
+    async def weights(request: Request) -> Response:
+        wanted = await _read(request, WeightsRequest, patience_s)
+        version = await run_in_threadpool(server.new_weights, wanted.version, wanted.client)
+        return _json({"version": version})
+
+    return Starlette(
+        routes=[
+            Route("/metrics", metrics),
+            Route("/healthz", healthz),
+            Route("/status", status),
+            Route("/cache/clear", clear, methods=["POST"]),
+            Route("/cache/prefetch", prefetch, methods=["POST"]),
+            *_control_routes(server, patience_s),
+            Route("/cache/session", session, methods=["POST"]),
+            Route("/cache/weights", weights, methods=["POST"]),
+        ],
+        middleware=[Middleware(BaseHTTPMiddleware, dispatch=gate)],
+        exception_handlers={
+            HTTPException: lambda _, error: _problem(error.status_code, error.detail),
+            msgspec.MsgspecError: partial(_refused, status=400),
+            ValueError: partial(_refused, status=400),
+            AmbiguousEngineError: partial(_refused, status=409),
+            FlexCacheError: partial(_refused, status=503),
+        },
+    )
+
+
+def _control_routes(server: Operator, patience_s: float) -> list[Route]:
+    """Return the calls about what is cached."""
+
     async def lookup(request: Request) -> Response:
         wanted = await _read(request, LookupRequest, patience_s)
         found = await run_in_threadpool(server.lookup, *wanted.prompt)
@@ -338,41 +375,8 @@ def _make_app(server: Operator, gate: _Gate, patience_s: float) -> Starlette:
         wanted = await _read(request, UnpinRequest, patience_s)
         return _json({"unpinned": await run_in_threadpool(server.unpin, wanted.pin_id)})
 
-    async def session(request: Request) -> Response:
-        hint = await _read(request, SessionRequest, patience_s)
-        is_known = await run_in_threadpool(
-            server.session_hint, hint.session_id, hint.over, hint.returns_in_s
-        )
-        return _json({"known": is_known})
-
-    async def weights(request: Request) -> Response:
-        wanted = await _read(request, WeightsRequest, patience_s)
-        version = await run_in_threadpool(server.new_weights, wanted.version, wanted.client)
-        return _json({"version": version})
-
-    return Starlette(
-        routes=[
-            Route("/metrics", metrics),
-            Route("/healthz", healthz),
-            Route("/status", status),
-            Route("/cache/clear", clear, methods=["POST"]),
-            Route("/cache/prefetch", prefetch, methods=["POST"]),
-            Route("/cache/lookup", lookup, methods=["POST"]),
-            Route("/cache/pin", pin, methods=["POST"]),
-            Route("/cache/unpin", unpin, methods=["POST"]),
-            Route("/cache/delete", delete, methods=["POST"]),
-            Route("/cache/session", session, methods=["POST"]),
-            Route("/cache/weights", weights, methods=["POST"]),
-        ],
-        middleware=[Middleware(BaseHTTPMiddleware, dispatch=gate)],
-        exception_handlers={
-            HTTPException: lambda _, error: _problem(error.status_code, error.detail),
-            msgspec.MsgspecError: partial(_refused, status=400),
-            ValueError: partial(_refused, status=400),
-            AmbiguousEngineError: partial(_refused, status=409),
-            FlexCacheError: partial(_refused, status=503),
-        },
-    )
+    calls = (lookup, pin, unpin, delete)
+    return [Route(f"/cache/{call.__name__}", call, methods=["POST"]) for call in calls]
 
 
 def _parse_keys(texts: Sequence[str] | None) -> list[bytes] | None:
