@@ -376,12 +376,25 @@ class Tiers:
         self._withheld[lease] = name
         return lease
 
-    def give_back(self, lease: Lease) -> None:
-        """End `withhold_free`; ignored of tiers that these have succeeded."""
+    def withhold_deleted(self, name: TierName) -> Lease:
+        """Keep blocks that were deleted, and others that may have records of before, likewise."""
+        self.num_holders += 1
+        lease = self.by_name[name].withhold_deleted()
+        self._withheld[lease] = name
+        return lease
+
+    def give_back(self, lease: Lease, is_clean: bool = False) -> None:
+        """End `withhold_free` or `withhold_deleted`; ignored of tiers that these have succeeded.
+
+        Args:
+            is_clean: Whether the records of the blocks were erased.
+        """
         name = self._withheld.pop(lease, None)
         if name is not None:
             self.num_holders -= 1
-            self.by_name[name].release(lease)
+            tier, blocks = self.by_name[name], lease.blocks
+            tier.release(lease)
+            tier.pool.set_clean(blocks, is_clean)
 
     def is_withheld(self, name: TierName) -> bool:
         return name in self._withheld.values()
@@ -390,7 +403,7 @@ class Tiers:
         """Raise `InternalError` if an invariant does not hold. O(capacity)."""
         for tier in self._tiers:
             tier.check()
-            if not self.num_holders and tier.num_leased:
+            if not self.num_holders and tier.num_leased != len(tier.doomed.aside):
                 raise InternalError(f"{tier.name.value}: blocks are leased without an open plan")
         self.policy.check()
 

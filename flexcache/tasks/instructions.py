@@ -156,6 +156,20 @@ class Forgotten:
     error: BaseException | None
 
 
+@dataclass(frozen=True, slots=True)
+class DiscardObjects:
+    """Have the remote worker remove objects of deleted blocks, best effort. It does not report."""
+
+    root: bytes
+    keys: Sequence[BlockKey]
+
+
+@dataclass(frozen=True, slots=True)
+class EraseDeleted:
+    """Erase the records of deleted blocks on SSD that tasks have let go of: they are kept from
+    every plan until then (`KVTaskEngine.withhold_deleted`)."""
+
+
 Instruction = (
     RunOp
     | DropOp
@@ -164,6 +178,8 @@ Instruction = (
     | RevokeTask
     | TaskAnswered
     | ReplaceExecutor
+    | DiscardObjects
+    | EraseDeleted
     | Forgotten
 )
 
@@ -194,7 +210,7 @@ class Recorder(Protocol):
     def cleared(self, tier: str | None, num_blocks: int) -> None: ...
 
     def controlled(self, call: CacheCall, blocks: Mapping[TierName, int]) -> None:
-        """A user's call was carried out: blocks by tier that were found."""
+        """A user's call was carried out: blocks by tier that were found, pinned or deleted."""
 
     def session_began(self, session: SessionId, engine: str) -> None: ...
 
