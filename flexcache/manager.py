@@ -41,7 +41,7 @@ from flexcache.client.transport import open_transport
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.config.values import with_engine
 from flexcache.errors import ClosedError, ServerLostError
-from flexcache.ids import KVStatus, PromptDetail, TaskKind, TierName
+from flexcache.ids import KVStatus, PromptDetail, RootId, TaskKind, TierName
 from flexcache.processes import tell_of_forks
 from flexcache.tasks.instructions import Offer, PromisedLoad, TaskResult
 
@@ -220,9 +220,21 @@ class KVManager:
         sources = {tier: count * size for tier, count in offer.sources.items()}
         return offer.task_id, self._mask(offer), sources
 
+    def num_shared(self, task_id: int) -> int:
+        """Return how many tokens, from its prompt's start, a matched get has in common with what is
+        cached. In a model with window or state groups that may be more than its hit covers: the hit
+        ends where their tail was stored, and this where another prompt goes on differently.
+
+        Raises:
+            KeyError: The id was never issued.
+        """
+        [task_id] = arguments.ids_of([task_id])
+        return self._tasks.offer(task_id).num_cached * self._prompts.tokens_per_block
+
     def put_match(
         self, token_ids: Tokens, token_mask: Span | None = None, *, priority: int = 0,
-        ttl_s: float = 0.0, tail_at: int | None = None, **options: Unpack[PromptOptions],
+        ttl_s: float = 0.0, store: bool = True, max_store_tokens: int | None = None,
+        tail_at: int | None = None, **options: Unpack[PromptOptions],
     ) -> tuple[int, Mask]:  # fmt: skip
         """Find the part of a prompt that is not cached yet and reserve room for it.
 
@@ -234,13 +246,17 @@ class KVManager:
             priority: Each step counts as a use an hour later when room is needed;
                 negative steps make the prompt's blocks go first.
             ttl_s: Prefer to keep for this many seconds. Best effort, not a pin.
+            store: Whether anything is kept of what the prompt's sender calls private, say. What is
+                cached already stays.
+            max_store_tokens: Keep at most the first so many of ``token_ids``, in whole blocks.
             tail_at: Also store what window and state groups need to resume after this many tokens.
                 Launch the task even if the mask is all False: the tail may be missing. If it is
                 not, the launch does nothing.
         """
         retain_s = retention_s(priority, ttl_s)
         prompt = self._prompts.make(TaskKind.PUT, token_ids, token_mask, retain_s, **options)
-        offer = self._match(self._groups.with_tail(prompt, tail_at))
+        prompt = self._groups.with_tail(prompt, tail_at)
+        offer = self._match(self._groups.kept(prompt, store, max_store_tokens))
         return offer.task_id, self._mask(offer)
 
     def get_async(
@@ -258,12 +274,14 @@ class KVManager:
 
     def put_async(
         self, token_ids: Tokens, slot_mapping: Slots, token_mask: Span | None = None, *,
-        priority: int = 0, ttl_s: float = 0.0, **options: Unpack[PromptOptions],
+        priority: int = 0, ttl_s: float = 0.0, store: bool = True,
+        max_store_tokens: int | None = None, **options: Unpack[PromptOptions],
     ) -> tuple[int, Mask]:  # fmt: skip
         """Combine `put_match` and `launch`; ``slot_mapping`` as for `get_async`."""
         self._groups.require_slots("put_match")
         retain_s = retention_s(priority, ttl_s)
         prompt = self._prompts.make(TaskKind.PUT, token_ids, token_mask, retain_s, **options)
+        prompt = self._groups.kept(prompt, store, max_store_tokens)
         return self._match_and_launch(prompt, slot_mapping, token_mask)
 
     def prefetch_async(
@@ -449,27 +467,20 @@ class KVManager:
     def lookup(
         self, token_ids: Tokens | None = None, **options: Unpack[PromptName]
     ) -> dict[str, int]:
-        """Return how many tokens, from the prompt's start, each tier could supply.
-
-        Nothing is reserved, and it is no use of the blocks: what is evicted next stays the same. Of
-        the remote store counts what is known here; it is not asked. With window or state groups, a
-        tier supplies a prompt up to where it has what they need.
+        """Return how many tokens, from the prompt's start, each tier could supply; 0 if it is
+        unavailable. Nothing is reserved, and it is no use of the blocks. Of the remote store counts
+        what is known here; it is not asked.
 
         Args:
             token_ids: The prompt, 1-D; with ``block_keys`` it may be left out.
             options: What else the prompt's keys depend on: see `PromptName`.
 
-        Returns:
-            Tokens by tier, ``CPU`` first; 0 for one that has nothing, or is unavailable. Empty
-            before the ranks have told what there is to cache.
-
         Raises:
             ValueError: An argument has the wrong shape, type or size.
             ServerLostError: The cache is shared and its server is away.
         """
-        tokens: dict[str, int] = self._control(
-            CacheCall(name="lookup", prompts=self._named(token_ids, options))
-        )
+        call = CacheCall(name="lookup", prompts=self._prompts.named(token_ids, options))
+        tokens: dict[str, int] = self._control(call)
         return tokens
 
     def pin(
@@ -478,16 +489,14 @@ class KVManager:
     ) -> Pin | None:  # fmt: skip
         """Keep what is cached of a prompt, or of a session's prompts, from eviction for a time.
 
-        It holds what is cached now, in DRAM or else on SSD. It ends with its time, by `unpin`, by
-        `clear` of its tier or `reset`, with the weights' name, and with the server. The same call
+        It holds what is cached now, in DRAM or else on SSD. It ends with its time, by `unpin`,
+        `delete`, `clear` or `reset`, with the weights' name, and with the server. The same call
         again extends it, to what is cached then, too.
 
         Args:
-            token_ids: The prompt, 1-D; with ``block_keys`` it may be left out.
+            token_ids: The prompt, as for `lookup`; so are the options.
             ttl_s: Seconds, at most a week. A pin that holds already never ends earlier by this.
-            session_id: Instead of a prompt, all prompts that the session has used, as far as their
-                ends are cached.
-            options: What else the prompt's keys depend on: see `PromptName`.
+            session_id: Instead, all prompts that the session has used whose ends are cached.
 
         Returns:
             None if nothing is cached, or there is no room: pins together hold at most
@@ -498,27 +507,55 @@ class KVManager:
                 given.
             ServerLostError: The cache is shared and its server is away.
         """
-        prompts = self._named(token_ids, options)
+        prompts = self._prompts.named(token_ids, options)
         call = CacheCall(name="pin", prompts=prompts, session_id=session_id, ttl_s=ttl_s)
         pinned = self._control(call)
         return None if pinned is None else Pin(*pinned)
 
     def unpin(self, pin_id: str) -> bool:
-        """End a pin before its time. Idempotent.
-
-        Returns:
-            False if there is none of this id any more.
-        """
+        """End a pin before its time; False if there is none of this id any more."""
         return bool(self._control(CacheCall(name="unpin", pin_id=pin_id)))
 
-    def _named(self, token_ids: Tokens | None, options: PromptName) -> list[Prompt]:
-        """Make the prompt that a user's call is about, if it is about one."""
-        block_keys = options.get("block_keys")
-        if token_ids is None and block_keys is not None:  # only the number of tokens matters
-            token_ids = range(len(block_keys) * self._prompts.tokens_per_block)
-        if token_ids is None:
-            return []
-        return [self._prompts.make(TaskKind.GET, token_ids, **options)]
+    def delete(
+        self, token_ids: Tokens | None = None, *, session_id: str | None = None,
+        **options: Unpack[PromptName],
+    ) -> dict[str, int]:  # fmt: skip
+        """Delete what is cached of a prompt, of a session's prompts, or of a namespace, for good.
+
+        Of a prompt goes what continues it, and its own blocks from its end back to the first one
+        that another prompt continues from. Of a session goes what it has stored, but for what
+        another session, or a prompt without one, has used. What pins of others hold stays.
+
+        Nothing new finds the blocks from now on, in any tier, also after a restart. Tasks that read
+        them end well; what is still being stored of them is dropped. In a remote store objects are
+        removed that this server knows, best effort.
+
+        Args:
+            token_ids: The prompt, as for `lookup`; so are the options.
+            session_id: Instead of a prompt, all prompts of the session.
+            options: A ``namespace`` alone: a string, the tenant with all its namespaces and names
+                of weights; several parts, that one under the present weights. Its pins end.
+
+        Returns:
+            Blocks that went, by tier; units of tails count as blocks.
+
+        Raises:
+            ValueError: An argument is of a wrong type, or not exactly one of prompt, session and
+                namespace is given.
+            ServerLostError: The cache is shared and its server is away.
+            StorageError: It is not found any more, but a restart may bring back what was on SSD.
+        """
+        prompts = self._prompts.named(token_ids, options)
+        tenant, roots = None, list[RootId]()
+        if not prompts and session_id is None and options.get("namespace") is not None:
+            adapter = options.get("adapter", "")
+            tenant, roots = self._prompts.roots(options.get("namespace"), adapter)
+        blocks: dict[str, int] = self._control(
+            CacheCall(
+                name="delete", prompts=prompts, session_id=session_id, tenant=tenant, roots=roots
+            )
+        )
+        return blocks
 
     def _control(self, call: CacheCall) -> Any:
         call.check()

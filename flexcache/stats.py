@@ -36,7 +36,7 @@ _WHY_REJECTED = (
     "unknown_worker",
 )  # fmt: skip
 _WHY_SKIPPED = ("ssd_slower_than_recompute", "remote_slower_than_recompute", "host_worth_less")
-_WHY_UNPINNED = ("expired", "unpinned", "cleared", "weights", "layout", "lost")
+_WHY_UNPINNED = ("expired", "unpinned", "deleted", "cleared", "weights", "layout", "lost")
 _ENDS = tuple(
     f"{kind.value}_{status.value}"
     for kind in TaskKind
@@ -324,7 +324,8 @@ class ControlStats(Counters):
     TITLE = "Look-ups, pins and deletes"
 
     calls: Annotated[dict[str, int], counter(
-        "control_calls", "Calls about what is cached.", "call", known=("lookup", "pin", "unpin")
+        "control_calls", "Calls about what is cached.", "call",
+        known=("lookup", "pin", "unpin", "delete"),
     )] = field(default_factory=Counter)  # fmt: skip
     pins: int = 0
     """That hold now."""
@@ -338,6 +339,9 @@ class ControlStats(Counters):
         "Pins that have ended: their time was over; by a call, a clear or other weights; their "
         "blocks were lost.",
         "reason", known=_WHY_UNPINNED,
+    )] = field(default_factory=Counter)  # fmt: skip
+    deleted_blocks: Annotated[dict[str, int], counter(
+        "deleted_blocks", "Blocks that users have deleted.", "tier"
     )] = field(default_factory=Counter)  # fmt: skip
 
 

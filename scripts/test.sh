@@ -80,6 +80,9 @@ if [ "${1:-}" != fast ] && [ $# != 0 ]; then
       export TRITON_PATHS=${TRITON_PATHS:+$TRITON_PATHS:}$beside
     done
   fi
+  # Helm itself, as a library: there is no Helm on PyPI that is a program.
+  export HELM_SDK_PATH=${HELM_SDK_PATH:-$VENV/helm-python-sdk-0.2.2}
+  fetch_beside helm-python-sdk 0.2.2 "$HELM_SDK_PATH" helm_python/lib/libhelm_c.so.0{,.2.2} || unset HELM_SDK_PATH
   # The generation that users get; what it needs of the CPU, its tests find out.
   export NEW_LIBURING_PATH=${NEW_LIBURING_PATH:-$VENV/liburing-2026.3.30}
   fetch_beside liburing 2026.3.30 "$NEW_LIBURING_PATH" || unset NEW_LIBURING_PATH

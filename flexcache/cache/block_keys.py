@@ -348,11 +348,15 @@ class LayoutRoots:
             keys.root = keys.prompt_root
             return
         root = self._roots.get(keys.prompt_root)
-        if root is None:
-            # Namespaces come from requests, so the table needs a bound.
-            if len(self._roots) >= _MAX_ROOTS:
-                self._roots.clear()
-            digest = xxhash.xxh3_128_digest(keys.prompt_root + self.layout)
-            root = with_tenant(digest, tenant_of(keys.prompt_root))
-            self._roots[keys.prompt_root] = root
-        keys.root = root
+        keys.root = self.placed(keys.prompt_root) if root is None else root
+
+    def placed(self, prompt_root: RootId) -> RootId:
+        """Return the root under which prompts of this one are kept."""
+        if not self.layout:
+            return prompt_root
+        # Namespaces come from requests, so the table needs a bound.
+        if len(self._roots) >= _MAX_ROOTS:
+            self._roots.clear()
+        digest = xxhash.xxh3_128_digest(prompt_root + self.layout)
+        root = self._roots[prompt_root] = with_tenant(digest, tenant_of(prompt_root))
+        return root

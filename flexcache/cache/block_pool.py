@@ -27,6 +27,7 @@ class BlockIdPool:
         self.num_free = capacity
         # Beside the stack: a block that is freed twice would be given to two prompts.
         self._is_free = np.ones(capacity, dtype=np.bool_)
+        self._is_clean = np.ones(capacity, dtype=np.bool_)
 
     def take(self, count: int) -> BlockIds:
         """Take ``count`` free ids. O(count), vectorised. The caller has checked `num_free`."""
@@ -56,7 +57,7 @@ class BlockIdPool:
             return
         if self._is_free[ids].any():
             raise InternalError(f"blocks freed twice: {ids[self._is_free[ids]].tolist()}")
-        self._is_free[ids] = True
+        self._is_free[ids], self._is_clean[ids] = True, False
         end = self.num_free + len(ids)
         self._stack[self.num_free : end] = ids[::-1]
         self.num_free = end
@@ -64,6 +65,14 @@ class BlockIdPool:
     def free_ids(self) -> BlockIds:
         """Return all free ids, in order. O(capacity), vectorised."""
         return np.flatnonzero(self._is_free).astype(np.int64, copy=False)
+
+    def set_clean(self, ids: BlockIds, is_clean: bool) -> None:
+        """Note whether nothing is left of what blocks held."""
+        self._is_clean[ids] = is_clean
+
+    def unclean_ids(self) -> BlockIds:
+        """Return the free ids of which something may be left. O(capacity), vectorised."""
+        return np.flatnonzero(self._is_free & ~self._is_clean).astype(np.int64, copy=False)
 
     def is_free(self, block: int) -> bool:
         return bool(self._is_free[block])
@@ -75,6 +84,45 @@ class BlockIdPool:
             raise InternalError("an id is on the free stack twice")
         if int(self._is_free.sum()) != self.num_free or not self._is_free[free].all():
             raise InternalError("free stack and free flags disagree")
+
+
+class DoomedBlocks:
+    """Blocks whose content was deleted, and is recorded where a restart would find it.
+
+        in place --doom--> held by a task --given back--> aside --take--> records erased, free
+                                     \\-----------------> (those that no task held: at once)
+
+    No other prompt may get a block whose record is about to be erased, so doomed ones are set aside
+    as they are given back.
+
+    Args:
+        keeps_records: Whether there are records; else nothing is doomed.
+    """
+
+    def __init__(self, keeps_records: bool) -> None:
+        self._keeps_records = keeps_records
+        self._doomed: set[int] = set()
+        self.aside = np.empty(0, dtype=np.int64)
+
+    def __bool__(self) -> bool:
+        return bool(self._doomed)
+
+    def doom(self, blocks: BlockIds) -> None:
+        if self._keeps_records:
+            self._doomed.update(blocks.tolist())
+
+    def set_aside(self, blocks: BlockIds) -> tuple[BlockIds, BlockIds]:
+        """Divide blocks that are given back: those that are set aside, and the others."""
+        is_doomed = np.isin(blocks, list(self._doomed))
+        aside = blocks[is_doomed]
+        self._doomed.difference_update(aside.tolist())
+        self.aside = np.concatenate((self.aside, aside))
+        return aside, blocks[~is_doomed]
+
+    def take(self) -> BlockIds:
+        """Return what was set aside, and forget it."""
+        taken, self.aside = self.aside, self.aside[:0]
+        return taken
 
 
 OTHERS = 0

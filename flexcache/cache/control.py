@@ -1,11 +1,18 @@
-"""Control of a cache by its users: look-ups of what it has of a prompt, and pins.
+"""Control of a cache by its users: look-ups of what it has of a prompt, pins and deletes.
 
     lookup   how much of a prompt each tier could supply
     pin      what is cached of a prompt, or of a session's prompts, stays for a time
+    delete   what is cached of a prompt, a session's prompts or a namespace goes, for good
 
 A pin is a promise: it is refused if the tiers have no room for more pinned blocks, and else ends
 with its time, or by a call. It holds what is cached when it is made, in DRAM or else on SSD. Of the
 blocks that pins hold together, no more than a share of each tier, and of a tenant's quota, exist.
+
+    delete(prompt)   |p0------p5|p6------------p9|--> what continues it
+                                ^ another prompt continues from here: p0..p5 stay
+
+What others use stays: what other prompts continue from, what another session has used, what pins of
+others hold.
 
 Pure: no I/O, no clock.
 """
@@ -13,25 +20,28 @@ Pure: no I/O, no clock.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import msgspec
 import xxhash
 
-from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.block_keys import BlockKeys, EngineBlockKeys, tag_of, tenant_of
 from flexcache.cache.load_plan import TailLoads
 from flexcache.cache.pins import PinnedBlocks
-from flexcache.cache.prefix_index import PrefixMatch
+from flexcache.cache.plan import Plan
+from flexcache.cache.prefix_index import PrefixMatch, Run
 from flexcache.cache.prompt import Prompt, check_session_id
 from flexcache.cache.prompt_sessions import PromptSessions
-from flexcache.cache.tail_index import Tail
+from flexcache.cache.tail_index import Tail, last_tail_key, tail_keys
 from flexcache.cache.tier import Tier
-from flexcache.cache.tiers import Tiers
+from flexcache.cache.tiers import RemoteTier, Tiers
 from flexcache.errors import InternalError
-from flexcache.ids import RootId, TierName
+from flexcache.ids import BlockKey, RootId, TierName
 from flexcache.stats import ControlStats
 
 # A promise that outlives its maker takes the room of all others: who needs it longer pins again.
@@ -40,7 +50,7 @@ LONGEST_PIN_S = 7 * 86_400.0
 _MAX_PINS = 1 << 16
 _SPARE_ENTRIES = 64
 
-CallName = Literal["lookup", "pin", "unpin"]
+CallName = Literal["lookup", "pin", "unpin", "delete"]
 
 
 class CacheCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +62,8 @@ class CacheCall(msgspec.Struct, frozen=True, kw_only=True):
         session_id: Instead of a prompt, all of a session.
         ttl_s: How long a pin is to hold.
         pin_id: The pin that is to end.
+        tenant: Instead of a prompt, all whose namespace begins with this part.
+        roots: Instead of a prompt, all of a namespace: what its keys begin with.
     """
 
     name: CallName
@@ -60,6 +72,8 @@ class CacheCall(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str | None = None
     ttl_s: float = 0.0
     pin_id: str = ""
+    tenant: str | None = None
+    roots: Sequence[RootId] = ()
 
     def check(self) -> None:
         """Raise `ValueError` if the call makes no sense."""
@@ -68,8 +82,13 @@ class CacheCall(msgspec.Struct, frozen=True, kw_only=True):
         if self.name == "unpin":
             if not isinstance(self.pin_id, str):
                 raise ValueError(f"pin_id = {self.pin_id!r}: must be a string")
-        elif bool(self.prompts) is (self.session_id is not None):
-            raise ValueError("give either a prompt, by token_ids or block_keys, or a session_id")
+        else:
+            of_all = self.name == "delete" and (self.tenant is not None or bool(self.roots))
+            if bool(self.prompts) + (self.session_id is not None) + of_all != 1:
+                what = ", or a namespace alone" if self.name == "delete" else ""
+                raise ValueError(
+                    f"give either a prompt, by token_ids or block_keys, or a session_id{what}"
+                )
         if self.name == "pin":
             is_number = isinstance(self.ttl_s, Real) and not isinstance(self.ttl_s, bool)
             if not (is_number and 0 < self.ttl_s <= LONGEST_PIN_S):
@@ -96,16 +115,28 @@ class CallOutcome(NamedTuple):
     """What a call has found or done.
 
     Attributes:
-        blocks: By tier: that it could supply, or that are held by the pin.
+        blocks: By tier: that it could supply, that are held by the pin, or that were deleted.
         pin_id: Of the pin that holds, or has ended; empty without one.
         num_blocks: Of a pin, each once.
         expires_s: When the pin ends.
+        objects: What of the remote store is to be removed.
     """
 
     blocks: Mapping[TierName, int]
     pin_id: str = ""
     num_blocks: int = 0
     expires_s: float = 0.0
+    objects: Mapping[RootId, Sequence[BlockKey]] = MappingProxyType({})
+
+
+@dataclass(slots=True, eq=False)
+class _Gone:
+    """What a delete has found: keys of all tiers by root, of which tiers may lack some, and those
+    of the remote store."""
+
+    keys: dict[RootId, set[BlockKey]] = field(default_factory=dict)
+    blocks: dict[TierName, int] = field(default_factory=dict)
+    objects: dict[RootId, list[BlockKey]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -142,6 +173,10 @@ class CacheControl:
         sessions: Knows the prompts of users' sessions.
         tails: Finds tails, in a model with tails.
         max_share: Share of each tier that pins may hold.
+
+    Attributes:
+        expiries: When pins end, and which: a heap. Entries of pins that have ended, or end at
+            another time, are stale.
     """
 
     def __init__(
@@ -152,22 +187,24 @@ class CacheControl:
         self._tails = tails
         self._max_share = max_share
         self._pins: dict[str, _Held] = {}
-        self._expiries: list[tuple[float, str]] = []
-        """A heap. Entries of pins that have ended, or end at another time, are stale."""
+        self.expiries: list[tuple[float, str]] = []
         self.counters = ControlStats()
 
-    def carry_out(self, call: CacheCall, prompts: Sequence[Prompt], now: float) -> CallOutcome:
-        """Carry out a call.
+    def carry_out(self, call: CacheCall, now: float, puts: Iterable[Plan] = ()) -> CallOutcome:
+        """Carry out a call, whose prompts and roots have the names that the tiers have for them.
 
         Args:
-            prompts: Its prompts, under the names that the tiers have for them.
+            puts: What the session is storing.
         """
+        prompts = call.prompts
         self.counters.calls[call.name] += 1
         if call.name == "lookup":
             return CallOutcome(self._look_up(prompts))
         if call.name == "unpin":
             is_held = self._end(call.pin_id, "unpinned")
             return CallOutcome({}, call.pin_id if is_held else "")
+        if call.name == "delete":
+            return self._delete(call, puts)
         if call.session_id is None:
             wanted = [(prompt.keys, prompt.stop) for prompt in prompts]
         else:
@@ -226,10 +263,10 @@ class CacheControl:
 
     def _begin(self, pin_id: str, held: _Held) -> None:
         self._pins[pin_id] = held
-        heapq.heappush(self._expiries, (held.expires_s, pin_id))
+        heapq.heappush(self.expiries, (held.expires_s, pin_id))
         # A pin that is extended again and again leaves a stale entry each time.
-        if len(self._expiries) > 2 * len(self._pins) + _SPARE_ENTRIES:
-            self._expiries = sorted((each.expires_s, name) for name, each in self._pins.items())
+        if len(self.expiries) > 2 * len(self._pins) + _SPARE_ENTRIES:
+            self.expiries = sorted((each.expires_s, name) for name, each in self._pins.items())
 
     def _hold(self, held: _Held, keys: BlockKeys, stop: int) -> bool:
         """Have a pin hold what is cached of a prompt; whether there is room for that."""
@@ -302,22 +339,118 @@ class CacheControl:
             if name is None or any(tier.name.value == name for tier in held.tiers):
                 self._end(pin_id, "cleared")
 
-    def end_roots(self, roots: Sequence[RootId] | None, reason: str) -> None:
-        """End the pins that hold blocks under roots that no engine names any more, or all."""
+    def end_roots(self, roots: Iterable[RootId] | None, reason: str) -> None:
+        """End the pins that hold blocks under any of these roots, or all."""
         gone = set(roots or ())
         for pin_id, held in list(self._pins.items()):
             if roots is None or held.roots & gone:
                 self._end(pin_id, reason)
 
-    @property
-    def next_expiry(self) -> float | None:
-        """When `expire` may have something to end."""
-        return self._expiries[0][0] if self._expiries else None
+    # -- deletes ---------------------------------------------------------------------------------
+
+    def _delete(self, call: CacheCall, puts: Iterable[Plan]) -> CallOutcome:
+        gone = _Gone(blocks={tier.name: 0 for tier in self._tiers})
+        # Blocks dropped on request are not lost, even if they were still to be written back.
+        kept, self._tiers.lost = self._tiers.lost, Counter()
+        if call.session_id is not None:
+            # Its own pin: who deletes what it has pinned itself does not want to be told of it.
+            self._end(_pin_id((), call.session_id), "deleted")
+            self._delete_session(gone, call.session_id, puts)
+        elif call.prompts:
+            wanted = [(prompt.keys, prompt.stop) for prompt in call.prompts]
+            self._end(_pin_id(wanted, None), "deleted")
+            for keys, stop in wanted:
+                self._delete_prompt(gone, keys.root, keys.slice(0, stop))
+        else:
+            self._delete_roots(gone, call.tenant, call.roots)
+        for root, deleted in gone.keys.items():
+            for tier in self._tiers:  # first: what is on its way continues what is gone
+                tier.void(root, deleted)
+            self._delete_tails(gone, root, deleted)
+        self._tiers.lost = kept
+        for name, count in gone.blocks.items():
+            self.counters.deleted_blocks[name] += count
+        return CallOutcome(gone.blocks, objects=gone.objects)
+
+    def _delete_prompt(self, gone: _Gone, root: RootId, keys: Sequence[BlockKey]) -> None:
+        """Delete what continues a prompt, and its own blocks from its end back to the first one
+        that another prompt continues from."""
+        positions = {key: position for position, key in enumerate(keys)}
+        # The same everywhere: a tier may lack the blocks that tell that others continue from some.
+        kept = max(
+            max(_num_shared(tier, root, keys), tier.in_flight_behind(root, positions))
+            for tier in self._tiers
+        )
+        gone.keys.setdefault(root, set()).update(keys[kept:])
+        for tier in self._tiers:
+            if kept < len(keys):
+                self._drop(gone, tier, root, keys[kept])
+            elif keys and (last := tier.index.locate(root, keys[-1])).run is not None:
+                self._drop_unpinned(gone, tier, last.run, last.length)
+
+    def _drop_unpinned(self, gone: _Gone, tier: Tier, run: Run, start: int) -> None:
+        """Delete what stands behind the first ``start`` blocks of a run, but for what pins hold."""
+        # The list grows in the loop: a recursion would be as deep as the tree of runs.
+        left = [(run, start)]
+        for each, begin in left:
+            kept = max(begin, tier.pinned.length(each.run_id))
+            children = (each.children or {}).values()
+            left += [(c, 0) for c in children if begin <= c.parent_length <= kept]
+            if kept < each.num_findable:
+                self._drop(gone, tier, each.root, each.keys[kept])
+
+    def _delete_session(self, gone: _Gone, session_id: str, puts: Iterable[Plan]) -> None:
+        """Delete what a session has stored and no other one has used, or is storing."""
+        for tier in self._tiers:
+            for root, key in self._sessions.own_blocks(session_id, tier):
+                self._drop(gone, tier, root, key)
+        # Else what it stores now would be found after all. Who skips blocks since they are on their
+        # way here loses them too, and computes them once more.
+        for plan in puts:
+            leases = [plan.staging, *plan.stores.values()]
+            stored = [key for lease in leases if lease is not None for key in lease.keys]
+            gone.keys.setdefault(plan.root, set()).update(stored)
+        self._sessions.forget(session_id)
+
+    def _delete_roots(self, gone: _Gone, tenant: str | None, roots: Sequence[RootId]) -> None:
+        """Delete all that is kept under the roots of a tenant, or under these."""
+        # A root is a digest, which tells only the tenant: what was stored under weights that no
+        # engine has any more is found by that alone.
+        known = {root for tier in self._tiers for root in tier.roots()}
+        named = known & set(roots)
+        if tenant is not None:
+            named = {root for root in known if tenant_of(root) == tag_of(tenant)}
+        self.end_roots(named, "deleted")
+        for tier in self._tiers:
+            for root in named:
+                for key in tier.index.starts_of(root):
+                    self._drop(gone, tier, root, key)
+                tails = {tail.key for tail in tier.tails.tails_of(root)}
+                gone.keys.setdefault(root, set()).update(tails)
+                tier.void(root, None)
+
+    def _drop(self, gone: _Gone, tier: Tier, root: RootId, key: BlockKey) -> None:
+        """Delete a block and all that builds on it."""
+        keys = tier.delete(root, key)
+        gone.keys.setdefault(root, set()).update(keys)
+        gone.blocks[tier.name] += len(keys)
+        if isinstance(tier, RemoteTier) and keys:
+            gone.objects.setdefault(root, []).extend(keys)
+            tier.learn_absent(root, key, self._tiers.now)  # until its object is gone
+
+    def _delete_tails(self, gone: _Gone, root: RootId, keys: Iterable[BlockKey]) -> None:
+        for tier in self._tiers:
+            for key in keys if tier.tails.has_any(root) else ():
+                count = tier.delete_tail(root, key)
+                gone.blocks[tier.name] += count
+                if isinstance(tier, RemoteTier) and count:
+                    gone.objects.setdefault(root, []).extend(tail_keys(key, count))
+                    tier.learn_absent(root, last_tail_key(key, count), self._tiers.now)
 
     def expire(self, now: float) -> None:
         """End the pins whose time is over."""
-        while self._expiries and self._expiries[0][0] <= now:
-            expires_s, pin_id = heapq.heappop(self._expiries)
+        while self.expiries and self.expiries[0][0] <= now:
+            expires_s, pin_id = heapq.heappop(self.expiries)
             held = self._pins.get(pin_id)
             if held is not None and held.expires_s == expires_s:
                 self._end(pin_id, "expired")
@@ -333,7 +466,7 @@ class CacheControl:
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold. O(pinned runs)."""
         if not {(held.expires_s, pin_id) for pin_id, held in self._pins.items()} <= set(
-            self._expiries
+            self.expiries
         ):
             raise InternalError("a pin would not end")
         for tier in self._tiers:
@@ -360,3 +493,25 @@ def _pin_id(wanted: Sequence[tuple[BlockKeys, int]], session_id: str | None) -> 
     for keys, stop in wanted:
         digest.update(keys.root + (keys.key(stop - 1) if stop else b""))
     return digest.hexdigest()
+
+
+def _num_shared(tier: Tier, root: RootId, keys: Sequence[BlockKey]) -> int:
+    """Return how many of a prompt's first blocks another prompt continues from in a tier, or a pin
+    holds.
+
+        |p0------p5|p6------p9|     the prompt, all of it in the tier
+                   |q6--q8|         hangs off its first six blocks: they are shared
+    """
+    found = tier.index.match(EngineBlockKeys(root, keys, len(keys)))
+    run, length, shared, below = found.run, found.length, 0, None
+    while run is not None:
+        continues = [c.parent_length for c in (run.children or {}).values() if c is not below]
+        continues = [at for at in continues if at <= length]
+        if length < run.num_findable:  # its next block is another prompt's
+            continues.append(length)
+        # Behind its own end the prompt itself is continued.
+        ends = [run.depth + at for at in continues if run.depth + at < len(keys)]
+        pinned = min(length, tier.pinned.length(run.run_id))
+        shared = max(shared, *ends, run.depth + pinned if pinned else 0)
+        below, length, run = run, run.parent_length, run.parent
+    return shared

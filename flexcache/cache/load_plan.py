@@ -270,6 +270,8 @@ class LoadPlanner:
             self._add_blocks(plan, keys, start, stop)
         else:
             self._add_up_to_tail(self.tails, plan, keys, start, stop)
+            # Also behind the hit: where another prompt has gone on, a tail is worth its room.
+            plan.num_cached = self._tiers.most_cached(keys)
         if plan.kind is TaskKind.GET:  # what is loaded early is looked up by its get
             self._tiers.look_up(keys, plan.num_cached)
 

@@ -160,6 +160,11 @@ class Run:
         return np.frombuffer(self.ids, dtype=np.int64, count=len(self.keys))
 
     @property
+    def num_findable(self) -> int:
+        """How many of its first blocks have not been discarded."""
+        return self.tail_start if self.tail[0] == DISCARDED else len(self.keys)
+
+    @property
     def held_length(self) -> int:
         return -self.longest_holds[0] if self.longest_holds else 0
 
@@ -672,18 +677,24 @@ class PrefixIndex:
         if code is None:
             return NO_BLOCKS
         tenant = self._tenant_of(root)
-        tails = [(self._runs[code & NUMBER_MASK], code >> NUMBER_BITS)]
-        # The list grows in the loop: a recursion would be as deep as the tree of runs.
-        for run, offset in tails:
-            children = (run.children or {}).values()
-            tails += [(child, 0) for child in children if child.parent_length > offset]
+        tails = self.behind(self._runs[code & NUMBER_MASK], code >> NUMBER_BITS)
         for run, offset in reversed(tails):  # the runs behind a run go before it
-            stop = run.tail_start if run.tail[0] == DISCARDED else run.length
+            stop = run.num_findable
             if offset < stop:
                 self._count_discarded(tenant, stop - offset)
                 self._hide(run.root, run.keys[offset:stop])
             self._end_with(run, offset, DISCARDED)
         return self._evict_discarded(tenant)
+
+    def behind(self, run: Run, offset: int) -> list[tuple[Run, int]]:
+        """Return the run and all runs that build on its blocks from ``offset`` on, each before
+        those that hang off it, with the offsets from which on they do."""
+        found = [(run, offset)]
+        # The list grows in the loop: a recursion would be as deep as the tree of runs.
+        for each, start in found:
+            children = (each.children or {}).values()
+            found += [(child, 0) for child in children if child.parent_length > start]
+        return found
 
     def sweep(self) -> BlockIds:
         """Remove discarded blocks that are not held; return their ids.

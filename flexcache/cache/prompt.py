@@ -251,6 +251,27 @@ class PromptMaker:
             adapter,
         )  # fmt: skip
 
+    def named(self, token_ids: Tokens | None, options: PromptName) -> list[Prompt]:
+        """Make the prompt that a user's call is about, if it is about one. ``block_keys`` alone
+        name it too, since only the number of tokens matters."""
+        block_keys = options.get("block_keys")
+        if token_ids is None and block_keys is not None:
+            token_ids = range(len(block_keys) * self.tokens_per_block)
+        return [] if token_ids is None else [self.make(TaskKind.GET, token_ids, **options)]
+
+    def roots(self, namespace: Namespace, adapter: str = "") -> tuple[str | None, list[RootId]]:
+        """Return what the keys of a namespace begin with: the tenant, if the namespace is one, or
+        else the roots that its prompts have now, by tokens and by an engine's keys.
+
+        Raises:
+            ValueError: It is no namespace.
+        """
+        names = self._names
+        roots = [self._root(namespace, adapter, kind, names) for kind in (TOKEN_KEYS, ENGINE_KEYS)]
+        parts = (namespace,) if isinstance(namespace, str) else tuple(namespace or ())
+        is_tenant = len(parts) == 1 and not adapter
+        return (parts[0], []) if is_tenant else (None, roots)
+
     def token_mask(self, num_tokens: int, start: int, num_blocks: int) -> Mask:
         """Make a mask over ``num_tokens`` that is True for ``num_blocks`` from block ``start``."""
         first = start * self.tokens_per_block

@@ -29,6 +29,7 @@ from flexcache.cache.block_keys import BlockKeys, EngineBlockKeys
 from flexcache.cache.load_cost import LoadCost
 from flexcache.cache.plan import LOAD_OP, Plan
 from flexcache.cache.prefix_index import PrefixIndex, PrefixMatch, Run
+from flexcache.cache.tier import Tier
 from flexcache.cache.tiers import IndexedKeys, Tiers, find_prefix
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId, TaskKind
@@ -97,6 +98,8 @@ class _Reach(NamedTuple):
 class _PromptSession:
     ends: dict[End, _Reach] = field(default_factory=dict)
     """In the order in which they came last."""
+    firsts: dict[End, _Reach] = field(default_factory=dict)
+    """The first block that it has stored of each line of prompts, as if one ended there."""
     is_over: bool = False
     keep_until_s: float = 0.0
     """When it returns, if a hint said so."""
@@ -159,7 +162,33 @@ class PromptSessions:
             self._tiers.name(keys, session_id)
         if stop:
             start = plan.start if plan.kind is TaskKind.PUT else stop
-            self._add(session, (keys.root, keys.key(stop - 1)), stop, session.floor(keys, start))
+            floor = session.floor(keys, start)
+            # The last block is evicted first, and what is left of the prompt is to be found all
+            # the same: by the first one that it stores.
+            if floor == start < stop - 1:
+                self._add_first(session, (keys.root, keys.key(start)), start)
+            self._add(session, (keys.root, keys.key(stop - 1)), stop, floor)
+
+    def own_blocks(self, session_id: str, tier: Tier) -> list[tuple[RootId, BlockKey]]:
+        """Return where the blocks begin in a tier that a session has stored, and neither another
+        one nor a prompt without one has used, nor a pin holds. With a block goes what builds on
+        it."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            return []
+        floors = _floors(tier.index, session.ends | session.firsts)
+        is_shared = partial(self._is_shared, session)
+        return [
+            (match.run.root, match.run.keys[start - match.run.depth])
+            for match, start in list(_unshared(floors, is_shared, tier.pinned.length))
+            if match.run is not None and start < match.run.depth + match.run.num_findable
+        ]
+
+    def forget(self, session_id: str) -> None:
+        """Forget a session and the prompts that it has used."""
+        session = self._sessions.pop(session_id, None)
+        if session is not None:
+            self._release_all(session_id, session)
 
     def put_ended(self, session_id: str | None) -> None:
         """Note that a put has ended: its session's hint may have come before it had stored all."""
@@ -197,6 +226,16 @@ class PromptSessions:
                 del session.ends[oldest]
                 self._release(oldest)
                 self._num_ends -= 1
+        # No more of them than ends, or a session that goes on for ever would keep all.
+        while len(session.firsts) > len(session.ends):
+            first = next(iter(session.firsts))
+            del session.firsts[first]
+            self._release(first)
+
+    def _add_first(self, session: _PromptSession, first: End, start: int) -> None:
+        if first not in session.firsts:
+            session.firsts[first] = _Reach(start + 1, start)
+            self._users[first] = self._users.get(first, 0) + 1
 
     def _add_anonymous(self, end: End) -> None:
         if end in self._anonymous:
@@ -208,9 +247,11 @@ class PromptSessions:
             self._release(self._anonymous.popitem(last=False)[0])
 
     def _forget_oldest(self) -> None:
-        session_id, session = self._sessions.popitem(last=False)
+        self._release_all(*self._sessions.popitem(last=False))
+
+    def _release_all(self, session_id: str, session: _PromptSession) -> None:
         self.returns.forget(session_id)
-        for end in session.ends:
+        for end in (*session.ends, *session.firsts):
             self._release(end)
         self._num_ends -= len(session.ends)
 
@@ -294,18 +335,19 @@ class PromptSessions:
 
     def _retire(self, session: _PromptSession) -> None:
         for tier in self._tiers:
-            floors = _floors(tier.index, session.ends)
-            for match, start in _unshared(floors, partial(self._is_shared, session)):
+            floors = _floors(tier.index, session.ends | session.firsts)
+            is_shared = partial(self._is_shared, session)
+            for match, start in _unshared(floors, is_shared, lambda _: 0):
                 self.counters.retired_blocks += tier.retire(match, start)
 
     def _is_shared(self, session: _PromptSession, end: End) -> bool:
-        return self._users.get(end, 0) > (end in session.ends)
+        return self._users.get(end, 0) > (end in session.ends) + (end in session.firsts)
 
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold. O(ends)."""
         users: dict[End, int] = dict.fromkeys(self._anonymous, 1)
         for session in self._sessions.values():
-            for end in session.ends:
+            for end in (*session.ends, *session.firsts):
                 users[end] = users.get(end, 0) + 1
         if users != self._users:
             raise InternalError("ends of prompts and their users disagree")
@@ -353,14 +395,19 @@ def _path(run: Run | None) -> Iterator[Run]:
 
 
 def _unshared(
-    floors: Iterable[tuple[Run, int]], is_shared: Callable[[End], bool]
-) -> Iterator[tuple[PrefixMatch, int]]:
-    """Yield runs, and the depth from which on nothing else uses them."""
+    floors: Iterable[tuple[Run, int]], is_shared: Callable[[End], bool],
+    pinned_length: Callable[[int], int],
+) -> Iterator[tuple[PrefixMatch, int]]:  # fmt: skip
+    """Yield runs, and the depth from which on nothing else uses them.
+
+    Args:
+        pinned_length: Returns how much of the run of a number is to stay.
+    """
     retired: set[int] = set()
     for run, floor in floors:
         children = (run.children or {}).values()
         start = max((c.parent_length for c in children if c.run_id not in retired), default=0)
-        start = max(start, floor - run.depth)
+        start = max(start, floor - run.depth, pinned_length(run.run_id))
         for length in range(run.length, start, -1):
             if is_shared((run.root, run.keys[length - 1])):
                 start = length

@@ -102,6 +102,10 @@ class TailIndex:
     def has_any(self, root: RootId) -> bool:
         return root in self._tails
 
+    def roots(self) -> list[RootId]:
+        """Return the roots that have tails."""
+        return list(self._tails)
+
     def all_tails(self) -> list[Tail]:
         """Return all tails that can be found."""
         return [tail for tails in self._tails.values() for tail in tails.values()]

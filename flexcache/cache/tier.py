@@ -20,16 +20,16 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from flexcache.cache.block_keys import BlockKeys, PromptContent
-from flexcache.cache.block_pool import NO_ROOT, BlockIdPool, Quotas
+from flexcache.cache.block_pool import NO_ROOT, BlockIdPool, DoomedBlocks, Quotas
 from flexcache.cache.eviction_policy import RETIRED, LruQueue, MakeQueue, Outlook
 from flexcache.cache.pins import PinnedBlocks
 from flexcache.cache.prefix_index import EMPTY_MATCH, NO_BLOCKS, PrefixIndex, PrefixMatch
@@ -81,6 +81,8 @@ class Lease:
     waiting: bool = False
     in_flight: bool = False
     released: bool = False
+    is_void: bool = False
+    """Whether a user has deleted what it is to hold: it is never published."""
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -116,6 +118,16 @@ class _Flight:
     num_leases: int = 0
     owners: dict[BlockKey, Lease] = field(default_factory=dict)
     waiting: dict[BlockKey, list[Lease]] = field(default_factory=dict)
+
+
+def _is_to_bring(lease: Lease, keys: set[BlockKey] | None) -> bool:
+    """Whether a lease that may be published is to bring one of the blocks, its tail, or what
+    continues it."""
+    if keys is None or lease.is_void:
+        return not lease.is_void
+    if lease.tail is not None:
+        return lease.tail.key in keys
+    return lease.parent_key in keys or not keys.isdisjoint(lease.keys)
 
 
 class Tier:
@@ -155,6 +167,11 @@ class Tier:
         """Called with blocks that were indexed; `PrefixIndex.on_removed` with removed ones."""
         self.on_unpublished: Callable[[Lease], None] | None = None
         """Called for a lease that has ended with blocks that were not published."""
+        self.doomed = DoomedBlocks(keeps_records=name is TierName.SSD)
+        self.on_aside: Callable[[], None] | None = None
+        """Called when there is something to `withhold_deleted`."""
+        self.on_void: Callable[[Lease], None] | None = None
+        """Called for a lease that has ended whose blocks a user has deleted meanwhile."""
 
     @property
     def num_indexed(self) -> int:
@@ -336,7 +353,7 @@ class Tier:
         """
         if lease.released or lease.to_publish or lease.published.run is not None:
             raise InternalError("a lease is published once, before its release")
-        lease.to_publish = min(count, len(lease.keys))
+        lease.to_publish = 0 if lease.is_void else min(count, len(lease.keys))
         if lease.to_publish and lease.era == self._era:
             self._try_publish([lease])
 
@@ -396,6 +413,81 @@ class Tier:
         freed = self.index.discard(root, key)
         self._drop(freed)
         return len(freed)
+
+    # -- deletes: gone for good, also after a restart --------------------------------------------
+
+    def delete(self, root: RootId, key: BlockKey) -> list[BlockKey]:
+        """Make a block and all that builds on it unfindable for good; return their keys."""
+        found, keys = self.index.locate(root, key), list[BlockKey]()
+        if found.run is None:
+            return keys
+        for run, offset in self.index.behind(found.run, found.length - 1):
+            stop = run.num_findable
+            keys += run.keys[offset:stop]
+            self.doomed.doom(run.blocks[offset:stop])
+        self._give_back(self.index.discard(root, key))
+        return keys
+
+    def roots(self) -> set[RootId]:
+        """Return the roots under which blocks or tails are cached, or on their way."""
+        of_blocks = {root for root, _ in self.index.starts()}
+        return of_blocks | {*self.tails.roots(), *self._flights}
+
+    def delete_tail(self, root: RootId, key: BlockKey) -> int:
+        """Make the tail behind the block ``key`` unfindable for good, unless a pin holds it; return
+        how many units it had."""
+        tail = self.tails.find(root, key)
+        if tail is None or tail in self.pinned.tails:
+            return 0
+        self.doomed.doom(tail.units)
+        self._give_back(self.tails.discard(root, key))
+        return len(tail.units)
+
+    def void(self, root: RootId, keys: set[BlockKey] | None) -> None:
+        """Have no lease published that is to bring one of these blocks, what continues them or
+        their tails; those that continue them are added. None: of all blocks of the root."""
+        flight = self._flights.get(root)
+        if flight is None:
+            return
+        waiting = chain.from_iterable(flight.waiting.values())
+        leases = dict.fromkeys([*flight.owners.values(), *waiting])
+        while due := [lease for lease in leases if _is_to_bring(lease, keys)]:
+            for lease in due:
+                lease.is_void, lease.to_publish = True, 0
+                self.doomed.doom(lease.blocks)
+                if keys is not None and lease.tail is None:
+                    keys.update(lease.keys)
+            for lease in due:  # from here on another put may bring the blocks
+                self._try_publish(self._land(lease))
+
+    def in_flight_behind(self, root: RootId, positions: Mapping[BlockKey, int]) -> int:
+        """Return how many of a prompt's first blocks another one is to continue from that is on its
+        way here; 0 for none.
+
+        Args:
+            positions: Of the prompt's blocks, by key.
+        """
+        flight = self._flights.get(root)
+        shared = 0
+        for lease in dict.fromkeys(() if flight is None else flight.owners.values()):
+            before = () if lease.parent_key is None else (lease.parent_key,)
+            path = () if lease.tail is not None else (*before, *lease.keys)
+            for key, following in pairwise(path):
+                at = positions.get(key, -1)
+                if 0 <= at < len(positions) - 1 and positions.get(following) != at + 1:
+                    shared = max(shared, at + 1)
+        return shared
+
+    def withhold_deleted(self) -> Lease:
+        """Reserve what was set aside, and free blocks that may have records of before."""
+        # Also blocks evicted long ago: a put that was cancelled has left the record of what it had
+        # evicted, by which a restart would find it again.
+        stale = self.pool.unclean_ids()
+        if len(stale):
+            self.pool.take_exactly(stale)
+            self._charge(NO_ROOT, stale)
+            self.num_leased += len(stale)
+        return Lease(NO_ROOT, None, (), np.concatenate((self.doomed.take(), stale)))
 
     def clear(self) -> BlockIds:
         """Drop every unheld block, and those that are expected; return their ids."""
@@ -482,6 +574,11 @@ class Tier:
         return self._now
 
     def _give_back(self, blocks: BlockIds) -> None:
+        if self.doomed and len(blocks):
+            aside, blocks = self.doomed.set_aside(blocks)
+            self.num_leased += len(aside)
+            if self.on_aside is not None and len(aside):
+                self.on_aside()
         if not len(blocks):
             return
         self.pool.give_back(blocks)
@@ -683,7 +780,10 @@ class Tier:
         self.num_leased -= len(unpublished)
         self._give_back(unpublished)
         is_short = lease.num_published < len(lease.keys) and lease.tail is None
-        if is_short and lease.era == self._era and self.on_unpublished is not None:
+        if lease.is_void:
+            if self.on_void is not None:
+                self.on_void(lease)
+        elif is_short and lease.era == self._era and self.on_unpublished is not None:
             self.on_unpublished(lease)
         self._try_publish(followers)
 

@@ -196,7 +196,7 @@ class Tiers:
             num_cached: How many of its blocks some tier has, if that is known.
         """
         if self.policy.follows_prompts:
-            near = self._most_cached(keys) if num_cached is None else num_cached
+            near = self.most_cached(keys) if num_cached is None else num_cached
             self._defer(keys, partial(self.policy.look_up, keys, self.now, near))
 
     def name(self, keys: BlockKeys, session_id: str) -> None:
@@ -228,7 +228,7 @@ class Tiers:
         if not self.policy.follows_prompts:
             return None
         self.settle()
-        return self.policy.recall(keys, self._most_cached(keys))
+        return self.policy.recall(keys, self.most_cached(keys))
 
     def settle(self) -> None:
         """Record what was put off, once those who looked up have their answers."""
@@ -237,9 +237,9 @@ class Tiers:
         self._deferred.clear()
 
     def _name(self, keys: BlockKeys, session_id: str) -> None:
-        self.policy.name(keys, session_id, self._most_cached(keys))
+        self.policy.name(keys, session_id, self.most_cached(keys))
 
-    def _most_cached(self, keys: BlockKeys) -> int:
+    def most_cached(self, keys: BlockKeys) -> int:
         """Return how many of a prompt's blocks some tier has: about as many were asked for before.
 
         Its plan probes the tiers that are available too, so hardly a key is hashed for this alone.
@@ -376,12 +376,25 @@ class Tiers:
         self._withheld[lease] = name
         return lease
 
-    def give_back(self, lease: Lease) -> None:
-        """End `withhold_free`; ignored of tiers that these have succeeded."""
+    def withhold_deleted(self, name: TierName) -> Lease:
+        """Keep blocks that were deleted, and others that may have records of before, likewise."""
+        self.num_holders += 1
+        lease = self.by_name[name].withhold_deleted()
+        self._withheld[lease] = name
+        return lease
+
+    def give_back(self, lease: Lease, is_clean: bool = False) -> None:
+        """End `withhold_free` or `withhold_deleted`; ignored of tiers that these have succeeded.
+
+        Args:
+            is_clean: Whether the records of the blocks were erased.
+        """
         name = self._withheld.pop(lease, None)
         if name is not None:
             self.num_holders -= 1
-            self.by_name[name].release(lease)
+            tier, blocks = self.by_name[name], lease.blocks
+            tier.release(lease)
+            tier.pool.set_clean(blocks, is_clean)
 
     def is_withheld(self, name: TierName) -> bool:
         return name in self._withheld.values()
@@ -390,7 +403,7 @@ class Tiers:
         """Raise `InternalError` if an invariant does not hold. O(capacity)."""
         for tier in self._tiers:
             tier.check()
-            if not self.num_holders and tier.num_leased:
+            if not self.num_holders and tier.num_leased != len(tier.doomed.aside):
                 raise InternalError(f"{tier.name.value}: blocks are leased without an open plan")
         self.policy.check()
 

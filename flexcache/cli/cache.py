@@ -1,4 +1,4 @@
-"""`flexcache cache`: look up and pin what is cached, by the HTTP API of a server."""
+"""`flexcache cache`: look up, pin and delete what is cached, by the HTTP API of a server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import typer
 from flexcache.errors import ConfigError, FlexCacheError, ServerLostError
 from flexcache.terminal import user_errors
 
-app = typer.Typer(no_args_is_help=True, help="What is cached: look it up, pin it.")
+app = typer.Typer(no_args_is_help=True, help="What is cached: look it up, pin it, delete it.")
 
 _TIMEOUT_S = 60.0
 _MOST_BYTES = 1 << 20
@@ -100,6 +100,25 @@ def unpin(
         found = _post(endpoint, "unpin", {"pin_id": pin_id})
         is_over = "it holds nothing any more" if found["unpinned"] else "there is no such pin"
         typer.echo(json.dumps(found) if as_json else is_over)
+
+
+@app.command()
+def delete(
+    tokens: _Tokens = None,
+    keys: _Keys = None,
+    namespace: _Namespace = None,
+    session: _Session = None,
+    endpoint: _Endpoint = None,
+    as_json: _AsJson = False,
+) -> None:
+    """Delete what is cached of a prompt, of a session, or of a namespace alone, for good.
+
+    What others use stays.
+    """
+    with user_errors():
+        body = _prompt(tokens, keys, namespace) | ({"session_id": session} if session else {})
+        found = _post(endpoint, "delete", body)
+        _show(found, found["deleted_blocks"], "blocks deleted", as_json)
 
 
 def _prompt(tokens: str | None, keys: str | None, namespace: list[str] | None) -> dict[str, Any]:

@@ -274,6 +274,20 @@ class GroupTable:
             raise refusal("tail_at", tail_at, allowed)
         return msgspec.structs.replace(prompt, tail_at=position)
 
+    def kept(self, prompt: Prompt, store: bool, max_store_tokens: int | None) -> Prompt:
+        """Return the part of a put that its sender wants to be kept: nothing unless ``store``, at
+        most the first ``max_store_tokens``. Raises `ValueError`."""
+        check_flag("store", store)
+        if store and max_store_tokens is None:
+            return prompt
+        limit = 0
+        if max_store_tokens is not None:
+            limit = count_from(0, 2**63, "max_store_tokens", max_store_tokens) // self._tokens
+        kept = prompt.up_to(limit if store else 0)
+        if kept.tail_at <= kept.stop:
+            return kept
+        return msgspec.structs.replace(kept, tail_at=0)
+
     def require_slots(self, instead: str) -> None:
         """Raise `ValueError` if the model has groups."""
         if self._groups:

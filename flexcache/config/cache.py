@@ -213,6 +213,12 @@ class CacheConfig:
         "can resume there. Unset: four windows, at least 512.",
         "tokens",
     )
+    answer_interval_tokens: Annotated[int, Meta(ge=0)] = setting(
+        256,
+        "vLLM, models of full attention: a running answer is stored every so many tokens, in whole "
+        "blocks, so that an engine that dies loses no more. 0: at its end only.",
+        "tokens",
+    )
     layerwise_load: Literal["auto", "on", "off"] = setting(
         "auto",
         "vLLM computes while a load from DRAM arrives, layer by layer: on (its step waits for the "

@@ -126,7 +126,7 @@ class Consolidator:
         self, event: BlockStored, hashes: list[int], start: int, stop: int, has_tokens: bool
     ) -> BlockStored:
         before = hashes[start - 1] if start else event.parent_block_hash
-        size, extra_keys = event.block_size, event.extra_keys
+        size, extra_keys, lookahead = event.block_size, event.extra_keys, event.lookahead_token_ids
         return BlockStored(
             block_hashes=list(hashes[start:stop]),
             parent_block_hash=None if before is None else low_64_bits(before),
@@ -136,6 +136,8 @@ class Consolidator:
             medium=self._blocks[hashes[start]].medium,
             lora_name=event.lora_name,
             extra_keys=extra_keys[start:stop] if extra_keys is not None else None,
+            session_id=event.session_id,
+            lookahead_token_ids=lookahead[start:stop] if lookahead is not None else None,
         )
 
     def _removed(self, source: str, lost: Sequence[tuple[int, Place]]) -> list[Event]:

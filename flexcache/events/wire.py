@@ -32,6 +32,9 @@ class BlockStored(_Event, frozen=True):
         token_ids: ``block_size`` per block; empty if the tokens are unknown.
         extra_keys: What was hashed besides tokens, per block.
         locality: ``LOCAL`` or ``REMOTE``, seen from the publisher; None: not told.
+        session_id: Conversation whose request stored the blocks.
+        lookahead_token_ids: Tokens after each block that its hash covers too: a draft model (EAGLE,
+            MTP) reads them. None: the hash covers no more than the block.
         cache_salt: SGLang's salt, which vLLM has among the first block's ``extra_keys``.
     """
 
@@ -47,6 +50,8 @@ class BlockStored(_Event, frozen=True):
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
     locality: str | None = None
+    session_id: str | None = None
+    lookahead_token_ids: list[list[int]] | None = None
     cache_salt: str | None = None
 
 
@@ -67,7 +72,7 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 _TYPES: Mapping[str, type[Event]] = {
     kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)
 }
-_ONLY_IN_MAPS = ("locality", "cache_salt")
+_ONLY_IN_MAPS = ("locality", "session_id", "lookahead_token_ids", "cache_salt")
 """Fields of SGLang, and those that vLLM has had since its events became maps."""
 _POSITIONS = {
     name: [field for field in kind.__struct_fields__ if field not in _ONLY_IN_MAPS]
@@ -231,6 +236,8 @@ def _read_event(content: Any) -> Event | None:
     tokens = fields.get("token_ids")
     if tokens and isinstance(tokens[0], list):  # SGLang with EAGLE: each token with the next
         fields["token_ids"] = [token for token, _ in tokens]
+        last = tokens[fields["block_size"] - 1 :: fields["block_size"]]
+        fields["lookahead_token_ids"] = [[following] for _, following in last]
     return msgspec.convert({**_OPTIONAL, **fields, "type": name}, _TYPES[name])
 
 

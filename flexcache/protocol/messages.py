@@ -30,7 +30,14 @@ from flexcache.cache.control import CacheCall, CallName
 from flexcache.cache.prompt import Prompt
 from flexcache.config.model import KVGroup, ModelConfig, read_dtype
 from flexcache.errors import ConfigError
-from flexcache.ids import MAX_KEY_BYTES, ROOT_BYTES, PromptDetail, RequestInfo, TaskKind
+from flexcache.ids import (
+    MAX_KEY_BYTES,
+    ROOT_BYTES,
+    PromptDetail,
+    RequestInfo,
+    RootId,
+    TaskKind,
+)
 from flexcache.storage.host_pool import SegmentRef
 from flexcache.storage.pool_directory import DirectFilesRef
 from flexcache.tasks.instructions import Offer, TaskResult
@@ -383,6 +390,8 @@ class Control(msgspec.Struct, tag=True, frozen=True):
     session_id: str | None = None
     ttl_s: float = 0.0
     pin_id: Name = ""
+    tenant: str | None = None
+    roots: list[bytes] = []
 
     @classmethod
     def of(cls, call: CacheCall) -> Control:
@@ -392,9 +401,8 @@ class Control(msgspec.Struct, tag=True, frozen=True):
             ValueError: Its prompt does not fit into a message.
         """
         others: dict[str, Any] = {
-            "session_id": call.session_id,
-            "ttl_s": call.ttl_s,
-            "pin_id": call.pin_id,
+            name: getattr(call, name)
+            for name in ("session_id", "ttl_s", "pin_id", "tenant", "roots")
         }
         if not call.prompts:
             return cls(0, call.name, **others)
@@ -421,7 +429,7 @@ class Control(msgspec.Struct, tag=True, frozen=True):
             )
         call = CacheCall(
             name=self.name, prompts=prompts, session_id=self.session_id, ttl_s=self.ttl_s,
-            pin_id=self.pin_id,
+            pin_id=self.pin_id, tenant=self.tenant, roots=[RootId(root) for root in self.roots],
         )  # fmt: skip
         call.check()
         return call

@@ -75,6 +75,8 @@ class Decision:
             (likewise, and it went there before), or a policy's own.
         disk_block: What the worker's cache calls the last block that it has on SSD or remote store
             only; None if that is unknown, or too little is there.
+        richer_peer: Another worker, from which this one can fetch clearly more of the prompt than
+            it has; None: there is none.
     """
 
     worker: str
@@ -84,6 +86,7 @@ class Decision:
     ttft_s: float | None
     reason: str
     disk_block: int | None = None
+    richer_peer: str | None = None
 
     @property
     def matched_tokens(self) -> int:
@@ -198,6 +201,7 @@ class Choice:
         headers: To be added to the request: the rank, the engine's key.
         matched_tokens: Predicted cached tokens; None if the prompt's tokens are unknown.
         others: URLs of the next best workers, best first.
+        fetch_from: Host and port from which the engine is to fetch blocks; None: nowhere.
     """
 
     worker: str
@@ -205,6 +209,7 @@ class Choice:
     headers: Mapping[str, str]
     matched_tokens: int | None
     others: tuple[str, ...] = ()
+    fetch_from: tuple[str, int] | None = None
 
 
 class WorkerAddress(msgspec.Struct, frozen=True):

@@ -63,6 +63,7 @@ _SHORTEST_RETRY_S = 1.0  # ``Retry-After`` has whole seconds
 class _Turn:
     kind: Hashable
     since: float
+    service_s: float
     event: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -91,12 +92,23 @@ class WaitingLine:
     def __len__(self) -> int:
         return sum(map(len, self._turns.values()))
 
-    async def place(self, attempt: Callable[[], T | None], kind: Hashable = None) -> T:
+    @property
+    def service_s(self) -> float:
+        """Predicted seconds of prefill of all that wait."""
+        return sum(turn.service_s for turns in self._turns.values() for turn in turns)
+
+    async def place(
+        self,
+        attempt: Callable[[], T | None],
+        kind: Hashable = None,
+        weigh: Callable[[], float] = lambda: 0.0,
+    ) -> T:
         """Wait for the turn and for an attempt that succeeds.
 
         Args:
             attempt: Returns None while every worker is busy.
             kind: Of two requests of one kind, the attempts of both succeed, or of neither.
+            weigh: Returns the predicted seconds of prefill; called if it has to wait.
 
         Returns:
             What the attempt returned.
@@ -110,7 +122,7 @@ class WaitingLine:
         if len(self) >= self.counts.capacity:
             self.counts.refused["full"] += 1
             raise NotRouted(429, "too many requests wait for a worker", self._retry_after_s(kind))
-        turn = _Turn(kind, loop.time())
+        turn = _Turn(kind, loop.time(), weigh())
         turns = self._turns.setdefault(kind, OrderedDict())
         turns[turn] = None
         deadline = loop.call_later(self._timeout_s, turn.event.set)
@@ -301,13 +313,23 @@ class Decider:
         decision = await self.decide(request, terms)
         spec = self.roster.spec(decision.worker)
         others = [self.roster.spec(name).url for name in decision.others if name in self.roster]
+        peer = decision.richer_peer
         return Choice(
             worker=decision.worker,
             url=spec.url,
             headers=self._headers_for(spec),
             matched_tokens=None if request.token_ids is None else decision.matched_tokens,
             others=tuple(dict.fromkeys(others)),
+            fetch_from=None if peer is None else self._address_of_peer(peer),
         )
+
+    def _address_of_peer(self, worker: str) -> tuple[str, int] | None:
+        """Return where the p2p tier of a worker listens."""
+        if worker not in self.roster:
+            return None
+        spec = self.roster.spec(worker)
+        host = urlsplit(spec.url).hostname
+        return None if host is None or spec.peer_port is None else (host, spec.peer_port)
 
     async def read(self, arrival: Arrival) -> RouteRequest:
         """Return what decides where a request goes; without tokens if they cannot be found."""
@@ -338,7 +360,9 @@ class Decider:
         arrived_s = self.clock()
         model = request.model and listed_name(request.model, self.routing.fleet.models)
         kind = (model, terms.tried, terms.only)
-        decision = await self.line.place(lambda: self._try(request, terms), kind)
+        decision = await self.line.place(
+            lambda: self._try(request, terms), kind, lambda: self.routing.least_service_s(request)
+        )
         running = self.running[request.request_id]
         queued_s = running.since_s - arrived_s
         self.line.counts.waits_s.observe(queued_s)

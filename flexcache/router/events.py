@@ -19,6 +19,7 @@ from flexcache.events.wire import (
 from flexcache.logs import log_event
 from flexcache.router.fleet import Tier
 from flexcache.router.index import (
+    BlockForm,
     Holder,
     KVIndexer,
     Space,
@@ -79,23 +80,26 @@ class EventApplier:
         self.ignored: Counter[str] = Counter()
         self.unknown_media: set[str] = set()
         self.on_disk = DiskNames()
-        self._names: dict[int, NamedBlocks] = {}
-        """By block size."""
+        self._names: dict[BlockForm, NamedBlocks] = {}
         self._holders: dict[str, set[Holder]] = {}
         """By source."""
         self._groups: dict[str, dict[int | None, bool]] = {}
         """By source: which groups of layers need whole prefixes."""
-        self._sizes: dict[str, int] = {}
-        """By source: the size of its first blocks."""
+        self._forms: dict[str, BlockForm] = {}
+        """By source: the form of its first blocks."""
         self._crowded_out: set[str] = set()
         """Sources one of whose sizes was one too many."""
         self._places: dict[tuple[str, int | None, str | None, bool], Holder] = {}
         """By source, rank, medium and whether that is remote."""
 
     @property
-    def block_sizes(self) -> list[int]:
-        """Sizes of the blocks that may be found, in tokens."""
-        return [size for size, names in self._names.items() if names.num_names]
+    def forms(self) -> list[BlockForm]:
+        """Forms of the blocks that may be found."""
+        return [form for form, names in self._names.items() if names.num_names]
+
+    def form(self, source: str) -> BlockForm | None:
+        """Return the form of a source's first blocks; None: it has published none."""
+        return self._forms.get(source)
 
     @property
     def num_waiting(self) -> int:
@@ -135,7 +139,7 @@ class EventApplier:
         for holder in self._holders.pop(source, ()):
             self._forget(holder)
         self._groups.pop(source, None)
-        self._sizes.pop(source, None)
+        self._forms.pop(source, None)
         self._crowded_out.discard(source)
         self._places = {place: each for place, each in self._places.items() if place[0] != source}
 
@@ -160,7 +164,7 @@ class EventApplier:
         if not self._is_wanted(source, event):
             self.ignored["group"] += 1
             return
-        table = self._table(source, event.block_size)
+        table = self._table(source, event)
         if table is None:
             return
         self.applied["stored"] += 1
@@ -236,26 +240,29 @@ class EventApplier:
             groups[group] = kind in _WHOLE_PREFIX
         return groups.get(group, not group)
 
-    def _table(self, source: str, block_size: int) -> NamedBlocks | None:
-        """Return the names of blocks of a size; None if there are too many sizes.
+    def _table(self, source: str, event: BlockStored) -> NamedBlocks | None:
+        """Return the names of blocks of a form; None if there are too many forms.
 
-        vLLM's offloading publishes some blocks with neither tokens nor size: these have the size
+        vLLM's offloading publishes some blocks with neither tokens nor size: these have the form
         of the source's other blocks.
         """
-        block_size = block_size or self._sizes.get(source, 0)
-        table = self._names.get(block_size)
+        lookahead = event.lookahead_token_ids
+        form = BlockForm(event.block_size, len(lookahead[0]) if lookahead else 0)
+        if not form.size:
+            form = self._forms.get(source, form)
+        table = self._names.get(form)
         if table is None:
             if len(self._names) >= _MAX_SIZES:
-                self._names = {size: each for size, each in self._names.items() if each}
-            if block_size < 1:
+                self._names = {form: each for form, each in self._names.items() if each}
+            if form.size < 1:
                 self.ignored["malformed"] += 1
                 return None
             if len(self._names) >= _MAX_SIZES:
                 self.ignored["block_size"] += 1
-                self._crowd_out(source, block_size)
+                self._crowd_out(source, form.size)
                 return None
-            table = self._names[block_size] = NamedBlocks(self.index, on_disk=self.on_disk)
-        self._sizes.setdefault(source, block_size)
+            table = self._names[form] = NamedBlocks(self.index, on_disk=self.on_disk)
+        self._forms.setdefault(source, form)
         return table
 
     def _crowd_out(self, source: str, block_size: int) -> None:
@@ -264,7 +271,8 @@ class EventApplier:
         self._crowded_out.add(source)
         log_event(
             logger, logging.WARNING, "block_size_ignored", publisher=source, block_size=block_size,
-            known=sorted(self._names), effect="its blocks of this size are not found",
+            known=sorted({form.size for form in self._names}),
+            effect="its blocks of this size are not found",
             remedy=f"a router knows blocks of {_MAX_SIZES} sizes at a time: end the publishers of "
             "sizes that no engine has, or give engines of other sizes a router of their own",
         )  # fmt: skip
@@ -272,18 +280,23 @@ class EventApplier:
     def _run(self, event: BlockStored, names: list[int]) -> NamedRun | None:
         """Return what the event says of its blocks' content; None unless it says all."""
         size, tokens, extra_keys = event.block_size, event.token_ids, event.extra_keys
+        lookahead = event.lookahead_token_ids or [[]] * len(names)
         if not tokens or len(tokens) != size * len(names):
             return None
         if extra_keys is not None and len(extra_keys) != len(names):
             return None
+        width = len(lookahead[0])
+        if len(lookahead) != len(names) or any(len(each) != width for each in lookahead):
+            return None
         try:
-            packed, extra = pack(tokens), pack_extra_keys(_own_keys(event))
+            # That of any other block begins the next one.
+            packed, extra = pack([*tokens, *lookahead[-1]]), pack_extra_keys(_own_keys(event))
         except ValueError:
             self.ignored["malformed"] += 1
             return None
         parent = event.parent_block_hash
         return NamedRun(
-            chain=chain_of(Space(size, event.lora_name or event.lora_id)),
+            chain=chain_of(Space(size, event.lora_name or event.lora_id, width)),
             names=names,
             parent=None if parent is None else low_64_bits(parent),
             packed=packed,

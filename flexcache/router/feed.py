@@ -87,6 +87,9 @@ def _pieces(event: Event) -> Iterator[Event]:
                 else event.parent_block_hash,
                 token_ids=event.token_ids[start * size : stop * size],
                 extra_keys=None if event.extra_keys is None else event.extra_keys[start:stop],
+                lookahead_token_ids=None
+                if event.lookahead_token_ids is None
+                else event.lookahead_token_ids[start:stop],
             )
 
 

@@ -49,6 +49,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
         data_parallel_rank: Sent as ``X-data-parallel-rank``; None: the engine has one rank.
         sources: Publishers of the blocks that this worker can use.
         cache_url: HTTP API of its cache, without a path; None: it is not asked for anything.
+        peer_port: Port of its p2p tier (vLLM), from which other engines fetch blocks, at the URL's
+            host; None: it has none.
     """
 
     name: str
@@ -56,6 +58,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_rank: int | None = None
     sources: tuple[EventSource, ...] = ()
     cache_url: str | None = None
+    peer_port: int | None = None
 
 
 class ModelCard(msgspec.Struct, frozen=True):

@@ -17,11 +17,20 @@ from flexcache.events.wire import EventBatch
 from flexcache.router.chooser import RouteRequest
 from flexcache.router.events import EventApplier
 from flexcache.router.fleet import Tier, WorkerSpec
-from flexcache.router.index import Holder, Holders, KVIndexer, Space, Tokens, chain_of
+from flexcache.router.index import (
+    BlockForm,
+    Holder,
+    Holders,
+    KVIndexer,
+    Space,
+    Tokens,
+    chain_of,
+)
 from flexcache.router.load import FloatArray, Running
 from flexcache.router.placements import (
     DEFAULT_BLOCK_SIZE,
     Expectations,
+    LowerTiers,
     Placements,
     guesses_about,
 )
@@ -51,7 +60,7 @@ class WorkerTable:
         self._workers = [
             (
                 frozenset(source.endpoint for source in worker.sources)
-                | {guesses_about(worker.name)},
+                | set(map(guesses_about, filter(None, (worker.name, worker.cache_url)))),
                 worker.data_parallel_rank,
             )
             for worker in workers
@@ -116,16 +125,16 @@ class Found(NamedTuple):
 
     Attributes:
         tokens: Tokens that each holder has, for `WorkerTable.matched`.
-        keys: Keys of the prompt's blocks, by block size.
+        keys: Keys of the prompt's blocks in each form.
     """
 
     tokens: TokenCounts
-    keys: dict[int, list[int]]
+    keys: dict[BlockForm, list[int]]
 
 
 def find(
     index: KVIndexer,
-    block_sizes: Iterable[int],
+    forms: Iterable[BlockForm],
     tokens: Tokens,
     *,
     adapter: str | None = None,
@@ -135,7 +144,7 @@ def find(
     """Look a prompt up.
 
     Args:
-        block_sizes: Sizes of the blocks that may be found.
+        forms: Forms of the blocks that may be found.
         limit: Tokens at most that an engine takes from a cache: one less than the prompt has,
             because the last one must be computed.
 
@@ -143,13 +152,13 @@ def find(
         ValueError: A token id is out of range.
     """
     known = np.zeros(index.holders.num_bits + 1, np.int64)
-    by_size = {}
-    for size in block_sizes:
-        keys = chain_of(Space(size, adapter)).block_keys(tokens, salt=salt)
-        by_size[size] = keys
-        usable = keys if limit is None else keys[: limit // size]
-        np.maximum(known, index.depths(index.match(usable)) * size, out=known)
-    return Found(known, by_size)
+    by_form = {}
+    for form in forms:
+        chain = chain_of(Space(form.size, adapter, form.lookahead))
+        keys = by_form[form] = chain.block_keys(tokens, salt=salt)
+        usable = keys if limit is None else keys[: limit // form.size]
+        np.maximum(known, index.depths(index.match(usable)) * form.size, out=known)
+    return Found(known, by_form)
 
 
 Approximate = Literal["auto", "always", "never"]
@@ -172,15 +181,25 @@ class Holdings:
         self.applier = EventApplier(self.index)
         self.expectations = Expectations(self.index)
         self.placements = Placements(self.index)
+        self.lower_tiers = LowerTiers(self.index)
         self._table = WorkerTable(self.index.holders)
         self._approximate = approximate
         self._num_workers = 0
-        self._sources: set[str] = set()
+        self._used: dict[str, WorkerSpec] = {}
+        """By name, without the sources that are not asked."""
+        self._users: dict[str, list[WorkerSpec]] = {}
+        """By source."""
         self._guessed: dict[str, bool] = {}
         """By worker: whether its blocks are guessed."""
         self._has_guessed = False
 
     # -- workers and events ------------------------------------------------------------------------
+
+    @property
+    def guessed_caches(self) -> set[str]:
+        """URLs of the caches whose blocks are guessed."""
+        specs = self._used.values()
+        return {spec.cache_url for spec in specs if spec.cache_url and self.is_guessed(spec.name)}
 
     def is_guessed(self, worker: str) -> bool:
         """Return whether a worker's blocks are guessed."""
@@ -202,14 +221,18 @@ class Holdings:
         self._has_guessed = any(guessed.values())
         used = [self._as_used(spec) for spec in specs]
         self._follow(used)
+        self.lower_tiers.keep(self.guessed_caches)
         self._table.set_workers(used)
 
     def _follow(self, used: Sequence[WorkerSpec]) -> None:
         """Keep what the sources of these workers hold, and forget what others do."""
-        sources = {source.endpoint for spec in used for source in spec.sources}
-        for gone in sorted(self._sources - sources):
+        users: dict[str, list[WorkerSpec]] = {}
+        for spec in used:
+            for source in spec.sources:
+                users.setdefault(source.endpoint, []).append(spec)
+        for gone in sorted(self._users.keys() - users.keys()):
             self.applier.forget(gone)
-        self._sources = sources
+        self._users, self._used = users, {spec.name: spec for spec in used}
         self.applier.on_disk.keep(
             source.endpoint for spec in used if spec.cache_url for source in spec.sources
         )
@@ -227,27 +250,41 @@ class Holdings:
 
     def apply(self, source: str, batch: EventBatch) -> None:
         """Apply events of a source; those of one that no worker uses are ignored."""
-        if source in self._sources:
+        if source in self._users:
             self.applier.apply(source, batch)
 
+    def only_user(self, source: str, rank: int | None) -> str | None:
+        """Return the name of the only worker that has the blocks of a source's rank; None: there
+        are none or several, as of a shared cache."""
+        users = self._users.get(source, [])
+        if rank is not None and len(users) > 1:
+            users = [spec for spec in users if spec.data_parallel_rank == rank]
+        return users[0].name if len(users) == 1 else None
+
     def forget_guesses(self, worker: str) -> None:
-        """Drop what is guessed of a worker, which may have lost its cache."""
+        """Drop what is guessed of a worker, which may have lost its cache: the DRAM of one that no
+        other shares, too."""
         self.placements.empty(worker)
         self.expectations.forget(worker)
+        spec = self._used.get(worker, _NO_WORKER)
+        caches = [each.cache_url for each in self._used.values()]
+        if spec.cache_url and caches.count(spec.cache_url) == 1:
+            self.lower_tiers.empty(spec.cache_url, Tier.DRAM)
 
     # -- requests ----------------------------------------------------------------------------------
 
     def find(self, request: RouteRequest) -> Found | None:
         """Look up a request; None if its tokens are unknown or are none."""
-        sizes = {*self.applier.block_sizes}
+        forms = {*self.applier.forms}
         if self._has_guessed:
-            sizes |= {DEFAULT_BLOCK_SIZE, *self.placements.block_sizes}
-        if request.token_ids is None or not sizes:
+            sizes = {*self.placements.block_sizes, *self.lower_tiers.block_sizes}
+            forms |= set(map(BlockForm, {DEFAULT_BLOCK_SIZE, *sizes}))
+        if request.token_ids is None or not forms:
             return None
         try:
             return find(
                 self.index,
-                sorted(sizes),
+                sorted(forms),
                 request.token_ids,
                 adapter=request.adapter,
                 salt=request.cache_salt,
@@ -276,7 +313,7 @@ class Holdings:
         deepest, holding = self._deepest_on_disk(spec, found)
         if holding is None:
             return None
-        for size, keys in found.keys.items():
+        for (size, _), keys in found.keys.items():
             if deepest % size == 0 and deepest <= len(keys) * size:
                 name = self.applier.on_disk.find(holding, keys[deepest // size - 1])
                 if name is not None:
@@ -299,10 +336,17 @@ class Holdings:
         if found is None:
             return
         if self.is_guessed(running.worker):
-            keys = found.keys[self.placements.block_size(running.worker)]
+            keys = found.keys[BlockForm(self.placements.block_size(running.worker))]
             self.placements.place(running, keys)
         elif found.keys and self._approximate != "never":
-            self.expectations.expect(running, found.keys[min(found.keys)])
+            self.expectations.expect(running, found.keys[self._finest_form(running.worker, found)])
+
+    def _finest_form(self, worker: str, found: Found) -> BlockForm:
+        """Return the form with the smallest blocks that a worker's own publishers have used, or
+        that any has: blocks in a form with less lookahead would be found by too many prompts."""
+        told = [self.applier.form(source.endpoint) for source in self._used[worker].sources]
+        its = {form for form in told if form is not None}
+        return min(its & set(found.keys) or set(found.keys))
 
     def ended(self, running: Running, cached_tokens: int | None) -> None:
         """Note the end of a request.
@@ -312,6 +356,11 @@ class Holdings:
         """
         self.expectations.settle(running)
         self.placements.ended(running, cached_tokens=cached_tokens, was_served=running.was_served)
+        spec = self._used.get(running.worker, _NO_WORKER)
+        if spec.cache_url and running.was_served and self.is_guessed(spec.name):
+            size = self.placements.block_size(spec.name)
+            keys = running.keys[: (running.work.num_tokens - 1) // size]
+            self.lower_tiers.served(spec.cache_url, keys, size, cached_tokens)
 
     def stats(self) -> IndexStats:
         index, applier = self.index, self.applier
@@ -340,4 +389,5 @@ class Holdings:
         """
         self.applier.check()
         self.placements.check()
+        self.lower_tiers.check()
         self.expectations.check(in_flight)

@@ -25,6 +25,19 @@ _hash = xxhash.xxh3_64_intdigest
 _encode = msgspec.msgpack.encode
 
 
+class BlockForm(NamedTuple):
+    """How an engine cuts and names prompts.
+
+    Attributes:
+        size: Tokens per block.
+        lookahead: Tokens after a block that it must share with a prompt to be found: what a draft
+            model (EAGLE, MTP) has stored for the block's last token depends on them.
+    """
+
+    size: int
+    lookahead: int = 0
+
+
 class Space(NamedTuple):
     """What prompts must have in common to share blocks.
 
@@ -32,10 +45,12 @@ class Space(NamedTuple):
         block_size: Tokens per block.
         adapter: Name of the LoRA adapter, or its number where the publisher gives no name; None:
             the base model.
+        lookahead: See `BlockForm`.
     """
 
     block_size: int
     adapter: str | int | None = None
+    lookahead: int = 0
 
 
 def pack(tokens: Tokens) -> bytes:
@@ -71,7 +86,8 @@ class KeyChain:
     """Computes the keys of one space. Immutable.
 
     A key, the identity of a prompt's prefix that ends with a block, is the xxh3-64 hash of the
-    block's tokens and extra keys, seeded with the key of the block before it. The first block's
+    block's tokens, those of its lookahead and extra keys, seeded with the key of the block before
+    it. The first block's
     seed is a digest of the `Space`. Keys are hints, not identities of bytes: two prefixes with
     equal keys would send a request to the wrong engine, no more.
     """
@@ -93,7 +109,11 @@ class KeyChain:
         Raises:
             ValueError: A token id is out of range.
         """
-        stop = len(tokens) // self.space.block_size * self.space.block_size
+        size, lookahead = self.space.block_size, self.space.lookahead
+        count = (len(tokens) - lookahead) // size
+        if count < 1:
+            return []
+        stop = count * size + lookahead
         packed = pack(tokens if stop == len(tokens) else tokens[:stop])
         return self.extend(None, packed, pack_extra_keys([[salt]]) if salt else ())
 
@@ -103,11 +123,11 @@ class KeyChain:
         """Return the keys of the blocks after the block ``parent`` (None: a prompt's start).
 
         Args:
-            packed: Tokens of whole blocks, from `pack`.
+            packed: Tokens of whole blocks and the last one's lookahead, from `pack`.
             extra_keys: From `pack_extra_keys`, one entry per block; may end early.
         """
         key = self._root if parent is None else parent
-        blocks = self._block.iter_unpack(packed)
+        blocks = self._block.iter_unpack(packed) if not self.space.lookahead else self._cut(packed)
         if not extra_keys:
             return [key := _hash(block, key) for (block,) in blocks]
         keys = []
@@ -115,6 +135,12 @@ class KeyChain:
             key = _hash(block + extra, key)
             keys.append(key)
         return keys + [key := _hash(block, key) for (block,) in blocks]
+
+    def _cut(self, packed: bytes) -> Iterator[tuple[bytes]]:
+        """Yield the tokens of each block and its lookahead, as far as those are there."""
+        step, more = self._block.size, _TOKEN_BYTES * self.space.lookahead
+        for start in range(0, len(packed) - step - more + 1, step):
+            yield (packed[start : start + step + more],)
 
 
 @lru_cache(maxsize=10_000)

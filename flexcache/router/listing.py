@@ -29,7 +29,7 @@ from flexcache.logs import log_event
 from flexcache.router.fleet import EventSource, WorkerSpec
 
 SCHEMES = ("http", "https", "http+dns", "https+dns", "http+k8s", "https+k8s")
-_SIZE = "data_parallel_size"
+_SIZE, _PEER_PORT = "data_parallel_size", "peer_port"
 _MAX_PORT = 65_535
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
@@ -92,10 +92,12 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         events: Publishers of an engine; those of rank R are R ports further.
         shared_events: Publishers of caches that the ranks of an engine share.
         cache_url: HTTP API of the engine's cache, which the router asks to load early.
+        peer_port: Port of vLLM's p2p tier; that of rank R is R further.
     """
 
     url: str
     data_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
+    peer_port: Annotated[int, Meta(ge=1, le=_MAX_PORT)] | None = None
     events: tuple[str, ...] = ()
     shared_events: tuple[str, ...] = ()
     cache_url: str | None = None
@@ -159,9 +161,19 @@ class Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             cache_url = parse_cache_url(cache_url, host)
         common = [parse_source(text, host) for text in (*entry.shared_events, *self.shared_events)]
         own = [parse_source(text, host) for text in entry.events]
+        if (
+            entry.peer_port is not None
+            and entry.peer_port + entry.data_parallel_size > _MAX_PORT + 1
+        ):
+            raise reject(_PEER_PORT, entry.peer_port, "leaves no port for the last rank")
         if entry.data_parallel_size == 1:
             sources = unique([*own, *common])
-            return (WorkerSpec(name=base, url=base, sources=sources, cache_url=cache_url),)
+            return (
+                WorkerSpec(
+                    name=base, url=base, sources=sources, cache_url=cache_url,
+                    peer_port=entry.peer_port,
+                ),
+            )  # fmt: skip
         return tuple(
             WorkerSpec(
                 name=f"{base}#{rank}",
@@ -169,6 +181,7 @@ class Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 data_parallel_rank=rank,
                 sources=unique([*(of_rank(source, rank) for source in own), *common]),
                 cache_url=cache_url,
+                peer_port=None if entry.peer_port is None else entry.peer_port + rank,
             )
             for rank in range(entry.data_parallel_size)
         )
@@ -191,7 +204,7 @@ def parse_options(
     """Parse the options ``--worker``, ``--events`` and ``--cache``.
 
     Args:
-        workers: ``URL`` or ``URL,data_parallel_size=N``.
+        workers: ``URL``, and after it ``,data_parallel_size=N`` and ``,peer_port=N``.
         events: ``URL=ENDPOINT[,REPLAY]``, each rank R ports further; with ``URL#*`` of a cache that
             the ranks of this engine share; with ``*`` of a cache that all workers share.
         caches: ``URL=CACHE_URL``; with ``*`` the cache that all workers share.
@@ -205,7 +218,7 @@ def parse_options(
         key = str(WorkerUrl.parse(url, "--worker"))
         if key in entries:
             raise reject("--worker", text, "is listed twice")
-        entries[key] = WorkerEntry(url=key, data_parallel_size=_parse_size(text, rest))
+        entries[key] = _parse_entry(text, key, rest)
     shared: list[str] = []
     for text in events:
         target, source = _parse_assignment("--events", text, "ENDPOINT[,REPLAY]")
@@ -248,14 +261,18 @@ def _key_of(option: str, text: str, url: str, entries: Mapping[str, WorkerEntry]
     return key
 
 
-def _parse_size(text: str, rest: str) -> int:
+def _parse_entry(text: str, url: str, rest: str) -> WorkerEntry:
     """Parse what follows a worker's URL."""
-    name, _, number = rest.partition("=")
-    if not rest:
-        return 1
-    if name != _SIZE or not number.isdecimal() or not 1 <= int(number) <= 4096:
-        raise reject("--worker", text, f"must be URL or URL,{_SIZE}=N with N from 1 to 4096")
-    return int(number)
+    numbers: dict[str, int] = {}
+    for each in filter(None, rest.split(",")):
+        name, _, number = each.partition("=")
+        if name not in (_SIZE, _PEER_PORT) or name in numbers or not number.isdecimal():
+            raise reject("--worker", text, f"must be URL[,{_SIZE}=N][,{_PEER_PORT}=N]")
+        numbers[name] = int(number)
+    try:
+        return msgspec.convert({"url": url, **numbers}, WorkerEntry)
+    except msgspec.ValidationError as error:
+        raise reject("--worker", text, str(error)) from None
 
 
 def parse_table(table: Mapping[str, Any]) -> Listing:

@@ -12,7 +12,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from flexcache.logs import log_event
-from flexcache.router.fleet import ModelCard
+from flexcache.router.fleet import ModelCard, Tier
 from flexcache.router.roster import Probe
 from flexcache.router.tokens.engines import MAX_ANSWER_BYTES, BadAnswer, read_answer
 from flexcache.router.waiting import Turns, is_set_within
@@ -28,6 +28,7 @@ _SHORTEST_S = 0.1
 _MAX_METRICS_BYTES = 8 << 20
 _MAX_NUMBER = 1 << 31
 _VLLM_CONFIG = "vllm:cache_config_info"
+_FLEXCACHE_GAUGES = ("flexcache_tier_capacity_blocks{", "flexcache_block_tokens")
 _SGLANG_GAUGES = ("sglang:max_total_num_tokens", "sglang:page_size")
 
 
@@ -245,6 +246,42 @@ def _vllm_capacity(labels: Mapping[str, str]) -> Iterator[Capacity]:
     blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
     if blocks.isdecimal() and size.isdecimal() and int(size) > 0:
         yield Capacity(_rank(labels.get("engine", "")), _number(int(blocks)), _number(int(size)))
+
+
+async def read_lower_tiers(
+    session: aiohttp.ClientSession, cache_url: str
+) -> tuple[dict[Tier, int], int] | None:
+    """Ask a cache for the sizes of its tiers; see `parse_lower_tiers`. None: it did not say."""
+    try:
+        content = await _get(session, f"{cache_url}/metrics", _MAX_METRICS_BYTES, PROBE_TIMEOUT_S)
+        return parse_lower_tiers(content.decode())
+    except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError) as error:
+        log_event(logger, logging.DEBUG, "capacity_unknown", url=cache_url, error=repr(error))
+        return None
+
+
+def parse_lower_tiers(text: str) -> tuple[dict[Tier, int], int] | None:
+    """Parse the sizes of tiers in FlexCache's metrics; None: they are not there.
+
+    Returns:
+        Blocks of each tier, and tokens per block. SSD and remote store are one tier: it has what
+        the larger of them has.
+
+    Raises:
+        ValueError: The text is malformed, or a number cannot be one of blocks or tokens.
+    """
+    lines = [line for line in text.splitlines() if line.startswith(_FLEXCACHE_GAUGES)]
+    blocks: dict[str, int] = {}
+    block_size = 0
+    for family in text_string_to_metric_families("\n".join(lines) + "\n"):
+        for sample in family.samples:
+            if "tier" in sample.labels:
+                blocks[sample.labels["tier"]] = _number(sample.value)
+            else:
+                block_size = _number(sample.value)
+    below = max(blocks.get("SSD", 0), blocks.get("REMOTE", 0))
+    tiers = {Tier.DRAM: blocks.get("CPU", 0), Tier.DISK: below}
+    return (tiers, block_size) if block_size else None
 
 
 def _number(value: float) -> int:

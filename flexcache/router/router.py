@@ -8,13 +8,13 @@ passes the time, in seconds of one monotonic clock, and calls from one thread.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from flexcache.events.wire import EventBatch
+from flexcache.events.wire import BlockStored, EventBatch
 from flexcache.router.chooser import Decision, RouteRequest
 from flexcache.router.dispatcher import GPU, LEASE_S, Dispatcher, MatchedPrompt
 from flexcache.router.fleet import Fleet, Tier, WorkerSpec, WorkerState
@@ -32,6 +32,9 @@ from flexcache.router.stats import (
 T = TypeVar("T")
 
 _MAX_SESSIONS = 100_000
+_WORTH_A_FETCH = 2048
+"""Tokens that another engine must have more: below that computing them is about as fast. For models
+with much KV a token it pays later, from some 8,000 on."""
 _MAX_OTHERS = 8  # ranks of one engine are several; the picker names two other engines
 
 
@@ -81,7 +84,7 @@ class KVRouter:
         self._max_requests = max_requests
         self._max_wait_s = max_wait_s
         self._sessions: OrderedDict[str, str] = OrderedDict()
-        """Worker of each session's last request."""
+        """Worker of each session's last request: chosen here, or else told by its events."""
         self._turns: OrderedDict[bytes, str] = OrderedDict()
         """Worker to which a conversation went that begins so; only of those without tokens."""
 
@@ -122,11 +125,27 @@ class KVRouter:
         """Say how many blocks a worker's own cache has: needed where its blocks are guessed."""
         self.holdings.placements.set_capacity(worker, num_blocks, block_size)
 
+    def set_lower_tiers(
+        self, cache_url: str, num_blocks: Mapping[Tier, int], block_size: int
+    ) -> None:
+        """Say how many blocks the tiers of a cache have: needed where its blocks are guessed."""
+        if cache_url in self.holdings.guessed_caches:
+            self.holdings.lower_tiers.set_capacities(cache_url, num_blocks, block_size)
+
     # -- events ------------------------------------------------------------------------------------
 
     def apply(self, source: str, batch: EventBatch) -> None:
         """Apply a batch of events that a source published."""
         self.holdings.apply(source, batch)
+        for event in batch.events:
+            # What this router decided is newer than what its decision made an engine store.
+            if (
+                isinstance(event, BlockStored)
+                and event.session_id is not None
+                and event.session_id not in self._sessions
+                and (worker := self.holdings.only_user(source, batch.data_parallel_rank))
+            ):
+                _remember(self._sessions, [event.session_id], worker)
 
     def forget(self, source: str) -> None:
         """Drop what a source holds: its events were lost for good, or it began again."""
@@ -164,6 +183,9 @@ class KVRouter:
         assumed, holder = self._with_turns(request, prompt) if request.turns else (prompt, None)
         pick, running = self.dispatcher.choose(request.request_id, assumed, now, eligible)
         decision = self._decision(request, prompt, pick, found, now)
+        if self.fleet[decision.worker].spec.peer_port is not None:
+            peer = self._richer_peer(request, prompt, pick.worker)
+            decision = replace(decision, richer_peer=peer)
         if pick.worker == holder and decision.reason == "load":
             decision = replace(decision, reason="conversation")
         if before is not None:  # it moves
@@ -199,6 +221,16 @@ class KVRouter:
             for member in self.fleet
         ]
         return sorted(scores, key=lambda score: (score.cost is None, score.cost or 0.0))
+
+    def least_service_s(self, request: RouteRequest) -> float:
+        """Return the predicted seconds of a request's prefill at the worker that needs least; 0 if
+        none serves it."""
+        serving = self.fleet.eligible(request.model)
+        if serving is None:
+            return 0.0
+        prompt = self._prompt(request, self.holdings.find(request))
+        own_s = self.dispatcher.service_time.predict(prompt.num_tokens, prompt.matched)
+        return float(own_s[serving].min())
 
     def first_token(self, request_id: str, now: float, *, tells_time: bool = True) -> None:
         """Note the first token of a request's answer.
@@ -374,6 +406,24 @@ class KVRouter:
             reason="load" if request.token_ids is None else pick.reason,
             disk_block=self.holdings.disk_block(spec, found, matched[Tier.DISK]),
         )
+
+    def _richer_peer(self, request: RouteRequest, prompt: MatchedPrompt, number: int) -> str | None:
+        """Return the worker with the most of a prompt in GPU or DRAM, if that is clearly more than
+        a worker has in all its tiers. vLLM's p2p tier serves what is in its DRAM, to which all
+        that is computed is copied."""
+        serving = self.fleet.eligible(request.model)
+        held = prompt.matched[:2].sum(axis=0)
+        needed = prompt.matched[:, number].sum() + _WORTH_A_FETCH
+        peers = [
+            member
+            for member in self.fleet
+            if member.spec.peer_port is not None
+            and (serving is not None and serving[member.number])
+            and held[member.number] >= needed
+        ]
+        waiting = self.dispatcher.load.num_waiting
+        best = max(peers, key=lambda m: (held[m.number], -waiting[m.number]), default=None)
+        return None if best is None else best.spec.name
 
     def _ttft_s(self, prompt: MatchedPrompt, now: float) -> np.ndarray | None:
         """Return the predicted time to the first token at each worker."""

@@ -25,7 +25,13 @@ from flexcache.router.load import Running
 from flexcache.router.messages import ProxyCounters, RunningRequest, told
 from flexcache.router.peers import SNAPSHOT_S, Follower, LifePublisher
 from flexcache.router.prefetches import Prefetches, open_session
-from flexcache.router.prober import PROBE_TIMEOUT_S, Capacity, Prober
+from flexcache.router.prober import (
+    DETAILS_INTERVAL_S,
+    PROBE_TIMEOUT_S,
+    Capacity,
+    Prober,
+    read_lower_tiers,
+)
 from flexcache.router.roster import Probe, Roster
 from flexcache.router.settings import cache_headers, engine_headers, listing_of, routing_of
 from flexcache.router.stats import ProcessStats, ProxyStats, RouterStats
@@ -99,6 +105,7 @@ class DeciderService:
         self._link: LinkServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._known = asyncio.Event()
+        self._has_new_caches = asyncio.Event()
         self.count_own_proxy: Callable[[], ProxyCounters] | None = None
 
     @property
@@ -121,6 +128,7 @@ class DeciderService:
         await self.tokenizers.start()
         self._tasks = [
             asyncio.create_task(self._run("discovery", self.discovery.run())),
+            asyncio.create_task(self._run("caches", self._read_caches())),
             asyncio.create_task(self._tick()),
         ]
         await is_set_within(self._known, 2 * PROBE_TIMEOUT_S)
@@ -158,6 +166,7 @@ class DeciderService:
     def _workers_changed(self, specs: tuple[WorkerSpec, ...]) -> None:
         urls = self.roster.urls
         self._prefetches.follow(filter(None, (spec.cache_url for spec in specs)))
+        self._has_new_caches.set()
         self._prober.follow(urls)
         self.tokenizers.follow(urls)
         try:
@@ -198,6 +207,17 @@ class DeciderService:
                     self.routing.set_capacity(
                         spec.name, capacity.num_gpu_blocks, capacity.block_size
                     )
+
+    async def _read_caches(self) -> None:
+        """Keep the sizes of caches known, where what they hold is guessed."""
+        while True:
+            self._has_new_caches.clear()
+            urls = self.routing.holdings.guessed_caches
+            reads = [read_lower_tiers(self._cache_session, url) for url in urls]
+            for url, read in zip(urls, await asyncio.gather(*reads), strict=True):
+                if read is not None:
+                    self.routing.set_lower_tiers(url, *read)
+            await is_set_within(self._has_new_caches, DETAILS_INTERVAL_S)
 
     def _decided(self, decision: Decision) -> None:
         """Have the cache of the chosen worker begin to load, before the request arrives there."""
@@ -268,7 +288,13 @@ class DeciderService:
             sources=self._feed.stats(),
             caches=self._prefetches.stats(),
             tokens=self.tokenizers.stats(),
-            queue=self.line.counts.snapshot(waiting=len(self.line)),
+            queue=self.line.counts.snapshot(
+                waiting=len(self.line),
+                queued_prefill_s={
+                    "engines": sum(worker.wait_s for worker in workers.values()),
+                    "router": self.line.service_s,
+                },
+            ),
             proxy=self._proxy_stats(),
             peers=self._follower.stats(now),
         )  # fmt: skip

@@ -33,6 +33,7 @@ from flexcache.router.fleet import Tier, WorkerState
 
 _TIERS = tuple(tier.value for tier in Tier)
 _REFUSED = "full", "expired", "no_worker"
+_QUEUES = "engines", "router"
 _WAYS = "ids", "local", "render", "unknown"
 _TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _WAITS_S = (0.001, 0.01, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -379,6 +380,13 @@ class LineStats(Counters):
                 "reason", known=_REFUSED),
     ] = _zeros(*_REFUSED)  # fmt: skip
     waiting: Annotated[int, gauge("router_queued_requests", "Requests that wait for a worker.")] = 0
+    queued_prefill_s: Annotated[
+        dict[str, float],
+        gauge("router_queued_prefill_seconds", "Predicted seconds of prefill that are not done: of "
+              "requests at engines, and of those that wait in the router.", "at", known=_QUEUES),
+    ] = {}  # fmt: skip
+    """By place: the sum of the workers' ``wait_s``; what waits here, each by the worker that would
+    need least for it."""
     capacity: int = 0
     """Requests that may wait."""
     waits_s: Annotated[

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -38,20 +38,27 @@ logger = logging.getLogger(__name__)
 _REPLACE_AFTER_S = 1.0  # a remote worker that has not said by then that its store is late
 
 
-@dataclass(slots=True)
-class Clearing:
-    """A tier that was cleared, and what of it is still recorded on SSD.
+Told = TypeVar("Told")
 
-    Its free slots, of which those of evicted blocks may have records too, are withheld until the
+
+@dataclass(slots=True)
+class Clearing(Generic[Told]):
+    """Blocks that were cleared or deleted, and what of them is still recorded on SSD.
+
+    Free slots with such records, also those of blocks evicted before, are withheld until the
     records are gone.
+
+    Attributes:
+        answer: Of the call that has cleared them.
     """
 
-    num_dropped: int
+    answer: Told
     _tasks: KVTaskEngine | None = None
     _withheld: Lease | None = None
     _pool: DiskPool | None = None
     _era: int | None = None
     """The one that begins with a reset."""
+    _is_delete: bool = False
 
     @property
     def needs_work(self) -> bool:
@@ -71,22 +78,22 @@ class Clearing:
             if self._era is not None:
                 self._pool.invalidate(self._era)
         finally:
-            self._pool.erase(self._withheld.blocks)
+            self._pool.erase(self._withheld.blocks, self._is_delete)
 
-    def end(self, error: Exception | None) -> int:
-        """How many blocks were dropped. Must be called once, with the error of ``work``.
+    def end(self, error: Exception | None) -> Told:
+        """Return the answer. Must be called once, with the error of ``work``.
 
         Raises:
             StorageError: ``work`` failed.
         """
         if self._tasks is not None and self._withheld is not None:
-            self._tasks.give_back(self._withheld)
+            self._tasks.give_back(self._withheld, error is None)
         if error is not None:
             raise StorageError(
-                "the SSD tier is empty now, but not for good: "
+                "what was cleared on SSD is not found any more, but not gone for good: "
                 f"its index cannot be written ({error})"
             )
-        return self.num_dropped
+        return self.answer
 
 
 class ServedCache:
@@ -215,7 +222,7 @@ class ServedCache:
     def _identity(self, layout: str) -> KVIdentity:
         return KVIdentity.of(self.fingerprint, layout)
 
-    def adopt_layout(self, layout: str, now: float) -> Clearing | None:
+    def adopt_layout(self, layout: str, now: float) -> Clearing[int] | None:
         """Keep blocks of this layout from now on; no rank of another one may be serving.
 
         Blocks of another layout are no longer found, until their layout is back.
@@ -239,7 +246,7 @@ class ServedCache:
         self.layout = layout
         return clearing
 
-    def _give_ssd_to(self, identity: KVIdentity, pool: DiskPool) -> Clearing | None:
+    def _give_ssd_to(self, identity: KVIdentity, pool: DiskPool) -> Clearing[int] | None:
         former, ssd = pool.identity, self.tasks.cache.tiers.by_name[TierName.SSD]
         num_blocks = ssd.num_indexed + ssd.num_expected
         if former is not None and (former.model != identity.model or not num_blocks):
@@ -260,14 +267,15 @@ class ServedCache:
         )
         return self.clear(ssd.name.value)
 
-    def control(self, call: CacheCall, session: SessionId | None, now: float) -> Any:
+    def control(self, call: CacheCall, session: SessionId | None, now: float) -> Clearing[Any]:
         """Carry out a user's call about what is cached.
 
         Args:
             session: Of the engine that calls; None if it is none.
 
         Returns:
-            The answer as `KVManager` has it: of a look-up tokens by tier, of a pin a `Pin` or None.
+            The answer as `KVManager` has it: of a look-up tokens by tier, of a pin a `Pin` or None,
+            of a delete blocks by tier; and what is left to be done after a delete.
 
         Raises:
             ValueError: The call makes no sense.
@@ -278,16 +286,31 @@ class ServedCache:
             prompts = [p.up_to(max(0, p.num_tokens - 1) // size) for p in call.prompts]
             call = msgspec.structs.replace(call, prompts=prompts)
         outcome = self.tasks.control(call, now, session)
+        by_tier = {tier.value: count for tier, count in outcome.blocks.items()}
         if call.name == "lookup":
-            return {tier.value: count * size for tier, count in outcome.blocks.items()}
+            return Clearing({tier: count * size for tier, count in by_tier.items()})
         if call.name == "unpin":
-            return bool(outcome.pin_id)
+            return Clearing(bool(outcome.pin_id))
+        if call.name == "delete":
+            log_event(logger, logging.INFO, "blocks_deleted", blocks=by_tier)
+            return self.erase_deleted(by_tier)
         if not outcome.pin_id:
-            return None
+            return Clearing(None)
         ends_at = time.time() + outcome.expires_s - now
-        return Pin(outcome.pin_id, outcome.num_blocks * size, ends_at)
+        return Clearing(Pin(outcome.pin_id, outcome.num_blocks * size, ends_at))
 
-    def clear(self, tier: str | None) -> Clearing:
+    def erase_deleted(self, answer: Told) -> Clearing[Told]:
+        """Return what is left to be done where blocks were deleted, and no task has them."""
+        pool = self.store.disk_pool
+        if pool is None:
+            return Clearing(answer)
+        withheld = self.tasks.withhold_deleted(TierName.SSD)
+        if len(withheld):
+            return Clearing(answer, self.tasks, withheld, pool, _is_delete=True)
+        self.tasks.give_back(withheld)
+        return Clearing(answer)
+
+    def clear(self, tier: str | None) -> Clearing[int]:
         """Drop the blocks of one tier that are not in use, or all of all tiers (a reset).
 
         After a reset nothing that was stored before can be found, also where it is in use or being
@@ -300,7 +323,7 @@ class ServedCache:
         log_event(logger, logging.INFO, "tier_cleared", tier=tier or "all", blocks=num_dropped)
         return self.erase(tier, num_dropped)
 
-    def erase(self, tier: str | None, num_dropped: int) -> Clearing:
+    def erase(self, tier: str | None, num_dropped: int) -> Clearing[int]:
         """Return what is left to be done where a tier, or all, were emptied."""
         pool = self.store.disk_pool
         if pool is None or tier not in (None, TierName.SSD.value):
@@ -432,17 +455,22 @@ class CacheSlot:
             self._carry_out(clearing)
         return None
 
+    def erase_deleted(self) -> None:
+        """Tasks have let go of blocks that were deleted: erase their records."""
+        assert self.cache is not None
+        self._carry_out(self.cache.erase_deleted(None))
+
     def forgotten(self) -> None:
         """The task engine has forgotten everything: make what is recorded on SSD void too."""
         assert self.cache is not None
         self._carry_out(self.cache.erase(None, 0))
 
-    def _carry_out(self, clearing: Clearing) -> None:
+    def _carry_out(self, clearing: Clearing[Any]) -> None:
         if clearing.needs_work:
             self._outbox.begin(BackgroundJob(clearing.work, partial(_cleared, clearing)))
 
 
-def _cleared(clearing: Clearing, error: Exception | None) -> None:
+def _cleared(clearing: Clearing[Any], error: Exception | None) -> None:
     try:
         clearing.end(error)
     except StorageError as failure:

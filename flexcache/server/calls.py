@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -43,6 +43,7 @@ from flexcache.protocol.messages import (
     SessionRequest,
     TaskAnswer,
 )
+from flexcache.server.cache import Clearing
 from flexcache.server.outbox import BackgroundJob
 from flexcache.server.reactor import Buffer, log_failed
 from flexcache.server.state import Scheduler, ServerState
@@ -114,10 +115,11 @@ class SessionCalls:
                 return Answer(request_id, promised)
             case Clear():
                 return self._clear(caller, request, now)
-            case Control(request_id):
+            case Control():
                 assert self._slot.cache is not None
                 call = request.call(self._slot.cache.config.tokens_per_block)
-                return Answer(request_id, self._slot.cache.control(call, caller.session, now))
+                clearing = self._slot.cache.control(call, caller.session, now)
+                return self._when_erased(caller, request, clearing)
             case SessionHint(request_id, session_id, over, returns_in_s):
                 check_hint(session_id, over, returns_in_s)
                 is_known = self._slot.tasks.session_hint(session_id, over, returns_in_s, now)
@@ -138,6 +140,12 @@ class SessionCalls:
         # What its requests of before store later has the old name.
         if request.tier is None:
             self._state.weights.rename(caller.engine, random_version(), now)
+        return self._when_erased(caller, request, clearing)
+
+    def _when_erased(
+        self, caller: Scheduler, request: Clear | Control, clearing: Clearing[Any]
+    ) -> Answer | None:
+        """Answer once the records of what is gone are erased."""
         if not clearing.needs_work:
             return Answer(request.request_id, clearing.end(None))
 

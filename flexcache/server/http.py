@@ -9,6 +9,7 @@
     POST /cache/lookup     {"token_ids": [..]} or {"block_keys": [hex, ..]}, and a "namespace": [..]
     POST /cache/pin        as lookup, or {"session_id": ".."}, and "ttl_s": 300
     POST /cache/unpin      {"pin_id": ".."}
+    POST /cache/delete     as lookup, or {"session_id": ".."}, or a "namespace" alone
     POST /cache/session    {"session_id": ".."} with "over": true or "returns_in_s": 20
     POST /cache/weights    {"version": "step-17"} or null, and a "client" where several are attached
 
@@ -102,10 +103,13 @@ class LookupRequest(msgspec.Struct, forbid_unknown_fields=True):
         return self.token_ids, _parse_keys(self.block_keys), self.namespace
 
 
-class PinRequest(LookupRequest, kw_only=True, forbid_unknown_fields=True):
-    """Request about a prompt, or instead about a session."""
+class DeleteRequest(LookupRequest, kw_only=True, forbid_unknown_fields=True):
+    """Request about a prompt, or instead about a session, or about a namespace alone."""
 
     session_id: str | None = None
+
+
+class PinRequest(DeleteRequest, kw_only=True, forbid_unknown_fields=True):
     ttl_s: float
 
 
@@ -313,22 +317,6 @@ def _make_app(server: Operator, gate: _Gate, patience_s: float) -> Starlette:
         )  # fmt: skip
         return _json({"blocks": num_blocks}, 202)
 
-    async def lookup(request: Request) -> Response:
-        wanted = await _read(request, LookupRequest, patience_s)
-        found = await run_in_threadpool(server.lookup, *wanted.prompt)
-        return _json({"tokens": found})
-
-    async def pin(request: Request) -> Response:
-        wanted = await _read(request, PinRequest, patience_s)
-        pinned = await run_in_threadpool(
-            server.pin, *wanted.prompt, wanted.session_id, ttl_s=wanted.ttl_s
-        )
-        return _json({"pin": None if pinned is None else pinned._asdict()})
-
-    async def unpin(request: Request) -> Response:
-        wanted = await _read(request, UnpinRequest, patience_s)
-        return _json({"unpinned": await run_in_threadpool(server.unpin, wanted.pin_id)})
-
     async def session(request: Request) -> Response:
         hint = await _read(request, SessionRequest, patience_s)
         is_known = await run_in_threadpool(
@@ -348,9 +336,7 @@ def _make_app(server: Operator, gate: _Gate, patience_s: float) -> Starlette:
             Route("/status", status),
             Route("/cache/clear", clear, methods=["POST"]),
             Route("/cache/prefetch", prefetch, methods=["POST"]),
-            Route("/cache/lookup", lookup, methods=["POST"]),
-            Route("/cache/pin", pin, methods=["POST"]),
-            Route("/cache/unpin", unpin, methods=["POST"]),
+            *_control_routes(server, patience_s),
             Route("/cache/session", session, methods=["POST"]),
             Route("/cache/weights", weights, methods=["POST"]),
         ],
@@ -363,6 +349,34 @@ def _make_app(server: Operator, gate: _Gate, patience_s: float) -> Starlette:
             FlexCacheError: partial(_refused, status=503),
         },
     )
+
+
+def _control_routes(server: Operator, patience_s: float) -> list[Route]:
+    """Return the calls about what is cached."""
+
+    async def lookup(request: Request) -> Response:
+        wanted = await _read(request, LookupRequest, patience_s)
+        found = await run_in_threadpool(server.lookup, *wanted.prompt)
+        return _json({"tokens": found})
+
+    async def pin(request: Request) -> Response:
+        wanted = await _read(request, PinRequest, patience_s)
+        pinned = await run_in_threadpool(
+            server.pin, *wanted.prompt, wanted.session_id, ttl_s=wanted.ttl_s
+        )
+        return _json({"pin": None if pinned is None else pinned._asdict()})
+
+    async def delete(request: Request) -> Response:
+        wanted = await _read(request, DeleteRequest, patience_s)
+        deleted = await run_in_threadpool(server.delete, *wanted.prompt, wanted.session_id)
+        return _json({"deleted_blocks": deleted})
+
+    async def unpin(request: Request) -> Response:
+        wanted = await _read(request, UnpinRequest, patience_s)
+        return _json({"unpinned": await run_in_threadpool(server.unpin, wanted.pin_id)})
+
+    calls = (lookup, pin, unpin, delete)
+    return [Route(f"/cache/{call.__name__}", call, methods=["POST"]) for call in calls]
 
 
 def _parse_keys(texts: Sequence[str] | None) -> list[bytes] | None:

@@ -54,7 +54,9 @@ from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.instructions import (
     DISK,
     REMOTE,
+    DiscardObjects,
     DropOp,
+    EraseDeleted,
     Forgotten,
     Instruction,
     LookUpEnded,
@@ -291,8 +293,10 @@ class Hub:
                 self.outbox.instruct(instruction)
             case RunOp(executor):
                 self._send_to_rank(executor, instruction)
-            case RunLookUp():
+            case RunLookUp() | DiscardObjects():
                 self.outbox.instruct(instruction)
+            case EraseDeleted():
+                self._slot.erase_deleted()
             case LookUpEnded(lookup_id):
                 self._calls.look_up_ended(lookup_id, now)
             case DropOp(executor, op_id):

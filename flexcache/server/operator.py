@@ -15,7 +15,15 @@ from flexcache.cache.prompt import Prompt, PromptMaker, check_hint, check_versio
 from flexcache.cache.tiers import IndexedKeys, find_prefix
 from flexcache.errors import AmbiguousEngineError, ClosedError, RegistrationError
 from flexcache.events.wire import low_64_bits
-from flexcache.ids import MAX_KEY_BYTES, PromptDetail, TaskId, TaskIds, TaskKind, TierName
+from flexcache.ids import (
+    MAX_KEY_BYTES,
+    PromptDetail,
+    RootId,
+    TaskId,
+    TaskIds,
+    TaskKind,
+    TierName,
+)
 from flexcache.server.cache import ServedCache
 from flexcache.stats import Stats
 from flexcache.tasks.instructions import Offer, PromisedLoad
@@ -231,6 +239,33 @@ class Operator:
         """
         return bool(self._control(CacheCall(name="unpin", pin_id=pin_id)))
 
+    def delete(
+        self,
+        token_ids: Sequence[int] | None,
+        block_keys: Sequence[bytes] | None,
+        namespace: str | Sequence[str] | None = None,
+        session_id: str | None = None,
+    ) -> dict[str, int]:
+        """Delete a prompt, a session's prompts or a namespace (`KVManager.delete`).
+
+        Raises:
+            ValueError: Not exactly one of them is given, or it makes no sense.
+            RegistrationError: The model is not known yet.
+            StorageError: As of `KVManager.delete`.
+        """
+        prompts, _ = self._prompts(token_ids, block_keys, namespace)
+        tenant, roots = None, list[RootId]()
+        if not prompts and session_id is None and namespace is not None:
+            cache = self._require_cache()
+            for version in self._versions():
+                tenant, of_version = _maker(cache, version).roots(namespace)
+                roots += of_version
+        call = CacheCall(
+            name="delete", prompts=prompts, session_id=session_id, tenant=tenant, roots=roots
+        )
+        blocks: dict[str, int] = self._control(call)
+        return blocks
+
     def _control(self, call: CacheCall) -> Any:
         self._require_cache()
         return self._server.control(call)
@@ -325,6 +360,13 @@ class Operator:
         return cache
 
 
+def _maker(
+    cache: ServedCache, version: str, detail: PromptDetail = PromptDetail.NOTHING
+) -> PromptMaker:
+    size = cache.config.tokens_per_block
+    return PromptMaker(cache.fingerprint, size, lambda: detail, version)
+
+
 def _prompt(
     cache: ServedCache,
     token_ids: Sequence[int] | None,
@@ -337,7 +379,7 @@ def _prompt(
     size = cache.config.tokens_per_block
     detail = PromptDetail.NOTHING if token_ids is None else PromptDetail.TOKENS
     kind = TaskKind.PREFETCH
-    maker = PromptMaker(cache.fingerprint, size, lambda: detail, version)
+    maker = _maker(cache, version, detail)
     if block_keys is not None:
         if any(not 0 < len(key) <= MAX_KEY_BYTES for key in block_keys):
             raise ValueError(f"block_keys must have 1 to {MAX_KEY_BYTES} bytes each")

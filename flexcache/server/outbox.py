@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from flexcache.logs import log_event
 from flexcache.protocol.messages import Ended, SessionOver, ToClient, WeightsChanged
-from flexcache.tasks.instructions import DropOp, ReplaceExecutor, RunLookUp, RunOp
+from flexcache.tasks.instructions import (
+    DiscardObjects,
+    DropOp,
+    ReplaceExecutor,
+    RunLookUp,
+    RunOp,
+)
 from flexcache.transfer.messages import (
     CHECKSUM_BYTES,
     Done,
@@ -43,7 +49,7 @@ PeerMessage = ToClient | RunOp
 """An op for a rank is encoded when it is sent, without the lock."""
 RankMessage = RunOp | Drop | Ended | SessionOver
 """Ops of a rank, and what becomes of tasks."""
-WorkerInstruction = RunOp | DropOp | RunLookUp | ReplaceExecutor
+WorkerInstruction = RunOp | DropOp | RunLookUp | DiscardObjects | ReplaceExecutor
 
 
 class Output(NamedTuple):

@@ -315,10 +315,15 @@ class KVServer:
         """Carry out a user's call about what is cached (`ServedCache.control`)."""
         if not self.is_open:  # nothing is cached yet
             call.check()
-            return {"lookup": {}, "pin": None, "unpin": False}[call.name]
-        with self.lock, self.session():
-            assert self._cache is not None
-            return self._cache.control(call, session, time.monotonic())
+            return {"lookup": {}, "pin": None, "unpin": False, "delete": {}}[call.name]
+        # Only a delete waits for others that erase files; a look-up must not wait for the disk.
+        with self._clearing if call.name == "delete" else contextlib.nullcontext():
+            with self.lock, self.session():
+                assert self._cache is not None
+                clearing = self._cache.control(call, session, time.monotonic())
+            error = error_of(clearing.work)
+            with self.lock:
+                return clearing.end(error)
 
     def clear(self, tier: str | None, engine: str | None = None) -> int:
         """Drop the blocks of one tier, or of all, that are not in use; how many.

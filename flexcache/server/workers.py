@@ -27,8 +27,16 @@ from flexcache.server.reactor import (
     read_message,
 )
 from flexcache.stats import ServerCounters
-from flexcache.tasks.instructions import DISK, REMOTE, DropOp, ReplaceExecutor, RunLookUp, RunOp
-from flexcache.transfer.messages import Done, Drop, LookedUp, LookUp, Ready, Stop
+from flexcache.tasks.instructions import (
+    DISK,
+    REMOTE,
+    DiscardObjects,
+    DropOp,
+    ReplaceExecutor,
+    RunLookUp,
+    RunOp,
+)
+from flexcache.transfer.messages import Discard, Done, Drop, LookedUp, LookUp, Ready, Stop
 
 if TYPE_CHECKING:
     from flexcache.server.store import CacheStore
@@ -36,6 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_MESSAGES_A_TURN = 256
+_DISCARDED_AT_ONCE = 256  # objects; each message has the time of one op
 
 WorkerMessage = Ready | Done | LookedUp
 _DECODER = msgspec.msgpack.Decoder(WorkerMessage)
@@ -192,6 +201,10 @@ class WorkerPool:
                 self._send(executor, Drop(op_id))
             case RunLookUp(lookup_id, root, keys, tails):
                 self._send(REMOTE, LookUp(lookup_id, root, list(keys), list(tails)))
+            case DiscardObjects(root, keys):
+                for start in range(0, len(keys), _DISCARDED_AT_ONCE):
+                    part = keys[start : start + _DISCARDED_AT_ONCE]
+                    self._send(REMOTE, Discard(root, list[bytes](part)))
             case ReplaceExecutor(executor, reason):
                 log_event(logger, logging.ERROR, "worker_replaced", worker=executor, reason=reason)
                 self._workers[executor].kill()

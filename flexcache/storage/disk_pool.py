@@ -159,14 +159,19 @@ class DiskPool:
             for position, directory in enumerate(self._directories):
                 directory.update(self._header(position))
 
-    def erase(self, slots: SlotIds) -> None:
+    def erase(self, slots: SlotIds, are_few: bool = False) -> None:
         """Erase the records of slots, durably.
+
+        Args:
+            are_few: Do not read the index to find out which of them have one.
 
         Raises:
             OSError: Some records may still be on the device.
         """
         index = SlotIndex(self.index_fds, self.record_id)
-        index.erase(np.intersect1d(index.in_use(self.num_slots), slots, assume_unique=True))
+        if not are_few:
+            slots = np.intersect1d(index.in_use(self.num_slots), slots, assume_unique=True)
+        index.erase(slots)
         for fd in self.index_fds:
             os.fdatasync(fd)
 

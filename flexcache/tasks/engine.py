@@ -39,12 +39,14 @@ from flexcache.cache.restore import Records, RestoreReport, Seconds
 from flexcache.cache.tier import Lease
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.errors import InternalError
-from flexcache.ids import OpKind, SessionId, TaskId, TaskKind, TierName
+from flexcache.ids import BlockKey, OpKind, RootId, SessionId, TaskId, TaskKind, TierName
 from flexcache.stats import CacheIdentity, CacheStats, RemoteStats, TotalsStats
 from flexcache.tasks.accounts import Accounts
 from flexcache.tasks.executors import Executors, SlotChecksums
 from flexcache.tasks.instructions import (
     REMOTE,
+    DiscardObjects,
+    EraseDeleted,
     Forgotten,
     Instruction,
     Offer,
@@ -212,8 +214,12 @@ class KVTaskEngine:
         self.executors = Executors(
             cache.tiers, self._breaker, self._checksums, self.accounts, self._instructions, limits
         )
+        if ssd is not None:
+            left = self._instructions  # the list stays, also when everything is forgotten
+            ssd.on_aside = lambda: left.append(EraseDeleted())
         self._lookups: RemoteLookUps | None = None
         if cache.tiers.remote is not None:
+            cache.tiers.remote.on_void = lambda lease: self._discard_objects(lease.root, lease.keys)
             self._lookups = RemoteLookUps(
                 cache.tiers.remote, self._breaker, limits.lookup_timeout_s
             )
@@ -389,11 +395,21 @@ class KVTaskEngine:
         with self._change:
             cache, owner = self.cache, None if session is None else self.sessions.get(session)
             cache.tiers.advance(now)
-            prompts = self._matcher.placed(owner, call)
-            outcome = cache.control.carry_out(call, prompts, now)
+            # What a restart has yet to index is in no tier, so it could not be deleted.
+            if call.name == "delete":
+                cache.finish_restoring()
+            call = self._matcher.placed(owner, call)
+            outcome = cache.control.carry_out(call, now, self.sessions.puts_of(call.session_id))
+            for root, keys in outcome.objects.items():
+                self._discard_objects(root, keys)
+            cache.early.settle(now)  # what they waited for may not come any more
             if self.accounts.recorder is not None:
                 self.accounts.recorder.controlled(call, outcome.blocks)
             return outcome
+
+    def _discard_objects(self, root: RootId, keys: Sequence[BlockKey]) -> None:
+        if (remote := self.cache.tiers.remote) is not None and keys:
+            self._instructions.append(DiscardObjects(remote.root_at_store(root), keys))
 
     # -- calls of the engine's adapter -----------------------------------------------------------
 
@@ -420,9 +436,10 @@ class KVTaskEngine:
             KeyError: There is no such session.
         """
         plan = self._match(task_id, prompt, now)
+        num_cached = max(0, (plan.num_cached or 0) - plan.num_before)
         return Offer(
             task_id, prompt.kind, prompt.num_tokens, plan.offset, plan.num_blocks, plan.sources,
-            plan.num_gpu_blocks, plan.tail_at,
+            plan.num_gpu_blocks, plan.tail_at, num_cached,
         )  # fmt: skip
 
     def _match(self, task_id: TaskId, prompt: Prompt, now: float) -> Plan:
@@ -585,9 +602,16 @@ class KVTaskEngine:
         with self._change:
             return self.cache.tiers.withhold_free(tier)
 
-    def give_back(self, lease: Lease) -> None:
-        """End `withhold_free`; what was withheld before everything was forgotten is free."""
-        self._take_in(lambda: self.cache.tiers.give_back(lease))
+    def withhold_deleted(self, tier: TierName) -> Lease:
+        """Keep blocks that were deleted, and free ones that may have records of before, from every
+        plan until `give_back`."""
+        with self._change:
+            return self.cache.tiers.withhold_deleted(tier)
+
+    def give_back(self, lease: Lease, are_erased: bool = False) -> None:
+        """End `withhold_free` or `withhold_deleted`, whether or not the blocks' records could be
+        erased; what was withheld before everything was forgotten is free."""
+        self._take_in(lambda: self.cache.tiers.give_back(lease, are_erased))
 
     # -- events ----------------------------------------------------------------------------------
 

@@ -33,7 +33,8 @@ class Offer(msgspec.Struct, frozen=True):
     """The answer to a match: a task for ``num_blocks`` of a prompt from block ``start``.
 
     ``sources`` has how many of them each tier supplies. A launch needs ``num_gpu_blocks``, those of
-    the tail behind ``tail_at`` blocks included, unless that is 0.
+    the tail behind ``tail_at`` blocks included, unless that is 0. ``num_cached`` are the prompt's
+    first blocks that some tier has, of a get in a model with tails also behind the last tail.
     """
 
     task_id: TaskId
@@ -44,6 +45,7 @@ class Offer(msgspec.Struct, frozen=True):
     sources: Mapping[TierName, int] = MappingProxyType({})
     num_gpu_blocks: int = 0
     tail_at: int = 0
+    num_cached: int = 0
 
 
 class PromisedLoad(NamedTuple):
@@ -154,6 +156,20 @@ class Forgotten:
     error: BaseException | None
 
 
+@dataclass(frozen=True, slots=True)
+class DiscardObjects:
+    """Have the remote worker remove objects of deleted blocks, best effort. It does not report."""
+
+    root: bytes
+    keys: Sequence[BlockKey]
+
+
+@dataclass(frozen=True, slots=True)
+class EraseDeleted:
+    """Erase the records of deleted blocks on SSD that tasks have let go of: they are kept from
+    every plan until then (`KVTaskEngine.withhold_deleted`)."""
+
+
 Instruction = (
     RunOp
     | DropOp
@@ -162,6 +178,8 @@ Instruction = (
     | RevokeTask
     | TaskAnswered
     | ReplaceExecutor
+    | DiscardObjects
+    | EraseDeleted
     | Forgotten
 )
 
@@ -192,7 +210,7 @@ class Recorder(Protocol):
     def cleared(self, tier: str | None, num_blocks: int) -> None: ...
 
     def controlled(self, call: CacheCall, blocks: Mapping[TierName, int]) -> None:
-        """A user's call was carried out: blocks by tier that were found."""
+        """A user's call was carried out: blocks by tier that were found, pinned or deleted."""
 
     def session_began(self, session: SessionId, engine: str) -> None: ...
 

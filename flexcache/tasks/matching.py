@@ -79,20 +79,23 @@ class Matcher:
         if remote is not None and owner is not None and owner.named_at == remote.num_clears:
             remote.keep_plain(keys.root)
 
-    def placed(self, owner: Session | None, call: CacheCall) -> list[Prompt]:
-        """Return the prompts of a user's call that name the present weights, under the layout."""
+    def placed(self, owner: Session | None, call: CacheCall) -> CacheCall:
+        """Return a user's call with its prompts and roots under the layout. What names former
+        weights can only be deleted."""
         own = () if owner is None else (owner.engine,)
         prompts: list[Prompt] = []
         for prompt, engines in zip(call.prompts, call.engines or repeat(own), strict=False):
-            if owner is None or self._sessions.has_weights(owner.engine, prompt.weights):
-                self._place(prompt.keys, owner)
+            has_weights = owner is None or self._sessions.has_weights(owner.engine, prompt.weights)
+            if has_weights or call.name == "delete":
+                self._place(prompt.keys, owner if has_weights else None)
                 prompts.append(prompt)
                 # As if they had matched it: what no engine names any more is retired, pins with it.
                 if call.name == "pin":  # it ends when none of them has these weights any more
                     for engine in engines:
                         for session in self._sessions.of_engine(engine):
                             session.uses(prompt.keys.root)
-        return prompts
+        roots = [self._roots.placed(root) for root in call.roots]
+        return msgspec.structs.replace(call, prompts=prompts, roots=roots)
 
     def look_up(self, owner: Session | None, prompt: Prompt, now: float) -> int | None:
         """Ask the remote store what it has of a prompt, where that may matter to a match.

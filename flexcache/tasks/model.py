@@ -538,6 +538,16 @@ class TaskSessions:
         self.internal.last_id = task_id = self._internal_ids.next()
         return Task(task_id, self.internal, plan, num_tokens=0)
 
+    def puts_of(self, session_id: str | None) -> list[Plan]:
+        """Return the plans of the open puts of a user's session."""
+        return [
+            task.plan
+            for task in self.tasks.values()
+            if session_id is not None
+            and task.session_id == session_id
+            and task.plan.kind is TaskKind.PUT
+        ]
+
     def close(self, task: Task) -> None:
         """The task has ended, and with it its backlog."""
         del self.tasks[task.task_id], task.owner.tasks[task.task_id]

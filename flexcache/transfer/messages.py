@@ -86,6 +86,13 @@ class LookedUp(msgspec.Struct, tag=True, frozen=True):
     tail: int = -1
 
 
+class Discard(msgspec.Struct, tag=True, frozen=True):
+    """Remove these blocks from the remote store, best effort. Not answered."""
+
+    root: bytes
+    keys: list[bytes]
+
+
 class Stop(msgspec.Struct, tag=True, frozen=True):
     """Finish running transfers and exit."""
 

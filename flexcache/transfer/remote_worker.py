@@ -40,6 +40,7 @@ from flexcache.storage.remote.objects import (
 )
 from flexcache.transfer.messages import (
     BlockNames,
+    Discard,
     Done,
     Drop,
     Execute,
@@ -155,7 +156,7 @@ class RemoteService:
         self._segments = segments
         self._worker = RemoteWorker(_TRANSFER_THREADS)
         self._changed = threading.Condition()
-        self._lookups: SimpleQueue[tuple[LookUp, float]] = SimpleQueue()
+        self._lookups: SimpleQueue[tuple[LookUp | Discard, float]] = SimpleQueue()
         self._num_lookups = 0
         self._answers: deque[Done | LookedUp] = deque()
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -183,11 +184,11 @@ class RemoteService:
         with self._changed:
             return self._worker.is_idle and not (self._num_lookups or self._answers)
 
-    def take(self, message: Execute | Drop | LookUp) -> None:
+    def take(self, message: Execute | Drop | LookUp | Discard) -> None:
         """Start processing a message. Never blocks."""
         deadline = time.monotonic() + self._config.timeout_s  # includes waiting in the queue
         with self._changed:
-            if isinstance(message, LookUp):
+            if isinstance(message, LookUp | Discard):
                 self._num_lookups += 1
                 self._lookups.put((message, deadline))
             elif isinstance(message, Execute):
@@ -248,6 +249,9 @@ class RemoteService:
     def _look_up(self) -> None:
         while True:
             message, deadline = self._lookups.get()
+            if isinstance(message, Discard):
+                self._discard(message, deadline)
+                continue
             tail = -1
             try:
                 found, tail = self._find(message, deadline)
@@ -262,6 +266,17 @@ class RemoteService:
             with self._changed:
                 self._num_lookups -= 1
                 self._answer(LookedUp(message.lookup_id, found.num_present, found.error, tail))
+
+    def _discard(self, message: Discard, deadline: float) -> None:
+        try:
+            names = [object_name(message.root, key) for key in message.keys]
+            self._connection.store().discard(names, deadline)
+        except StoreUnavailableError as error:  # no one waits for it
+            log_event(logger, logging.WARNING, "objects_not_removed", error=error)
+        except Exception:
+            log_event(logger, logging.ERROR, "objects_not_removed", exc_info=True)
+        with self._changed:
+            self._num_lookups -= 1
 
     def _find(self, message: LookUp, deadline: float) -> tuple[Presence, int]:
         """Return how many blocks are there, and which tail, or -1."""
@@ -290,7 +305,7 @@ def main() -> None:
     serve(
         config,
         check_remote_url(config.url).name,
-        Execute | Drop | LookUp,
+        Execute | Drop | LookUp | Discard,
         service,
     )
     if service.is_idle:  # else a thread is inside the client, which cannot be closed under it

@@ -11,6 +11,8 @@ import pytest
 from ports import free_range
 from sglang_engine import (
     OPEN_STATES,
+    PAGE,
+    TinyEngine,
     apart,
     check_again,
     engine_with_linker,
@@ -46,7 +48,20 @@ def check_tiers(ssd: str) -> None:
     hits = manager_of(engine).stats()["engine"]["hit_blocks"]
     assert hits["SSD"] >= 20
     settle(engine)
+    check_not_stored(engine)
     manager_of(engine).check()
+
+
+def check_not_stored(engine: TinyEngine) -> None:
+    """What is not to be stored is in no tier, nor in SGLang's tree; the same prompt then is."""
+    tokens, before = prompt(200, 8), manager_of(engine).stats()["tiers"]
+    private = engine.generate(tokens, 40, custom_params={"flexcache_store": False})
+    settle(engine)
+    after = manager_of(engine).stats()["tiers"]
+    assert [after[t]["indexed"] for t in after] == [before[t]["indexed"] for t in before]
+    again = engine.generate(tokens, 40, custom_params={"flexcache_store": "no"})
+    assert (again.cached_tokens, again.output_ids) == (0, private.output_ids)
+    assert engine.generate([*tokens, *again.output_ids]).cached_tokens == (200 + 39) // PAGE * PAGE
 
 
 def test_pages_come_back_whole_from_tree_dram_and_ssd(tmp_path: Path) -> None:
@@ -69,13 +84,28 @@ def check_aborts(ssd: str) -> None:
     assert not linker_of(engine).requests.is_busy()
     tiers = manager_of(engine).stats()["tiers"]
     assert tiers["CPU"]["leased"] == 0
+    check_aborted_answer(engine)
     settle(engine)
     engine.generate(prompt(40, seed=5))  # later steps take the ends that came late
     client = linker_of(engine).cache.client
     engine.step_until(lambda: not client._tasks._ended and not client._worker.gates._opened)
 
 
-def test_an_aborted_request_leaves_nothing_behind(tmp_path: Path) -> None:
+def check_aborted_answer(engine: TinyEngine) -> None:
+    from sglang.srt.managers.io_struct import AbortReq
+
+    request = engine.add(prompt(200, 7), num_new=200)
+    engine.step_until(lambda: len(request.output_ids) >= 60)
+    engine.scheduler.abort_request(AbortReq(rid=request.rid))
+    engine.step_until(request.finished)
+    settle(engine)
+    forget_gpu(engine)
+    answered = [*prompt(200, 7), *request.output_ids]
+    num_computed = (len(answered) - 1) // PAGE * PAGE
+    assert engine.generate([*answered, 7]).cached_tokens == num_computed
+
+
+def test_an_aborted_request_leaves_nothing_behind_but_what_it_has_computed(tmp_path: Path) -> None:
     apart(check_aborts, str(tmp_path))
 
 

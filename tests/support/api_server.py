@@ -103,20 +103,29 @@ class ApiServer:
         self, prompt: list[int], rank: int | None = None, **more: Any
     ) -> tuple[list[int], int]:
         """Return generated token ids, and how many prompt tokens came from a cache."""
+        headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+        with self._ask(prompt, headers, **more) as response:
+            answer = json.load(response)
+        details = answer["usage"]["prompt_tokens_details"] or {}
+        return answer["choices"][0]["token_ids"], details.get("cached_tokens") or 0
+
+    def stream(self, prompt: list[int], **more: Any) -> Iterator[int]:
+        """Yield token ids of an answer as they come. It is aborted if no more are read."""
+        with self._ask(prompt, {}, stream=True, **more) as response:
+            for line in response:
+                if line.startswith(b"data: {"):
+                    yield from json.loads(line[6:])["choices"][0]["token_ids"]
+
+    def _ask(self, prompt: list[int], headers: Mapping[str, str], **more: Any) -> Any:
         body = {
             "model": self.model, "prompt": prompt, "max_tokens": 8, "temperature": 0,
             "ignore_eos": True, "return_token_ids": True, **more,
         }  # fmt: skip
-        headers = {"Content-Type": "application/json"}
-        if rank is not None:
-            headers["X-data-parallel-rank"] = str(rank)
         request = urllib.request.Request(
-            f"{self.url}/v1/completions", json.dumps(body).encode(), headers
-        )
-        with urllib.request.urlopen(request, timeout=READY_S) as response:
-            answer = json.load(response)
-        details = answer["usage"]["prompt_tokens_details"] or {}
-        return answer["choices"][0]["token_ids"], details.get("cached_tokens") or 0
+            f"{self.url}/v1/completions", json.dumps(body).encode(),
+            {"Content-Type": "application/json", **headers},
+        )  # fmt: skip
+        return urllib.request.urlopen(request, timeout=READY_S)
 
     def kill(self) -> None:
         """Kill the server and its engine at once."""

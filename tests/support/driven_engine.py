@@ -205,7 +205,8 @@ class DrivenEngine:
         self._call("settle")
 
     def forget(self, tier: str) -> None:
-        """Drop what the engine's GPU memory holds, or for "DRAM" that tier as well."""
+        """Drop what the engine's GPU memory holds, for "states" only those; or for "DRAM" that tier
+        as well."""
         self._call("forget", tier=tier)
 
     def stats(self) -> dict[str, Any]:
@@ -512,8 +513,24 @@ class Commands(Engine):
         else:
             super().settle()
 
+    def _forget_states(self) -> None:
+        """As vLLM does for new blocks, where the states were used longest ago."""
+        from vllm.v1.core.kv_cache_utils import get_group_id
+        from vllm.v1.kv_cache_interface import MambaSpec
+
+        manager = self.scheduler.kv_cache_manager
+        groups = manager.kv_cache_config.kv_cache_groups
+        for block in manager.block_pool.blocks:
+            if block.block_hash is None or block.ref_cnt:
+                continue
+            if isinstance(groups[get_group_id(block.block_hash)].kv_cache_spec, MambaSpec):
+                assert manager.block_pool._maybe_evict_cached_block(block)
+
     def forget(self, tier: str) -> None:
         self.settle()
+        if tier == "states":
+            self._forget_states()
+            return
         if tier == "DRAM" and self.manager is not None:
             self.manager.clear("CPU")
         if tier == "DRAM" and self._settings.system == "LMCache":

@@ -42,7 +42,7 @@ from flexcache.events.wire import (
 
 BLOCK_SIZE = 16
 _KEPT_REQUESTS = 1000
-_SHOWN_BODY_BYTES = 4096
+_SHOWN_BODY_BYTES = 16 << 10
 
 FAILURES = (
     "none", "close", "close_midway", "hang", "hang_midway", "garbage", "refuse",

@@ -179,6 +179,7 @@ def make_stats(**changes: object) -> RouterStats:
         "queue": LineStats(
             waiting=17,
             capacity=1024,
+            queued_prefill_s={"engines": 29.5, "router": 30.5},
             waits_s=histogram(70, 9, 8, 7, total=3.25),
             refused={"full": 26, "expired": 27, "no_worker": 28},
         ),

@@ -129,13 +129,17 @@ class TinyEngine:
             self.step()
         raise TimeoutError("the engine did not get there")
 
-    def add(self, token_ids: Sequence[int], num_new: int = 8, **fields: Any) -> Any:
+    def add(
+        self, token_ids: Sequence[int], num_new: int = 8, custom_params: Any = None, **fields: Any
+    ) -> Any:
         """Queue a request; return SGLang's own object for it."""
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
         self._num_requests += 1
-        sampling = SamplingParams(temperature=0, max_new_tokens=num_new, ignore_eos=True)
+        sampling = SamplingParams(
+            temperature=0, max_new_tokens=num_new, ignore_eos=True, custom_params=custom_params
+        )
         sampling.normalize(None)
         request = TokenizedGenerateReqInput(
             rid=f"request-{self._num_requests}", input_text=None,

@@ -109,10 +109,16 @@ def _server(
             server.kill()
 
 
-def mooncake_master(segment_gb: float = 0.25) -> AbstractContextManager[StoreServer]:
-    """Run a master. Each client that opens its URL contributes a segment of that size."""
+def mooncake_master(
+    segment_gb: float = 0.25, tenants: Sequence[str] = ()
+) -> AbstractContextManager[StoreServer]:
+    """Run a master. Each client that opens its URL contributes a segment of that size.
 
-    def make(_: Path) -> tuple[str, Sequence[str], Callable[[], bool]]:
+    Args:
+        tenants: Those that may write; empty: the master does not tell tenants apart.
+    """
+
+    def make(directory: Path) -> tuple[str, Sequence[str], Callable[[], bool]]:
         port, metrics_port = free_ports(2)
         command = [
             _program("mooncake_master") or "mooncake_master",
@@ -121,6 +127,11 @@ def mooncake_master(segment_gb: float = 0.25) -> AbstractContextManager[StoreSer
             f"--metrics_port={metrics_port}",
             "--default_kv_lease_ttl=10000",  # ms: longer than a busy machine holds up a read
         ]
+        if tenants:
+            policy = directory / "tenants"
+            registered = [{"name": name, "quota": 100_000_000} for name in tenants]
+            policy.write_text(json.dumps({"version": 1, "tenants": registered}))
+            command += ["--enable_multi_tenants=true", f"--tenant_quota_connector_uri={policy}"]
         url = f"mooncake://127.0.0.1:{port}?segment_gb={segment_gb}"
         return url, command, lambda: _accepts(port)
 

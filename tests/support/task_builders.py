@@ -19,6 +19,7 @@ import numpy as np
 from builders import make_cache
 
 from flexcache.cache.block_keys import ENGINE_KEYS, EngineBlockKeys, LayoutRoots, make_root
+from flexcache.cache.control import CacheCall, CallName, CallOutcome
 from flexcache.cache.plan import Plan
 from flexcache.cache.prompt import Prompt
 from flexcache.cache.tier import Lease, Tier
@@ -41,7 +42,9 @@ from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.instructions import (
     DISK,
     REMOTE,
+    DiscardObjects,
     DropOp,
+    EraseDeleted,
     LookUpEnded,
     ReplaceExecutor,
     RevokeTask,
@@ -431,6 +434,22 @@ class World:
     def clear(self, tier: TierName) -> int:
         return len(self.cache.tiers.clear(tier.value)[tier])
 
+    def control(self, name: CallName, text: str, ttl_s: float = 0.0) -> CallOutcome:
+        """Make a user's call about a prompt."""
+        prompt = Prompt(TaskKind.GET, keys_of(text), 0, len(text), 16 * len(text))
+        call = CacheCall(name=name, prompts=[prompt], ttl_s=ttl_s)
+        outcome = self.engine.control(call, self.now)
+        self._carry_out()
+        return outcome
+
+    def _erase(self) -> None:
+        """Erase the records of deleted blocks, none of which an op may still use."""
+        lease = self.engine.withhold_deleted(TierName.SSD)
+        used = {place for errand in self.at_work.values() for part in _places(errand.run)
+                for place in part}  # fmt: skip
+        assert not {(TierName.SSD, slot) for slot in lease.blocks.tolist()} & used
+        self.engine.give_back(lease, are_erased=True)
+
     def cached(self, tier: TierName, text: str) -> int:
         """Return the length of the prompt's longest prefix in the tier; no side effect."""
         return self.cache.tiers.by_name[tier].index.match(self.placed(text)).num_blocks
@@ -649,6 +668,11 @@ class World:
                     self._told(task_id, result)
                 case RevokeTask(task_id):
                     self.revoked.add(task_id)
+                case DiscardObjects(root, keys):
+                    for key in keys:
+                        self.store.pop((root, key), None)
+                case EraseDeleted():
+                    self._erase()
                 case ReplaceExecutor(executor, reason):
                     assert executor in self.alive
                     if executor in (DISK, REMOTE):

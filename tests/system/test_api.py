@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -209,6 +210,32 @@ def test_a_prompt_with_a_higher_priority_outlives_the_others() -> None:
             manager.cancel([task_id])
             kept.append(bool(mask.all()))
         assert kept == [False, True, False, True]
+
+
+def test_what_is_not_to_be_stored_is_not(tmp_path: Path) -> None:
+    ssd = {"num_ssd_blocks": 64, "ssd_cache_dirs": [str(tmp_path)]}
+    with running_cluster(num_cpu_blocks=32, **ssd) as cluster:
+        manager, tokens = cluster.manager, np.arange(100)
+
+        def put(**hints: Any) -> int:
+            task_id, mask = manager.put_async(tokens, np.arange(96), range(96), **hints)
+            manager.wait([task_id], 30, completely=True)
+            matched, by_match = manager.put_match(tokens, **hints)
+            manager.cancel([matched])
+            assert not by_match.any()
+            tiers = manager.stats()["tiers"]
+            assert tiers["CPU"]["indexed"] == tiers["SSD"]["indexed"]
+            assert int(mask.sum()) % 16 == 0
+            return int(tiers["CPU"]["indexed"])
+
+        assert put(store=False) == put(max_store_tokens=15) == put(max_store_tokens=0) == 0
+        assert put(store=False, max_store_tokens=50) == 0
+        assert put(max_store_tokens=50) == 3
+        assert put(store=False) == put(max_store_tokens=16) == 3
+        task_id, mask = manager.put_match(tokens, range(64, 96), max_store_tokens=70)
+        manager.cancel([task_id])
+        assert not mask.any()
+        assert put(max_store_tokens=1000) == 6
 
 
 def test_launching_twice_and_with_wrong_slots_is_refused() -> None:

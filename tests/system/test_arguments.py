@@ -74,6 +74,11 @@ def launched(**arguments: Any) -> Callable[[Cluster], object]:
         *refused(
             lambda c, v: c.manager.put_match(TOKENS, tail_at=v), "tail_at", "a", 16.0, [16], 16
         ),
+        *refused(lambda c, v: c.manager.put_match(TOKENS, store=v), "store", "x", None, 0),
+        *refused(
+            lambda c, v: c.manager.put_match(TOKENS, max_store_tokens=v), "max_store_tokens",
+            "x", -1, 16.0, True, HUGE,
+        ),
         *refused(
             lambda c, v: launched(slot_mappings=v)(c), "slot_mappings",
             None, 5, [None], [range(63)], [range(1, 65)], [range(-64, 0)], [[[1], [2, 3]]],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -13,9 +14,11 @@ import numpy as np
 import pytest
 from cluster import WAIT_S, Cluster, running_cluster, until
 from ports import free_port
+from tailed_engine import STATE_LIKE, STATES_ONLY, tailed_engine
 from typer.testing import CliRunner
 
-from flexcache import Pin
+from flexcache import KVGroup, KVStatus, Pin
+from flexcache.cache.journal import Medium, Removed
 from flexcache.cli import app
 from flexcache.protocol.endpoints import private_endpoint
 
@@ -56,6 +59,14 @@ class Caller:
         if self._way != "command":
             return self.cluster.manager.unpin(pin_id)
         return bool(self._command("unpin", pin_id)["unpinned"])
+
+    def delete(self, tokens: np.ndarray | None = None, **options: Any) -> dict[str, int]:
+        if self._way != "command":
+            return self.cluster.manager.delete(tokens, **options)
+        given = ["--session", options["session_id"]] if "session_id" in options else []
+        given += ["--namespace", options["namespace"]] if "namespace" in options else []
+        deleted: dict[str, int] = self._command("delete", *given, tokens=tokens)["deleted_blocks"]
+        return deleted
 
     def _command(self, call: str, *options: str, tokens: np.ndarray | None = None) -> Any:
         arguments = ["cache", call, "--json", "--endpoint", self._port, *options]
@@ -143,6 +154,106 @@ def test_a_session_is_pinned_by_its_name(caller: Caller) -> None:
     assert cluster.manager.new_weights("other") == "other"
     assert not caller.unpin(pin.id)
     assert cluster.manager.stats()["control"]["ended_pins"] == {"weights": 1}
+
+
+def test_a_deleted_prompt_is_gone_for_good_and_what_others_share_is_not(
+    caller: Caller, tmp_path: Path
+) -> None:
+    """Its copy is what a machine finds that loses its power right after the answer."""
+    cluster = caller.cluster
+    longer = np.concatenate((tokens_of(0), [7] * SIZE))
+    other = np.concatenate((tokens_of(0)[: 3 * SIZE], [8] * SIZE))
+    for tokens in (longer, other, tokens_of(1)):
+        cluster.put(tokens, range(len(tokens) // SIZE))
+    gone = {"CPU": NUM_BLOCKS + 1 - 3, "SSD": NUM_BLOCKS + 1 - 3}
+    assert caller.delete(tokens_of(0)) == gone
+    assert caller.delete(tokens_of(0)) == {"CPU": 0, "SSD": 0}
+    copied = tmp_path / "after a crash"
+    copied.mkdir()
+    for file in tmp_path.iterdir():
+        if file.is_file():
+            shutil.copy(file, copied)
+    there = {"CPU": 3 * SIZE, "SSD": 3 * SIZE}
+    assert caller.lookup(longer) == there
+    assert caller.lookup(other) == {"CPU": 4 * SIZE, "SSD": 4 * SIZE}
+    assert cluster.get(tokens_of(0), range(NUM_BLOCKS)).mask.sum() == 3 * SIZE
+    assert caller.lookup(tokens_of(1))["SSD"] == NUM_BLOCKS * SIZE
+    assert cluster.manager.stats()["control"]["deleted_blocks"] == gone
+    with running_cluster([copied], num_cpu_blocks=NUM_BLOCKS) as restarted:
+        assert restarted.manager.lookup(longer)["SSD"] == 3 * SIZE
+        assert restarted.manager.lookup(other)["SSD"] == 4 * SIZE
+        assert restarted.manager.lookup(tokens_of(1))["SSD"] == NUM_BLOCKS * SIZE
+
+
+def test_sessions_and_namespaces_are_deleted_by_name(caller: Caller) -> None:
+    cluster = caller.cluster
+    slots = cluster.slots(range(NUM_BLOCKS))
+    for number, named in enumerate(
+        ({"session_id": "a"}, {"namespace": "team"}, {"namespace": ["team", "salt"]}, {})
+    ):
+        task, _ = cluster.manager.put_async(tokens_of(number), slots, **named)  # type: ignore[misc]
+        cluster.manager.wait([task], WAIT_S, completely=True)
+    assert caller.delete(session_id="a")["SSD"] == NUM_BLOCKS
+    assert caller.delete(session_id="a")["SSD"] == 0
+    assert caller.delete(namespace="team")["SSD"] == 2 * NUM_BLOCKS
+    assert caller.lookup(tokens_of(0)) == {"CPU": 0, "SSD": 0}
+    assert caller.lookup(tokens_of(3))["SSD"] == NUM_BLOCKS * SIZE
+
+
+def test_a_delete_ends_no_task_and_what_was_still_written_is_not_found_after_it(
+    tmp_path: Path,
+) -> None:
+    with running_cluster([tmp_path], num_cpu_blocks=80) as cluster:
+        manager = cluster.manager
+        slots = cluster.slots(range(NUM_BLOCKS))
+        cluster.put(tokens_of(0), range(NUM_BLOCKS))
+        reads, _ = manager.get_async(tokens_of(0), slots)
+        writes, _ = manager.put_async(tokens_of(1), slots)
+        for number in range(2):
+            manager.delete(tokens_of(number))
+        for answer in manager.wait([reads, writes], WAIT_S, completely=True).values():
+            assert answer.status is KVStatus.SUCCESS
+        assert manager.lookup(tokens_of(0)) == manager.lookup(tokens_of(1))
+        assert manager.lookup(tokens_of(0)) == {"CPU": 0, "SSD": 0}
+        until(lambda: cluster.num_leased() == 0)
+    with running_cluster([tmp_path], num_cpu_blocks=80) as cluster:
+        assert cluster.manager.stats()["tiers"]["SSD"]["indexed"] == 0
+
+
+def test_a_delete_removes_objects_and_is_told_as_an_event(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with running_cluster(remote_url=f"file://{store}", kv_events=True) as cluster:
+        manager = cluster.manager
+        until(lambda: manager.stats()["tiers"]["REMOTE"]["available"])
+        cluster.put(tokens_of(0), range(NUM_BLOCKS))
+        assert manager.lookup(tokens_of(0))["REMOTE"] == NUM_BLOCKS * SIZE
+        manager.take_changes()
+        assert manager.delete(tokens_of(0)) == {"CPU": NUM_BLOCKS, "REMOTE": NUM_BLOCKS}
+        removed = [change for change in manager.take_changes() if isinstance(change, Removed)]
+        assert {change.medium for change in removed} == {Medium.CPU, Medium.STORAGE}
+        assert sum(len(change.keys) for change in removed) == 2 * NUM_BLOCKS
+        until(lambda: not [path for path in store.rglob("*") if path.is_file()])
+        _, mask = manager.get_match(tokens_of(0))
+        assert not mask.any()
+
+
+@pytest.mark.parametrize("groups", [STATE_LIKE, STATES_ONLY], ids=["state", "states_only"])
+def test_tails_are_looked_up_pinned_and_deleted_with_their_prompt(
+    groups: tuple[KVGroup, ...], tmp_path: Path
+) -> None:
+    with tailed_engine(groups, num_ssd_blocks=64, ssd_cache_dirs=(str(tmp_path),)) as engine:
+        manager, tokens = engine.manager, np.arange(128)
+        engine.put(tokens, engine.tables(128))
+        assert manager.lookup(np.arange(200)) == {"CPU": 128, "SSD": 128}
+        assert manager.lookup(tokens) == {"CPU": 0, "SSD": 0}, "the last token is left"
+        pin = manager.pin(tokens, ttl_s=60)
+        assert pin is not None
+        assert pin.num_tokens == 128
+        assert manager.stats()["tiers"]["CPU"]["pinned"] > 0
+        deleted = manager.delete(tokens)
+        assert deleted["CPU"] == deleted["SSD"] > 0
+        assert manager.lookup(np.arange(200)) == {"CPU": 0, "SSD": 0}
+        assert not manager.unpin(pin.id)
 
 
 def test_engine_keys_and_namespaces_name_a_prompt_too() -> None:

@@ -490,3 +490,31 @@ def test_a_full_store_makes_room_or_reports_failure(memory: Memory) -> None:
         target = memory.cleared(1, 64, 200_000)
         found = [store.read_into([name], [target], soon())[0].status for name in names]
         assert set(found) == {Status.OK, Status.MISSING}
+
+
+@pytest.mark.whole
+@pytest.mark.skipif(missing("mooncake", "mooncake_master") is not None, reason="no Mooncake")
+def test_tenants_of_a_mooncake_have_objects_of_their_own(memory: Memory) -> None:
+    with (
+        mooncake_master(segment_gb=0.05, tenants=("a", "b")) as master,
+        mooncake_segment(master.url),
+        ExitStack() as opened,
+    ):
+        address = master.url.partition("?")[0]
+        urls = {name: f"{address}?tenant={name}" for name in "abc"} | {"default": address}
+        stores = {
+            name: opened.enter_context(
+                closing(open_remote_store(url, call_bytes=CALL_BYTES, timeout_s=TIMEOUT_S))
+            )
+            for name, url in urls.items()
+        }
+        (shared,) = fresh(1)
+        block = memory.filled(0, 64, 1000)
+        for name in ("c", "default"):
+            (refused,) = stores[name].write_from([shared], [block], soon())
+            assert refused.status is Status.FAILED and "tenant" in str(refused.reason)
+        assert statuses(stores["a"].write_from([shared], [block], soon())) == [Status.OK]
+        found = {name: store.count_present([shared], soon()) for name, store in stores.items()}
+        assert {name: each.num_present for name, each in found.items() if each.num_present} == {
+            "a": 1
+        }

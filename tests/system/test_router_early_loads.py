@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,3 +129,65 @@ def test_requests_are_answered_while_a_cache_is_silent_and_when_it_is_gone(tmp_p
 
             until(is_left_alone)
             assert router.stop() == 0
+
+
+def test_what_an_engine_without_events_has_below_its_gpu_is_guessed_by_its_caches_size(
+    tmp_path: Path,
+) -> None:
+    port = free_port()
+    with (
+        running_cluster([tmp_path], http_endpoint=str(port), http_token=TOKEN, num_cpu_blocks=64),
+        FakeEngine(gpu_blocks=8) as engine,
+        RouterProcess([engine], f"--cache=*=http://127.0.0.1:{port}", cache_token=TOKEN) as router,
+    ):
+
+        def has_it_below() -> bool:
+            assert asyncio.run(complete(router.url, PROMPT)).is_whole
+            found = router.post("/query", {"token_ids": PROMPT})["workers"][engine.url]
+            return bool(found["gpu"] == 8 * 16 and found["cpu"] == NUM_BLOCKS * 16)
+
+        until(has_it_below)
+
+
+def test_an_engine_is_told_which_other_has_the_prompt(tmp_path: Path) -> None:
+    """vLLM's p2p tier: the one that has it is busy, the other fetches it from there."""
+    prompt = [number % 10 for number in range(2100)]
+    sources = [[f"ipc://{tmp_path}/{name}-{kind}" for kind in ("kv", "again")] for name in "ab"]
+    with (
+        FakeEngine(events=sources[0][0], replay=sources[0][1]) as idle,
+        FakeEngine(events=sources[1][0], replay=sources[1][1], fail="hang", times=1) as busy,
+        RouterProcess(
+            (),
+            *(f"--worker={engine.url},peer_port=5710" for engine in (idle, busy)),
+            *(
+                f"--events={engine.url}={','.join(source)}"
+                for engine, source in zip((idle, busy), sources, strict=True)
+            ),
+            max_requests_per_worker=1,
+        ) as router,
+    ):
+        busy.hold(prompt)
+
+        def has_told() -> bool:
+            found = router.post("/query", {"token_ids": prompt})["workers"]
+            return bool(found[busy.url]["gpu"] == 2096)
+
+        until(has_told)
+
+        async def test() -> Ended:
+            hanging = asyncio.create_task(complete(router.url, prompt))
+            while not busy.stats()["running"]:
+                await asyncio.sleep(0.01)
+            other = await complete(router.url, prompt)
+            hanging.cancel()
+            return other
+
+        assert asyncio.run(test()).worker == idle.url
+        (asked,) = (each for each in idle.requests() if each["method"] == "POST")
+        body = json.loads(asked["body"])
+        source = body["kv_transfer_params"]["remote_kv_source"]
+        assert source.pop("kv_request_id")
+        assert source == {"remote_host": "127.0.0.1", "remote_port": 5710}
+        assert body["prompt"] == prompt
+        (first,) = (each for each in busy.requests() if each["method"] == "POST")
+        assert "kv_transfer_params" not in json.loads(first["body"])

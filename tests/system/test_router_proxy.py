@@ -154,7 +154,9 @@ def test_any_method_and_target_is_passed_on_as_received(engine: FakeEngine) -> N
 
 
 def test_bodies_answers_and_fields_are_passed_on_as_received(engine: FakeEngine) -> None:
-    squeezed = gzip.compress(json.dumps(BODY).encode())
+    hints = {"flexcache_store": False, "flexcache_max_store_tokens": 7}
+    hinted = {**BODY, "kv_transfer_params": hints, "custom_params": hints}
+    squeezed = gzip.compress(json.dumps(hinted).encode())
     large = b" " * 3_000_000 + json.dumps(BODY).encode()
     with ProxyProcess([engine.url]) as proxy:
         ask(proxy, squeezed, headers={"Content-Encoding": "gzip", "Cookie": "a=b"})

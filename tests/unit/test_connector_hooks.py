@@ -23,7 +23,6 @@ LEFT_TO_VLLM = {
     "set_xfer_handshake_metadata_pp_aware": "workers find the cache by its address",
     "get_finished_count": "every rank reports",
     "register_finished_partial_tail": "only whole blocks are stored",
-    "supports_divergent_local_hybrid_hits": "hits end where all groups have what they need",
     "get_loaded_kv_cache_group_ids": "all groups are loaded",
 }
 """Hooks that the base class's version serves, and why."""

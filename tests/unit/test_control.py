@@ -1,9 +1,15 @@
-"""`CacheControl` over real tiers: look-ups and pins, beside plain records of what they promise."""
+"""`CacheControl` over real tiers: look-ups, pins and deletes, beside plain records."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
 import pytest
-from builders import OTHER_ROOT, ROOT, get_of, make_cache, prefixes, prompt, put_of
+from builders import OTHER_ROOT, ROOT, get_of, keys_of, make_cache, prefixes, prompt, put_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -12,14 +18,16 @@ from tail_world import keys_of as tailed_keys
 
 from flexcache.cache.block_keys import ENGINE_KEYS, make_root
 from flexcache.cache.control import LONGEST_PIN_S, CacheCall, CallOutcome
+from flexcache.cache.plan import Plan
 from flexcache.cache.prompt import Prompt
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiered_cache import CacheSizes, TieredCache, build_cache
 from flexcache.config import CacheConfig
 from flexcache.config.model import KVGroup
-from flexcache.ids import RootId, TaskKind, TierName
+from flexcache.ids import OpKind, RootId, TaskKind, TierName
 
 some_root = st.sampled_from([ROOT, OTHER_ROOT])
+some_session = st.sampled_from(["a", "b", None])
 some_word = st.text("xyz", min_size=1, max_size=6)
 
 
@@ -30,15 +38,26 @@ class Served:
         self.cache: TieredCache = make_cache(cpu, ssd, **settings)  # type: ignore[arg-type]
         self.now = 1000.0
 
-    def get(self, word: str, root: RootId = ROOT) -> None:
+    def get(self, word: str, root: RootId = ROOT, session_id: str | None = None) -> int:
         self._tick()
-        plan = self.cache.loads.plan_get(get_of(prompt(word, root)))
-        self.cache.publish_staging(plan, plan.num_blocks)
+        keys = prompt(word, root)
+        plan = self.cache.loads.plan_get(get_of(keys))
+        self.cache.sessions.used(session_id, keys, plan)
+        num_found = plan.num_blocks
+        self.cache.publish_staging(plan, num_found)
         self.cache.finish(plan)
+        return num_found
 
-    def put(self, word: str, root: RootId = ROOT) -> None:
+    def put(self, word: str, root: RootId = ROOT, session_id: str | None = None) -> None:
         self._tick()
-        plan = self.cache.stores.plan_put(put_of(prompt(word, root)))
+        keys = prompt(word, root)
+        plan = self.cache.stores.plan_put(put_of(keys))
+        self.cache.sessions.used(session_id, keys, plan)
+        self.land(plan)
+        self.cache.sessions.put_ended(session_id)
+
+    def land(self, plan: Plan) -> None:
+        """End a put whose ops have all succeeded."""
         self.cache.publish_staging(plan, plan.num_blocks)
         for name, lease in plan.stores.items():
             self.cache.publish_store(plan, name, len(lease))
@@ -56,8 +75,15 @@ class Served:
     def unpin(self, pin_id: str) -> bool:
         return bool(self._call(CacheCall(name="unpin", pin_id=pin_id)).pin_id)
 
-    def _call(self, call: CacheCall, *prompts: Prompt) -> CallOutcome:
-        return self.cache.control.carry_out(call, prompts, self.now)
+    def delete(self, word: str, root: RootId = ROOT) -> dict[str, int]:
+        return by_tier(self._call(CacheCall(name="delete"), get_of(prompt(word, root))))
+
+    def delete_all(self, puts: Sequence[Plan] = (), **names: Any) -> dict[str, int]:
+        return by_tier(self._call(CacheCall(name="delete", **names), puts=puts))
+
+    def _call(self, call: CacheCall, *prompts: Prompt, puts: Sequence[Plan] = ()) -> CallOutcome:
+        call = msgspec.structs.replace(call, prompts=prompts)
+        return self.cache.control.carry_out(call, self.now, puts)
 
     def cached(self) -> dict[str, set[tuple[RootId, str]]]:
         """Return the words whose last block each tier has."""
@@ -158,7 +184,7 @@ class PinMachine(RuleBasedStateMachine):
             if count == len(longest) and len(former[tier] | new) <= MOST_PINNED[tier]
         ]
         if not (longest and may_hold):
-            assert made == ({}, "", 0, 0.0)
+            assert made == CallOutcome({})
             return
         assert by_tier(made) == {may_hold[0]: len(longest)}
         assert made.num_blocks == len(longest)
@@ -261,11 +287,7 @@ def test_what_is_pinned_outlasts_the_retention_time() -> None:
 def test_a_pin_of_a_session_holds_all_its_prompts_as_one() -> None:
     served = Served(30)
     for word in ("xya", "xyab", "xyc"):
-        keys = prompt(word)
-        plan = served.cache.stores.plan_put(put_of(keys))
-        served.cache.sessions.used("a session", keys, plan)
-        served.cache.publish_staging(plan, plan.num_blocks)
-        served.cache.finish(plan)
+        served.put(word, session_id="a session")
     made = served.pin_session("a session")
     assert (made.num_blocks, by_tier(made)) == (5, {"CPU": 5})
     for number in range(20):
@@ -297,6 +319,226 @@ def test_with_tails_a_pin_holds_the_last_tail_and_all_before_it() -> None:
     world.cache.check()
 
 
+class DeleteMachine(RuleBasedStateMachine):
+    """Any order of puts, pins and deletes, without evictions: what is shared survives, in both
+    tiers, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.served = Served(2000, 2000)
+        self.cached: set[tuple[RootId, str]] = set()
+        self.pins: dict[str, tuple[RootId, str]] = {}
+
+    @rule(word=some_word, root=some_root)
+    def put(self, word: str, root: RootId) -> None:
+        self.served.put(word, root)
+        self.cached |= {(root, prefix) for prefix in prefixes(word)}
+
+    @rule(word=some_word, root=some_root)
+    def pin(self, word: str, root: RootId) -> None:
+        made = self.served.pin(word, 1e6, root)
+        if made.pin_id:
+            self.pins[made.pin_id] = root, word[: made.num_blocks]
+
+    @rule(word=some_word, root=some_root)
+    def delete(self, word: str, root: RootId) -> None:
+        own = self.served.pin(word, 1e6, root).pin_id
+        self.pins.pop(own, None)
+        there = {w for r, w in self.cached if r == root}
+        pinned = {p for r, w in self.pins.values() if r == root for p in prefixes(w)}
+        shared = [
+            length
+            for length in range(1, len(word) + 1)
+            if any(
+                w[:length] == word[:length] and w[length] != word[length]
+                for w in there
+                if length < len(word) and len(w) > length
+            )
+            or word[:length] in pinned
+        ]
+        kept = max(shared, default=0)
+        behind = word[: kept + 1]
+        gone = {w for w in there if w.startswith(behind) and len(w) > kept and w not in pinned}
+        assert self.served.delete(word, root) == {"CPU": len(gone), "SSD": len(gone)}
+        assert self.served.delete(word, root) == {"CPU": 0, "SSD": 0}
+        self.cached -= {(root, w) for w in gone}
+
+    @rule(root=some_root)
+    def delete_namespace(self, root: RootId) -> None:
+        gone = {(r, w) for r, w in self.cached if r == root}
+        assert self.served.delete_all(roots=[root]) == {"CPU": len(gone), "SSD": len(gone)}
+        self.cached -= gone
+        self.pins = {pin_id: pin for pin_id, pin in self.pins.items() if pin[0] != root}
+
+    @invariant()
+    def what_was_not_deleted_is_there(self) -> None:
+        assert self.served.cached() == {"CPU": self.cached, "SSD": self.cached}
+        assert self.served.cache.control.stats().pins == len(self.pins)
+        erase(self.served)
+        self.served.cache.check()
+
+
+TestDeletes = DeleteMachine.TestCase
+TestDeletes.settings = settings(stateful_step_count=25)
+
+
+def erase(served: Served) -> np.ndarray:
+    """Erase the records of deleted blocks, as the server does; return their slots."""
+    lease = served.cache.tiers.withhold_deleted(TierName.SSD)
+    erased = lease.blocks
+    served.cache.tiers.give_back(lease, is_clean=True)
+    return erased
+
+
+class SessionDeleteMachine(RuleBasedStateMachine):
+    """Any order of sessions' prompts and deletes: what the session alone has stored and used goes,
+    and all else stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.served = Served(2000, 2000)
+        self.writer: dict[str, str | None] = {}
+        self.users: defaultdict[str, set[str | None]] = defaultdict(set)
+
+    @rule(session_id=some_session, word=some_word)
+    def get(self, session_id: str | None, word: str) -> None:
+        is_seen = session_id is not None or len(self.served.cache.sessions) > 0
+        num_found = self.served.get(word, session_id=session_id)
+        assert num_found == sum(prefix in self.writer for prefix in prefixes(word))
+        for prefix in prefixes(word)[: num_found if is_seen else 0]:
+            self.users[prefix].add(session_id)
+
+    @rule(session_id=some_session, word=some_word)
+    def put(self, session_id: str | None, word: str) -> None:
+        is_seen = session_id is not None or len(self.served.cache.sessions) > 0
+        self.served.put(word, session_id=session_id)
+        for prefix in prefixes(word):
+            self.writer.setdefault(prefix, session_id)
+            if is_seen:
+                self.users[prefix].add(session_id)
+
+    @rule(session_id=st.sampled_from(["a", "b"]))
+    def delete(self, session_id: str) -> None:
+        own = {w for w, writer in self.writer.items() if writer == session_id}
+        own = {w for w in own if self.users[w] == {session_id}}
+        gone = {
+            w for w in own if all(other in own for other in self.writer if other[: len(w)] == w)
+        }
+        deleted = self.served.delete_all(session_id=session_id)
+        assert deleted == {"CPU": len(gone), "SSD": len(gone)}
+        for word in gone:
+            del self.writer[word], self.users[word]
+        for word, writer in self.writer.items():  # the session is a new one from here on
+            self.users[word].discard(session_id)
+            if writer == session_id:
+                self.writer[word] = None
+
+    @invariant()
+    def what_others_use_is_there(self) -> None:
+        words = {(ROOT, word) for word in self.writer}
+        assert self.served.cached() == {"CPU": words, "SSD": words}
+        self.served.cache.check()
+
+
+TestSessionDeletes = SessionDeleteMachine.TestCase
+TestSessionDeletes.settings = settings(stateful_step_count=25)
+
+
+def test_what_is_being_stored_of_a_deleted_prompt_is_dropped_and_erased() -> None:
+    served = Served(20, 20)
+    served.put("xy")
+    plans = [
+        served.cache.stores.plan_put(put_of(prompt(word)))
+        for word in ("xyab", "xyabcd", "xyq", "mn")
+    ]
+    slots = {s for plan in plans[:2] for s in plan.stores[TierName.SSD].blocks.tolist()}
+    assert served.delete("xyab") == {"CPU": 0, "SSD": 0}, "another one continues from xy"
+    served.put("xya")
+    for plan in plans:
+        served.land(plan)
+    kept = {(ROOT, word) for word in ("x", "xy", "xya", "xyq", "m", "mn")}
+    assert served.cached() == {"CPU": kept, "SSD": kept}
+    assert slots <= set(erase(served).tolist())
+    assert not len(erase(served))
+    served.cache.check()
+
+
+def test_what_a_task_reads_of_a_deleted_prompt_stays_until_it_ends() -> None:
+    served = Served(20, 20)
+    served.put("xyz")
+    served.cache.clear("CPU")
+    plan = served.cache.loads.plan_get(get_of(prompt("xyz")))
+    assert plan.sources == {TierName.SSD: 3}
+    [slots] = [op.src for op in plan.graph.ops if op.kind is OpKind.DISK2H and len(op) == 2]
+    assert served.delete("xyz") == {"CPU": 0, "SSD": 3}
+    assert served.look_up("xyz") == {"CPU": 0, "SSD": 0}
+    assert not set(slots.tolist()) & set(erase(served).tolist())
+    served.cache.publish_staging(plan, 3)
+    served.cache.finish(plan)
+    assert served.look_up("xyz") == {"CPU": 0, "SSD": 0}
+    assert set(slots.tolist()) <= set(erase(served).tolist())
+    served.cache.check()
+
+
+def test_a_slot_that_was_given_back_is_erased_too() -> None:
+    """A put that evicted a block and was cancelled leaves the block's record."""
+    served = Served(20, 3)
+    served.put("xyz")
+    plan = served.cache.stores.plan_put(put_of(prompt("abc")))
+    served.cache.finish(plan)
+    assert served.delete("xyz") == {"CPU": 3, "SSD": 0}
+    assert sorted(erase(served).tolist()) == [0, 1, 2]
+
+
+def test_a_session_whose_last_block_was_evicted_is_deleted_all_the_same() -> None:
+    served = Served(6)
+    served.put("xxxx", session_id="a")
+    served.put("yyy", session_id="b")
+    assert served.look_up("xxxx") == {"CPU": 3}
+    assert served.delete_all(session_id="a") == {"CPU": 3}
+    assert served.delete_all(session_id="a") == {"CPU": 0}
+    assert served.look_up("yyy") == {"CPU": 3}
+
+
+def test_a_tenant_is_deleted_with_all_its_namespaces_and_pins() -> None:
+    served = Served(20, 20)
+    names = (["team"], ["team", "salt"], ["other", "team"], [])
+    roots = [make_root("m", name, ENGINE_KEYS, version) for name in names for version in ("", "2")]
+    for root in roots:
+        served.put("xy", root)
+    pin = served.pin("xy", root=roots[0])
+    assert served.delete_all(tenant="team") == {"CPU": 8, "SSD": 8}
+    assert not served.unpin(pin.pin_id)
+    assert served.cached()["CPU"] == {(root, w) for root in roots[4:] for w in ("x", "xy")}
+    assert served.cache.control.stats().ended_pins == {"deleted": 1}
+
+
+def test_objects_of_the_remote_store_are_removed() -> None:
+    served = Served(20)
+    served.cache = make_cache(20, 0, 30)
+    served.put("xyz")
+    outcome = served._call(CacheCall(name="delete"), get_of(prompt("xyz")))
+    assert by_tier(outcome) == {"CPU": 3, "REMOTE": 3}
+    assert outcome.objects == {ROOT: keys_of("xyz")}
+    remote = served.cache.tiers.remote
+    assert remote is not None
+    assert remote.first_unknown(prompt("xyz"), 3, served.now) is None, "until they are gone"
+
+
+def test_with_tails_those_of_a_deleted_prompt_go_too() -> None:
+    groups = (KVGroup("full", 32), KVGroup("window", 32, 64))
+    world = TailWorld(groups, cpu=30, ssd=30)
+    for word, position in (("abc", 2), ("abc", 3), ("abde", 4)):
+        world.put(word, tail_at=position)
+        world.finish_all()
+    prompts = [Prompt(TaskKind.GET, tailed_keys("abc"), 0, 3, 96)]
+    world.engine.control(CacheCall(name="delete", prompts=prompts), world.now)
+    for tier in world.cache.tiers:
+        assert {t.key for t in tier.tails.all_tails()} == {b"ab", b"abde"}
+        assert tier.index.num_blocks == 4
+    world.cache.check()
+
+
 @pytest.mark.parametrize(
     ("call", "why"),
     [
@@ -309,6 +551,9 @@ def test_with_tails_a_pin_holds_the_last_tail_and_all_before_it() -> None:
         (CacheCall(name="pin", prompts=[get_of(prompt("x"))], session_id="a", ttl_s=1.0), "either"),
         (CacheCall(name="lookup"), "either"),
         (CacheCall(name="unpin", pin_id=1), "pin_id"),  # type: ignore[arg-type]
+        (CacheCall(name="delete"), "a namespace alone"),
+        (CacheCall(name="delete", tenant="a", session_id="b"), "a namespace alone"),
+        (CacheCall(name="pin", tenant="a", ttl_s=1.0), "session_id"),
     ],
 )
 def test_a_call_that_makes_no_sense_is_refused(call: CacheCall, why: str) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -13,9 +16,11 @@ import pytest
 import yaml
 
 from flexcache.config import CacheConfig, RouterConfig, ServerConfig
+from flexcache.counters import families
 from flexcache.ids import __version__
 from flexcache.router.fleet import EventSource
 from flexcache.router.listing import parse_options
+from flexcache.router.stats import RouterStats
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
@@ -23,6 +28,7 @@ CUSTOM = {
     "ServiceMonitor",
     "InferencePool",
     "HTTPRoute",
+    "ScaledObject",
 }  # Kubernetes itself has no schema for these
 
 
@@ -39,16 +45,20 @@ def containers(deployment: dict[str, Any]) -> list[dict[str, Any]]:
     return [*pod.get("initContainers", []), *pod["containers"]]
 
 
-@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
-def test_manifests_follow_the_schemas_of_kubernetes(path: Path) -> None:
+def validate(documents: list[dict[str, Any]]) -> None:
     kubernetes_validate = pytest.importorskip(
         "kubernetes_validate", reason="kubernetes-validate is not installed"
     )
-    for document in documents(path):
+    for document in documents:
         if document["kind"] not in CUSTOM:
             kubernetes_validate.validate(
                 document, kubernetes_validate.latest_version(), strict=True
             )
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_manifests_follow_the_schemas_of_kubernetes(path: Path) -> None:
+    validate(documents(path))
 
 
 def test_the_dockerfile_passes_hadolint() -> None:
@@ -116,9 +126,9 @@ def named(kind: str, name: str) -> dict[str, Any]:
     return next(each for each in of_kind(kind) if each["metadata"]["name"] == name)
 
 
-def router_environment() -> dict[str, str]:
+def router_environment(deployment: dict[str, Any] | None = None) -> dict[str, str]:
     """The variables of the router's container, expanded as Kubernetes does."""
-    (container,) = containers(named("Deployment", "flexcache-router"))
+    (container,) = containers(deployment or named("Deployment", "flexcache-router"))
     special = {"NAMESPACE": "prod", "FLEXCACHE_ROUTER_CONTROL_TOKEN": "token"}
     given = {
         each["name"]: each.get("value", special.get(each["name"])) for each in container["env"]
@@ -188,3 +198,113 @@ def test_envoys_names_are_those_of_the_services() -> None:
         address = endpoint["endpoint"]["address"]["socket_address"]
         addresses[cluster["name"]] = (address["address"], address["port_value"])
     assert addresses == {"engines": ("vllm-engines", 8000), "picker": ("flexcache-router", 9002)}
+
+
+def test_the_autoscalers_ask_for_what_the_router_tells() -> None:
+    recipe = (DEPLOY.parent / "docs" / "operate" / "router.md").read_text()
+    (hpa,) = (yaml.safe_load(each) for each in re.findall(r"```yaml\n(.*?)```", recipe, re.DOTALL))
+    validate([hpa])
+    (trigger,) = named("ScaledObject", "vllm-flexcache")["spec"]["triggers"]
+    asked = re.findall(r"(flexcache_\w+)\{at=\"(\w+)\"", trigger["metadata"]["query"])
+    name = hpa["spec"]["metrics"][0]["external"]["metric"]["name"]
+    assert asked == [(name, place) for place in ("engines", "router")]
+    (told,) = (each for each in families(RouterStats) if each.name == name)
+    assert told.labels == ("at",)
+
+
+# -- the chart ------------------------------------------------------------------------------------
+
+CHART = DEPLOY / "helm" / "flexcache"
+HELM = os.environ.get("HELM_SDK_PATH")
+_RENDER = """
+import json, sys
+import helm_python
+chart, name, values = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+with helm_python.Chart.load(chart) as loaded:
+    rendered = loaded.render(values, name=name, namespace="prod")
+json.dump({"lint": helm_python.lint(chart, values, strict=True), "files": rendered}, sys.stdout)
+"""
+EVERYTHING = {"serviceMonitor": True, "inferencePool": True, "autoscaling": {"enabled": True}}
+
+
+def rendered(name: str, **values: Any) -> list[dict[str, Any]]:
+    """Return what Helm makes of the chart; it must find no fault with it.
+
+    In a process of its own: Helm brings Go's threads and signal handlers along.
+    """
+    if HELM is None:
+        pytest.skip("HELM_SDK_PATH names no Helm (`scripts/test.sh all` fetches it)")
+    done = subprocess.run(
+        [sys.executable, "-c", _RENDER, str(CHART), name, json.dumps(values)],
+        env={**os.environ, "PYTHONPATH": HELM}, capture_output=True, check=True,
+    )  # fmt: skip
+    made = json.loads(done.stdout)
+    assert not made["lint"]["errors"]
+    assert all(message["severity"] < 2 for message in made["lint"]["messages"])
+    found = [each for text in made["files"].values() for each in yaml.safe_load_all(text)]
+    return [each for each in found if each]
+
+
+def by_name(found: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(each["kind"], each["metadata"]["name"]): each for each in found}
+
+
+def test_the_chart_is_the_manifests() -> None:
+    names = {
+        "r-vllm": "vllm-flexcache", "r-engines": "vllm-engines", "r-router": "flexcache-router",
+        '"r"': '"flexcache"',
+    }  # fmt: skip
+    made = json.dumps(rendered("r", **EVERYTHING))
+    for ours, theirs in names.items():
+        made = made.replace(ours, theirs)
+    chart = by_name(json.loads(made))
+    manifests = {
+        key: each
+        for key, each in by_name([e for path in MANIFESTS for e in documents(path)]).items()
+        if "shared" not in key[1]
+    }
+    # An autoscaler sets the number of engines.
+    assert manifests["Deployment", "vllm-flexcache"]["spec"].pop("replicas") == 1
+    # The manifests' is for the shared cache, too.
+    for found in (chart, manifests):
+        found.pop(("ServiceMonitor", "flexcache"))
+    assert chart == manifests
+
+
+@pytest.mark.parametrize(
+    ("values", "kinds"),
+    [
+        ({}, {"Deployment": 2, "NetworkPolicy": 1, "ServiceMonitor": 0, "ScaledObject": 0}),
+        ({"router": {"enabled": False}, **EVERYTHING},
+         {"Deployment": 1, "NetworkPolicy": 0, "InferencePool": 0, "ScaledObject": 0, "Role": 0}),
+        ({"cache": {"ssdGb": 0, "settings": {"FLEXCACHE_REMOTE_URL": "mooncake://m:50051"}},
+          "engine": {"args": ["--max-model-len=32768"], "replicas": 3},
+          "router": {"settings": {"FLEXCACHE_ROUTER_MAX_REQUESTS_PER_WORKER": 64}}},
+         {"Deployment": 2}),
+    ],
+)  # fmt: skip
+def test_any_values_make_valid_objects(values: dict[str, Any], kinds: dict[str, int]) -> None:
+    made = rendered("llama", **values)
+    validate(made)
+    count = [each["kind"] for each in made].count
+    assert {kind: count(kind) for kind in kinds} == kinds
+    found = by_name(made)
+    data = found["ConfigMap", "llama"]["data"]
+    if "FLEXCACHE_SSD_CACHE_DIRS" in data:
+        data["FLEXCACHE_SSD_CACHE_DIRS"] = "/tmp"
+    config = CacheConfig.from_env({**data, "FLEXCACHE_HTTP_TOKEN": "t"})
+    assert config.has_ssd_tier == (values.get("cache", {}).get("ssdGb") != 0)
+    assert config.remote_url == data.get("FLEXCACHE_REMOTE_URL")
+    engine = found["Deployment", "llama-vllm"]["spec"]
+    pod = engine["template"]["spec"]
+    mounts = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+    assert mounts == {volume["name"] for volume in pod["volumes"]}
+    wanted = values.get("engine", {})
+    assert set(wanted.get("args", ())) <= set(pod["containers"][0]["args"])
+    assert engine.get("replicas", 1) == wanted.get("replicas", 1)
+    if ("Deployment", "llama-router") in found:
+        given = router_environment(found["Deployment", "llama-router"])
+        settings = RouterConfig.load(None, given)
+        ((_, url),) = parse_options(settings.workers, settings.events).groups()
+        assert url.host == "llama-engines.prod"
+        assert settings.max_requests_per_worker == (64 if "engine" in values else None)

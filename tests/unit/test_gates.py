@@ -73,17 +73,17 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 72_536,
+    "lines of the package": 73_823,
     "files of the package": 256,
-    "lines of the router": 15_600,
+    "lines of the router": 15_960,
     "modules under 120 lines with one importer": 2,
     "class names that several classes have": 2,
     "functions with too many parameters": 5,
     "functions more complex than 12": 34,
-    "types of messages": 55,
-    "settings of the cache": 49,
+    "types of messages": 56,
+    "settings of the cache": 50,
     "settings of the router": 33,
-    "metrics": 117,
+    "metrics": 119,
 }
 """What the package has at most. A ceiling falls with the code. It rises only for a feature that
 needs it, with a line in CHANGELOG.md that names the feature."""

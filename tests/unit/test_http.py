@@ -46,6 +46,7 @@ class PlayedServer:
         self.named: list[int] = []
         self.looked_up: list[tuple[Any, Any, Any]] = []
         self.pinned: list[tuple[Any, Any, Any, Any, float]] = []
+        self.deleted: list[tuple[Any, Any, Any, Any]] = []
         self.hints: list[tuple[str, bool, float | None]] = []
         self.cleared: list[str | None] = []
         self.failure: Exception | None = None
@@ -100,6 +101,12 @@ class PlayedServer:
     ) -> Pin | None:
         self.pinned.append((token_ids, block_keys, namespace, session_id, ttl_s))
         return None if session_id is None else Pin("an id", 48, 1.5)
+
+    def delete(
+        self, token_ids: Any, block_keys: Any, namespace: Any, session_id: Any
+    ) -> dict[str, int]:
+        self.deleted.append((token_ids, block_keys, namespace, session_id))
+        return {"CPU": 3}
 
     def unpin(self, pin_id: str) -> bool:
         return pin_id == "an id"
@@ -260,6 +267,16 @@ def test_prompts_and_sessions_are_pinned_and_unpinned(
     assert post(service, "/cache/unpin", {"pin_id": "other"}) == (200, {"unpinned": False})
 
 
+def test_prompts_sessions_and_namespaces_are_deleted(
+    server: PlayedServer, service: HttpService
+) -> None:
+    for body in ({"token_ids": [1, 2]}, {"session_id": "a"}, {"namespace": "team"}):
+        assert post(service, "/cache/delete", body) == (200, {"deleted_blocks": {"CPU": 3}})
+    assert server.deleted == [
+        ([1, 2], None, None, None), (None, None, None, "a"), (None, None, "team", None),
+    ]  # fmt: skip
+
+
 def test_hints_about_sessions_are_passed_on(server: PlayedServer, service: HttpService) -> None:
     over = {"session_id": "known", "over": True}
     returns = {"session_id": "other", "returns_in_s": 2.5}
@@ -292,6 +309,7 @@ def test_hints_about_sessions_are_passed_on(server: PlayedServer, service: HttpS
         ("/cache/pin", '{"token_ids": [1]}', "ttl_s"),
         ("/cache/pin", '{"session_id": "a", "ttl_s": "1"}', "ttl_s"),
         ("/cache/unpin", "{}", "pin_id"),
+        ("/cache/delete", '{"session": "a"}', "session"),
         ("/cache/session", "{}", "session_id"),
         ("/cache/session", '{"session_id": "a", "over": 1}', "over"),
         ("/cache/session", '{"session_id": "a", "returns_in_s": "20"}', "returns_in_s"),

@@ -169,9 +169,11 @@ def test_sglangs_hashes_are_the_first_bytes_with_a_sign() -> None:
 
 def test_pairs_of_tokens_are_read_as_their_first() -> None:
     """SGLang hashes each token with the next where it drafts with EAGLE."""
-    event = {"type": "BlockStored", "block_hashes": [1], "token_ids": [[5, 6], [6, 7]]}
+    pairs = [[5, 6], [6, 7], [7, 8], [8, 9]]
+    event = {"type": "BlockStored", "block_hashes": [1, 2], "token_ids": pairs}
     (read,) = decode_batch(msgspec.msgpack.encode([1.0, [{**event, "block_size": 2}]])).events
-    assert isinstance(read, BlockStored) and read.token_ids == [5, 6]
+    assert isinstance(read, BlockStored)
+    assert read.token_ids == [5, 6, 7, 8] and read.lookahead_token_ids == [[7], [9]]
 
 
 def test_short_keys_are_hashes_too() -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
+import random
+from collections import deque
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from flexcache.errors import ConfigError
@@ -101,6 +105,124 @@ def test_a_prompt_that_only_a_shared_cache_has_goes_by_load() -> None:
         assert decision is not None
         assert decision.worker == idle
         assert decision.matched == {Tier.GPU: 0, Tier.DRAM: 19 * BLOCK, Tier.DISK: 0}
+
+
+def with_lookahead(tokens: Sequence[int], batch: EventBatch) -> EventBatch:
+    (event,) = batch.events
+    assert isinstance(event, BlockStored)
+    ends = [BLOCK * (at + 1) for at in range(len(event.block_hashes))]
+    following = [[tokens[end]] for end in ends]
+    return EventBatch(0.0, [msgspec.structs.replace(event, lookahead_token_ids=following)])
+
+
+def test_a_prompt_that_branches_at_a_block_finds_one_less_where_a_draft_looks_ahead() -> None:
+    router = make_router("a", "b")
+    router.apply("tcp://a", with_lookahead(PROMPT, stored(PROMPT[: 10 * BLOCK])))
+    router.apply("tcp://b", stored(PROMPT[: 10 * BLOCK]))
+    branch = PROMPT[: 10 * BLOCK] + [7] * 2 * BLOCK
+    router.set_state("b", WorkerState.DOWN)
+    decision = router.choose(request(branch), 0.0)  # expected by "a" from now on
+    assert decision is not None and decision.matched_tokens == 9 * BLOCK
+    router.set_state("b", WorkerState.UP)
+    another = branch[: 11 * BLOCK] + [8] * 2 * BLOCK
+    matched = {each.worker: each.matched[Tier.GPU] for each in router.scores(request(another), 0.0)}
+    assert matched == {"a": 10 * BLOCK, "b": 10 * BLOCK}
+    router.check()
+
+
+def test_a_session_of_before_is_known_from_what_its_engine_stored() -> None:
+    router = make_router("a", "b")
+    router.set_workers([worker("a", CACHE), worker("b", CACHE)])
+
+    def tell(source: str, session: str) -> None:
+        (event,) = stored([3] * BLOCK).events
+        assert isinstance(event, BlockStored)
+        event = msgspec.structs.replace(event, session_id=session)
+        router.apply(source, EventBatch(0.0, [event]))
+
+    for number in range(20):
+        tell(f"tcp://{'ab'[number % 2]}", str(number))
+        tell(CACHE, "a session of the cache")
+    for number in range(20):
+        decision = router.choose(request(None, str(number), session_id=str(number)), 0.0)
+        assert decision is not None and decision.worker == "ab"[number % 2]
+        router.ended(str(number), 0.0)
+        other = f"tcp://{'ba'[number % 2]}"
+        tell(other, str(number))  # late: this router knows better
+        assert router._sessions[str(number)] == decision.worker
+    assert "a session of the cache" not in router._sessions
+
+
+def test_guesses_do_not_end_with_the_gpu_where_the_caches_below_are_known() -> None:
+    """Two engines without events, and a cache that they share."""
+    router = KVRouter()
+    shared = "http://cache:9470"
+    specs = [WorkerSpec(name=name, url=f"http://{name}", cache_url=shared) for name in "ab"]
+    router.set_workers(specs)
+    for name in "ab":
+        router.set_capacity(name, 4, BLOCK)
+    router.set_lower_tiers(shared, {Tier.DRAM: 10, Tier.DISK: 100}, BLOCK)
+    router.set_state("b", WorkerState.DOWN)
+    prompts = [[number] * (4 * BLOCK) + [0] for number in range(4)]
+
+    def serve(prompt: list[int], **reported: int) -> None:
+        assert router.choose(request(prompt), 0.0) is not None
+        router.first_token("r", 0.1)
+        router.ended("r", 0.2, **reported)
+        router.check()
+
+    def found(worker: str) -> list[tuple[int, ...]]:
+        each = [router.scores(request(prompt), 1.0) for prompt in prompts]
+        of_worker = [next(s for s in scores if s.worker == worker) for scores in each]
+        return [tuple(n // BLOCK for n in score.matched.values()) for score in of_worker]
+
+    for prompt in prompts:
+        serve(prompt)
+    router.set_state("b", WorkerState.UP)
+    assert found("a") == [(0, 0, 4), (0, 2, 2), (0, 4, 0), (4, 0, 0)]
+    assert found("b") == [(0, 0, 4), (0, 2, 2), (0, 4, 0), (0, 4, 0)]
+    router.set_state("b", WorkerState.DOWN)
+    assert found("a")[3] == (4, 0, 0), "another engine has the cache still"
+    serve(prompts[1], cached_tokens=0)  # the store had lost it, and what was used before
+    assert found("a")[:2] == [(0, 0, 0), (4, 0, 0)]
+    router.set_workers(specs[:1])
+    router.set_state("a", WorkerState.DOWN)
+    router.set_state("a", WorkerState.UP)
+    assert found("a")[1] == (0, 0, 4), "its DRAM went with it"
+    router.set_workers([worker("a")])
+    assert found("a")[1] == (0, 0, 0)
+    router.check()
+
+
+def test_an_engine_fetches_from_one_that_has_clearly_more_if_both_have_a_p2p_tier() -> None:
+    prompt = [*list(range(4096)), 7]
+    router = KVRouter()
+
+    def has_peers(*names: str) -> None:
+        specs = [msgspec.structs.replace(worker(name), peer_port=5710) for name in names]
+        router.set_workers(specs + [worker(name) for name in "abcd" if name not in names])
+
+    def placed(only: str) -> str | None:
+        decision = router.choose(request(prompt), 0.0, only=[only])
+        assert decision is not None and decision.worker == only
+        router.ended("r", 0.0)
+        return decision.richer_peer
+
+    has_peers("a", "b", "d")
+    router.apply("tcp://a", stored(prompt[:1024]))
+    router.apply("tcp://b", stored(prompt[:3072], "CPU"))
+    router.apply("tcp://c", stored(prompt))  # has no p2p tier
+    router.apply("tcp://d", stored(prompt, "STORAGE"))  # serves what is in its DRAM
+    assert placed("a") == "b"
+    assert placed("d") is None, "it has more itself"
+    assert placed("c") is None, "it can fetch nothing"
+    router.set_state("b", WorkerState.DOWN)
+    assert placed("a") is None
+    router.set_state("b", WorkerState.UP)
+    router.apply("tcp://a", stored(prompt[: 1024 + BLOCK]))
+    assert placed("a") is None, "not clearly more"
+    has_peers()
+    assert placed("a") is None
 
 
 def test_a_prompt_that_is_being_computed_counts_until_events_tell_of_it() -> None:
@@ -505,3 +627,43 @@ def test_a_request_that_follows_at_once_asks_for_nothing_again() -> None:
     assert first is not None and second is not None
     assert first.disk_block is not None
     assert second.disk_block is None
+
+
+def test_predicted_backlogs_are_the_seconds_that_engines_need_for_their_queues() -> None:
+    """Against engines whose times are known: one prompt after the other, in the order they came."""
+    a_request_s, a_token_s = 0.02, 1e-4
+    rng = random.Random(3)
+    router = make_router("a", "b")
+    queues: dict[str, deque[tuple[str, float]]] = {"a": deque(), "b": deque()}
+    began_s = dict.fromkeys(queues, 0.0)  # of the prompt that an engine computes
+    needed: dict[str, float] = {}
+    now, compared = 0.0, 0
+
+    def next_end(name: str) -> float:
+        return began_s[name] + queues[name][0][1] if queues[name] else math.inf
+
+    for number in range(600):
+        now += rng.expovariate(1 / 0.09)
+        while (first := min(queues, key=next_end)) and next_end(first) <= now:
+            began_s[first] = next_end(first)
+            name, _ = queues[first].popleft()
+            router.first_token(name, began_s[first])
+            router.ended(name, began_s[first])
+        if number > 300:  # it has learned
+            backlogs = router.stats(now).workers
+            for engine, queue in queues.items():
+                computing_s = now - began_s[engine] if queue else 0.0
+                real_s = sum(seconds for _, seconds in queue) - computing_s
+                assert backlogs[engine].wait_s == pytest.approx(real_s, rel=0.05, abs=0.01)
+                compared += real_s > 0.5
+        prompt = [rng.randrange(1 << 20) for _ in range(rng.choice([200, 1000, 4000]))]
+        wanted = request(prompt, str(number))
+        needed[str(number)] = seconds = a_request_s + a_token_s * len(prompt)
+        if number > 300:
+            assert router.least_service_s(wanted) == pytest.approx(seconds, rel=0.05, abs=0.01)
+        decision = router.choose(wanted, now)
+        assert decision is not None
+        if not queues[decision.worker]:
+            began_s[decision.worker] = now
+        queues[decision.worker].append((str(number), seconds))
+    assert compared > 50, "queues were long enough to tell"

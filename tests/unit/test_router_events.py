@@ -29,7 +29,7 @@ from flexcache.ids import BlockKey, RequestInfo
 from flexcache.router.events import TIER_OF, EventApplier
 from flexcache.router.fleet import Tier
 from flexcache.router.holdings import find
-from flexcache.router.index import Holder, KeyChain, KVIndexer, Space
+from flexcache.router.index import BlockForm, Holder, KeyChain, KVIndexer, Space
 from flexcache.router.names import NamedBlocks
 
 SIZE = 4
@@ -85,7 +85,7 @@ def depths(
     applier: EventApplier, tokens: Sequence[int] | np.ndarray, **prompt: Any
 ) -> dict[tuple[str, str], int]:
     """Return the tokens that each source has of a prompt, by tier."""
-    found = find(applier.index, applier.block_sizes, tokens, **prompt).tokens
+    found = find(applier.index, applier.forms, tokens, **prompt).tokens
     return {
         (holder.source, holder.tier.value): int(found[bit])
         for holder in applier.index.holders
@@ -157,7 +157,7 @@ def test_removals_of_a_batch_are_applied_in_order() -> None:
 
 def test_names_go_with_their_blocks() -> None:
     applier = make(("e", stored(PROMPT)), ("f", stored(PROMPT, "CPU")))
-    table = applier._names[SIZE]
+    table = applier._names[BlockForm(SIZE)]
     applier.apply("e", batch(BlockRemoved(list(names_of(PROMPT)), "GPU")))
     assert table.num_names == 6
     applier.apply("f", batch(BlockRemoved(list(names_of(PROMPT)), "CPU")))
@@ -241,14 +241,14 @@ def test_depths_of_different_block_sizes_are_compared_in_tokens() -> None:
 def test_too_many_block_sizes_are_counted() -> None:
     sizes = range(1, 12)
     applier = make(*[("e", stored(PROMPT, size=size)) for size in sizes])
-    assert applier.block_sizes == list(range(1, 9))
+    assert applier.forms == [BlockForm(size) for size in range(1, 9)]
     assert applier.ignored == {"block_size": 3}
     applier.forget("e")
     while applier.sweep(1000):
         pass
-    assert applier.block_sizes == [], "no time is spent on sizes of which there are no blocks"
+    assert applier.forms == [], "no time is spent on sizes of which there are no blocks"
     applier.apply("f", batch(stored(PROMPT, size=12)))
-    assert applier.block_sizes == [12]
+    assert applier.forms == [BlockForm(12)]
     assert depths(applier, PROMPT) == {("f", "gpu"): 24}
     applier.apply("e", batch(msgspec.structs.replace(stored(PROMPT), block_size=0)))
     assert applier.ignored["malformed"] == 1
@@ -347,7 +347,7 @@ def test_a_forgotten_source_is_learned_again() -> None:
         applier.check()
     assert depths(applier, PROMPT) == {("e", "gpu"): 12, ("f", "gpu"): 8}
     assert applier.index.num_blocks == 3
-    assert applier._names[SIZE].num_names == 3
+    assert applier._names[BlockForm(SIZE)].num_names == 3
 
 
 def test_ranks_of_one_publisher_are_holders_of_their_own() -> None:
@@ -538,6 +538,32 @@ def test_events_of_this_cache(hashes: str) -> None:
     assert depths(applier, PROMPT, **found) == {}
 
 
+@given(
+    st.lists(st.sampled_from([1, 2]), min_size=4, max_size=24),
+    st.lists(st.sampled_from([1, 2]), min_size=1, max_size=24),
+    st.integers(0, 2),
+    st.integers(1, 3),
+)
+def test_a_block_is_found_by_prompts_that_share_its_lookahead(
+    prompt: list[int], other: list[int], lookahead: int, cut: int
+) -> None:
+    count = (len(prompt) - lookahead) // SIZE
+    applier = EventApplier(KVIndexer())
+    for start in range(0, count, cut):  # as an engine computes it, chunk by chunk
+        ends = [at * SIZE for at in range(start + 1, min(start + cut, count) + 1)]
+        event = msgspec.structs.replace(
+            stored(prompt[: ends[-1]], start=start, seed=str(prompt)),
+            lookahead_token_ids=[prompt[end : end + lookahead] for end in ends],
+        )
+        applier.apply("e", decode_batch(encode_batch(1.0, [event])))
+    applier.check()
+    for asked in (prompt, other, prompt[: len(other)] + other):
+        shared = next((at for at, (a, b) in enumerate(zip(prompt, asked, strict=False)) if a != b),
+                      min(len(prompt), len(asked)))  # fmt: skip
+        found = max(0, min(count, (shared - lookahead) // SIZE))
+        assert depths(applier, asked) == ({("e", "gpu"): found * SIZE} if found else {})
+
+
 def test_ssd_and_store_go_one_by_one_if_locality_is_told() -> None:
     keys = [BlockKey(hashlib.sha256(bytes([at])).digest()) for at in range(6)]
     places = (Medium.LOCAL_CPU, Medium.LOCAL_STORAGE, Medium.REMOTE_STORAGE)
@@ -553,7 +579,7 @@ def test_ssd_and_store_go_one_by_one_if_locality_is_told() -> None:
     told = publish(*(Stored(place, ROOT, None, keys, SIZE, PROMPT) for place in places))
     assert told == ["LOCAL", "LOCAL", "REMOTE"]
     publish(Removed(Medium.LOCAL_STORAGE, ROOT, keys[2:]), Removed(Medium.LOCAL_CPU, ROOT, keys))
-    found = find(applier.index, applier.block_sizes, PROMPT).tokens
+    found = find(applier.index, applier.forms, PROMPT).tokens
     assert sorted(found) == [0, 0, 8, 24]
     publish(Removed(Medium.REMOTE_STORAGE, ROOT, keys))
     assert depths(applier, PROMPT) == {("cache", "disk"): 8}
@@ -694,7 +720,7 @@ class EventsMachine(RuleBasedStateMachine):
         for (source, medium), paths in self.told.items():
             indexed = self.indexed(source, medium)
             assert indexed <= {self.key(path) for path in paths}
-            table = self.applier._names.get(1)
+            table = self.applier._names.get(BlockForm(1))
             waiting = table.waiting.num_held(Holder(source, TIER_OF[medium])) if table else 0
             assert len(indexed) + waiting == len(paths)
 

@@ -271,28 +271,40 @@ def test_check_finds_a_bit_with_two_uses() -> None:
 some_tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
 
-@given(some_tokens, st.integers(1, 5), st.integers(0, 8), st.sampled_from([None, "salt"]))
+some_lookahead = st.integers(0, 3)
+
+
+@given(
+    some_tokens,
+    st.integers(1, 5),
+    st.integers(0, 8),
+    st.sampled_from([None, "salt"]),
+    some_lookahead,
+)
 def test_keys_are_the_same_in_one_go_and_block_by_block(
-    tokens: list[int], size: int, split: int, salt: str | None
+    tokens: list[int], size: int, split: int, salt: str | None, lookahead: int
 ) -> None:
-    chain = KeyChain(Space(size))
+    chain = KeyChain(Space(size, None, lookahead))
     keys = chain.block_keys(tokens, salt=salt)
-    assert len(keys) == len(tokens) // size
+    assert len(keys) == max(0, len(tokens) - lookahead) // size
     assert chain.block_keys(np.array(tokens, np.int64), salt=salt) == keys
     split = min(split, len(keys))
     extra = pack_extra_keys([[salt] if salt and not at else None for at in range(len(keys))])
-    stop = len(keys) * size
-    first = chain.extend(None, pack(tokens[: split * size]), extra[:split])
+    stop = len(keys) * size + lookahead
+    first = chain.extend(None, pack(tokens[: split * size + lookahead]), extra[:split])
     parent = first[-1] if first else None
     rest = chain.extend(parent, pack(tokens[split * size : stop]), extra[split:])
     assert first + rest == keys
 
 
-@given(some_tokens.filter(len), some_tokens.filter(len))
-def test_only_equal_prefixes_have_equal_keys(one: list[int], other: list[int]) -> None:
-    chain = KeyChain(Space(1))
+@given(some_tokens.filter(len), some_tokens.filter(len), some_lookahead)
+def test_only_equal_prefixes_have_equal_keys(
+    one: list[int], other: list[int], lookahead: int
+) -> None:
+    chain = KeyChain(Space(1, None, lookahead))
     common = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
     length = min(len(one), len(other)) if common is None else common
+    length = max(0, length - lookahead)
     first, second = chain.block_keys(one), chain.block_keys(other)
     assert first[:length] == second[:length]
     assert not set(first[length:]) & set(second[length:])

@@ -39,6 +39,30 @@ def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(test, 60))
 
 
+def test_what_waits_is_weighed_once_and_as_long_as_it_waits() -> None:
+    async def test() -> None:
+        room, line = Room(1), WaitingLine(10, 60)
+
+        def place(number: int) -> asyncio.Task[int]:
+            attempt = lambda: room.attempt(number)  # noqa: E731
+            return asyncio.create_task(line.place(attempt, weigh=lambda: 2.0**number))
+
+        tasks = [place(number) for number in range(4)]
+        await settle()
+        assert line.service_s == 2 + 4 + 8, "the first did not wait"
+        tasks[2].cancel()
+        room.free = 1
+        line.wake()
+        await settle()
+        assert line.service_s == 8
+        room.free = 1
+        line.wake()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert line.service_s == 0
+
+    run(test())
+
+
 def test_requests_are_served_in_the_order_of_arrival() -> None:
     async def test() -> None:
         room, line = Room(1), WaitingLine(10, 60)

@@ -15,6 +15,7 @@ from flexcache.router.placements import (
     DEFAULT_BLOCK_SIZE,
     EXPECTED_FOR_S,
     Expectations,
+    LowerTiers,
     Placements,
     guesses_about,
 )
@@ -209,6 +210,86 @@ def test_a_full_index_takes_what_it_can() -> None:
     serve(placements, "abcdef")
     assert depth(index, "w", "abcdef") == 3
     placements.check()
+
+
+# -- tiers below the GPU -------------------------------------------------------------------------
+
+
+class Lower(RuleBasedStateMachine):
+    """Two caches of two tiers, against plain lists in order of use."""
+
+    SIZES = {Tier.DRAM: 4, Tier.DISK: 7}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = KVIndexer()
+        self.lower = LowerTiers(self.index)
+        self.order: dict[str, dict[Tier, list[int]]] = {}
+        for url in WORKERS:
+            self.lower.set_capacities(url, self.SIZES, 1)
+            self.order[url] = {tier: [] for tier in self.SIZES}
+
+    @rule(
+        url=st.sampled_from(WORKERS),
+        prompt=st.lists(st.integers(0, 1), max_size=8),
+        cached=st.none() | st.integers(0, 8),
+    )
+    def serve(self, url: str, prompt: list[int], cached: int | None) -> None:
+        keys = keys_of(prompt)
+        self.lower.served(url, keys, 1, cached)
+        for tier, order in self.order[url].items():
+            lacked = keys[cached:] if cached is not None else []
+            if lacked and lacked[0] in order:
+                whole = self.groups[url, tier]
+                use = next(at for at, used in enumerate(whole) if lacked[0] in used)
+                gone = set().union(*whole[: use + 1])
+                order[:] = [key for key in order if key not in gone]
+            order[:] = [key for key in order if key not in keys] + keys[::-1]
+            del order[: -self.SIZES[tier]]
+            self.groups[url, tier] = [
+                used - set(keys) for used in self.groups.setdefault((url, tier), [])
+            ] + [set(keys)]
+
+    @property
+    def groups(self) -> dict[tuple[str, Tier], list[set[int]]]:
+        """Blocks by the request that used them last."""
+        found: dict[tuple[str, Tier], list[set[int]]] = self.__dict__.setdefault("_groups", {})
+        return found
+
+    @rule(url=st.sampled_from(WORKERS))
+    def lose_dram(self, url: str) -> None:
+        self.lower.empty(url, Tier.DRAM)
+        self.order[url][Tier.DRAM].clear()
+        self.groups[url, Tier.DRAM] = []
+
+    @invariant()
+    def is_as_expected(self) -> None:
+        self.lower.check()
+        self.index.check()
+        for url, tiers in self.order.items():
+            for tier, order in tiers.items():
+                holder = Holder(guesses_about(url), tier)
+                bit = self.index.holders.bit(holder)
+                assert self.index.num_held(holder) == len(order)
+                assert all(bit is not None and self.index.mask(key) >> bit & 1 for key in order)
+
+
+TestLower = Lower.TestCase
+TestLower.settings = settings(stateful_step_count=20)
+
+
+def test_a_cache_that_is_gone_and_one_with_other_blocks_have_nothing() -> None:
+    index = KVIndexer()
+    lower = LowerTiers(index)
+    for url in WORKERS:
+        lower.set_capacities(url, {Tier.DRAM: 8}, 1)
+        lower.served(url, keys_of("abc"), 1)
+    lower.served("w", keys_of("xyz"), 4)
+    assert index.num_blocks == 3
+    lower.set_capacities("w", {Tier.DRAM: 8}, 2)
+    lower.keep(["w"])
+    assert lower.block_sizes == {2} and index.num_holdings == 0
+    lower.check()
 
 
 # -- expectations --------------------------------------------------------------------------------

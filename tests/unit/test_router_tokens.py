@@ -19,6 +19,7 @@ transformers = pytest.importorskip("transformers")
 
 from flexcache.router.chooser import Arrival, RouteRequest  # noqa: E402
 from flexcache.router.tokens import Tokenizers, TokenLimits  # noqa: E402
+from flexcache.router.tokens.body import CHAT_PATH, COMPLETION_PATH, with_kv_source  # noqa: E402
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -459,3 +460,33 @@ def test_too_much_waiting_goes_by_load(make_reader: Callable[..., Reader]) -> No
     reader = make_reader(waiting_chars=1000)
     assert reader.read(COMPLETIONS, {"prompt": "x" * 1001}).token_ids is None
     assert reader.reasons() == {"busy": 1}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{}', b' { "prompt": [1, 2] , "model": "m"}', b'{"messages": [{"kv_transfer_params": 1}]}',
+    ],
+)  # fmt: skip
+def test_a_body_says_where_to_fetch_from_and_all_else_that_it_did(body: bytes) -> None:
+    told = {"kv_request_id": "r-1", "remote_host": "10.0.0.7", "remote_port": 5710}
+    for path in (CHAT_PATH, f"{COMPLETION_PATH}?x=1"):
+        changed = json.loads(with_kv_source(path, body, ("10.0.0.7", 5710), "r-1"))
+        assert changed.pop("kv_transfer_params") == {"remote_kv_source": told}
+        assert changed == json.loads(body)
+    assert with_kv_source("/v1/embeddings", body, ("10.0.0.7", 5710), "r-1") == body
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"kv_transfer_params": null}',
+        b'{"kv_transfer_params": {"a": 1}}',
+        b"[]",
+        b"{",
+        b"\xff",
+        b"",
+    ],
+)
+def test_a_body_that_has_said_it_itself_or_is_none_stays(body: bytes) -> None:
+    assert with_kv_source(CHAT_PATH, body, ("10.0.0.7", 5710), "r-1") == body

@@ -77,6 +77,7 @@ class TaskHistories(RuleBasedStateMachine):
     @initialize(name=st.sampled_from(list(WORLDS)), known=st.sampled_from(["", "abc", "abcdef"]))
     def begin(self, name: str, known: str) -> None:
         self.world = World(**WORLDS[name])
+        self.deleted: set[str] = set()
         self.world.put(known)
         self.world.finish_all()
         if TierName.SSD in self.world.cache.tiers.by_name:
@@ -95,6 +96,7 @@ class TaskHistories(RuleBasedStateMachine):
     ) -> None:
         if engine not in self.world.sessions:
             return
+        self.may_bring(text)
         task_id = self.world.match(TaskKind.PUT, text, 0, stop, engine, behind=behind)
         if at_once:
             self.world.launch(task_id)
@@ -190,6 +192,7 @@ class TaskHistories(RuleBasedStateMachine):
 
     @rule(layout=st.sampled_from(["@X", "@Y"]))
     def ranks_of_another_layout_come(self, layout: str) -> None:
+        self.deleted = set()  # under the other layout it may be there
         self.world.adopt(layout)
 
     @rule(engine=st.sampled_from([ENGINE, OTHER]))
@@ -219,6 +222,7 @@ class TaskHistories(RuleBasedStateMachine):
         behind=st.sampled_from([0, 0, 1, 3]),
     )
     def look_up(self, text: str, kind: TaskKind, behind: int) -> None:
+        self.may_bring(text)
         self.world.look_up(text, kind, min(behind, len(text)))
 
     @precondition(lambda self: self.world.asked)
@@ -236,11 +240,35 @@ class TaskHistories(RuleBasedStateMachine):
     def another_node_stores(self, text: str) -> None:
         self.world.stored_by_another(text)
 
+    @rule(text=st.sampled_from(PROMPTS), ttl_s=st.sampled_from([0.5, 60.0]))
+    def pin(self, text: str, ttl_s: float) -> None:
+        self.world.control("pin", text, ttl_s)
+
+    @rule(text=st.sampled_from(PROMPTS))
+    def delete(self, text: str) -> None:
+        self.world.control("delete", text)
+        self.deleted.add(text)
+        tiers = self.world.cache.tiers
+        pinned = any(tier.pinned.num_blocks for tier in tiers)
+        if pinned and any(self.world.cached(t.name, text) == len(text) for t in tiers):
+            self.deleted.discard(text)  # a pin of what continues it holds
+
     @invariant()
     def all_is_well(self) -> None:
         self.world.check()
 
+    @invariant()
+    def what_was_deleted_is_not_found(self) -> None:
+        """Until it may have come back."""
+        for text in self.deleted:
+            for tier in self.world.cache.tiers:
+                assert self.world.cached(tier.name, text) < len(text)
+
+    def may_bring(self, text: str) -> None:
+        self.deleted = {deleted for deleted in self.deleted if deleted[0] != text[0]}
+
     def teardown(self) -> None:
+        self.world.tick(61.0)  # pins end
         self.world.drain()
         self.world.check_nothing_is_held()
         self.world.check_every_prompt_can_be_stored(PROMPTS)

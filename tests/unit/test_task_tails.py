@@ -13,11 +13,12 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from tail_world import TailWorld, keys_of
+from tail_world import TOKENS, TailWorld, keys_of
 
+from flexcache.cache.prompt import Prompt
 from flexcache.cache.tail_index import tail_keys
 from flexcache.config.model import KVGroup
-from flexcache.ids import KVStatus, OpKind, TierName
+from flexcache.ids import KVStatus, OpKind, TaskKind, TierName
 
 CPU, SSD, REMOTE = TierName.CPU, TierName.SSD, TierName.REMOTE
 WINDOWS = (KVGroup("window", 32, 60), KVGroup("full", 16), KVGroup("window", 32, 60))
@@ -122,6 +123,24 @@ def test_a_hit_is_the_longest_prefix_that_ends_at_a_tail(groups: tuple[KVGroup, 
         world.finish_all()
     assert world.get("abcdef", 3).plan.num_blocks == 1
     assert world.get("abcdef", 4).plan.num_blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("word", "hit", "shared"),
+    [("abab", 4, 4), ("ababa", 4, 4), ("abba", 0, 2), ("aba", 0, 3), ("bb", 0, 0)],
+)
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_match_tells_how_much_of_its_prompt_is_cached_behind_its_hit(
+    word: str, hit: int, shared: int, behind: int
+) -> None:
+    world = TailWorld(WINDOWS, cpu=30)
+    world.put("abab", 4)
+    world.finish_all()
+    keys, num_tokens = keys_of(word, behind), TOKENS * (len(word) - behind)
+    prompt = Prompt(TaskKind.GET, keys, 0, len(word) - behind, num_tokens)
+    offer = world.engine.match(world.ids.next(), prompt, world.now)
+    assert offer.num_blocks == max(0, hit - behind if shared else 0)
+    assert offer.num_cached == max(0, shared - behind)
 
 
 @pytest.mark.parametrize("groups", [WINDOWS, STATE])

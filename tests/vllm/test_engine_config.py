@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -325,6 +326,32 @@ def test_a_request_without_hints_says_nothing() -> None:
 )  # fmt: skip
 def test_retention(hints: dict[str, Any], retention: dict[str, Any]) -> None:
     assert read_hints(request_with(**hints)).retention == retention
+
+
+@pytest.mark.parametrize(
+    ("hints", "vllms", "limit"),
+    [({}, None, sys.maxsize), ({"store": True}, None, sys.maxsize), ({"store": False}, None, 0),
+     ({"max_store_tokens": 40}, None, 40), ({"max_store_tokens": 0}, None, 0),
+     ({"store": False, "max_store_tokens": 40}, 50, 0), ({}, 50, 50),
+     ({"max_store_tokens": 40}, 50, 40), ({"max_store_tokens": 40}, 30, 30),
+     ({"store": "false"}, "30", sys.maxsize), ({"max_store_tokens": -1}, -1, sys.maxsize),
+     ({"max_store_tokens": True}, False, sys.maxsize),
+     ({"max_store_tokens": 1.5}, 1.5, sys.maxsize)],
+)  # fmt: skip
+def test_how_much_is_stored(hints: dict[str, Any], vllms: Any, limit: int) -> None:
+    request = request_with(**hints)
+    if vllms is not None:
+        request.kv_transfer_params["max_offload_tokens"] = vllms
+    assert read_hints(request).max_store_tokens == limit
+
+
+@pytest.mark.parametrize(
+    ("hint", "seconds"),
+    [(300, 300.0), ("0.5", 0.5), (0, None), (-1, None), (float("nan"), None), (604_801, None),
+     ("soon", None)],
+)  # fmt: skip
+def test_how_long_a_prompt_is_pinned(hint: object, seconds: float | None) -> None:
+    assert read_hints(request_with(pin_ttl_s=hint)).pin_ttl_s == seconds
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,8 @@ class Engine:
 
     def depth(self, **prompt: Any) -> int:
         """Return how many blocks of the prompt are found."""
-        sizes = self.applier.block_sizes
-        return int(find(self.applier.index, sizes, PROMPT, **prompt).tokens.max()) // BLOCK
+        forms = self.applier.forms
+        return int(find(self.applier.index, forms, PROMPT, **prompt).tokens.max()) // BLOCK
 
 
 @pytest.fixture(params=["map", "array"])

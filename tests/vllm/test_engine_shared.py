@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from engines import PROBED_FLEXCACHE, make_prompt
 from paths import MODELS
 
 NUM_TOKENS = 700
+INTERVAL = 64
 CACHED = 672  # whole blocks of 32, the last token left to compute
 
 
@@ -91,6 +93,7 @@ def test_separate_engines_share_a_server_started_by_hand_and_can_come_again(
     environment = {
         "KV_PROBE_DIR": str(probe_dir), "XDG_RUNTIME_DIR": str(runtime_dir),
         "FLEXCACHE_ENDPOINT": f"ipc://{runtime_dir}/cache.sock",
+        "FLEXCACHE_ANSWER_INTERVAL_TOKENS": str(INTERVAL),
     }  # fmt: skip
     cache = subprocess.Popen(
         [sys.executable, "-m", "flexcache.cli", "server"],
@@ -106,7 +109,11 @@ def test_separate_engines_share_a_server_started_by_hand_and_can_come_again(
             one.complete(make_prompt(40, 91))
             warm, cached = two.complete(prompt)
             assert (warm, cached) == (cold, CACHED)
-            one.kill()
+            answer = one.stream(prompt, max_tokens=1000)
+            seen = list(islice(answer, 3 * INTERVAL + 28))
+            one.kill()  # in mid-answer
+            _, cached = two.complete([*prompt, *seen])
+            assert cached >= CACHED + 3 * INTERVAL > NUM_TOKENS + len(seen) - INTERVAL
             warm, _ = two.complete(make_prompt(NUM_TOKENS, 6))
         again = start_server(tmp_path / "again", environment)
         with serving(again):

@@ -5,6 +5,7 @@ which they are stored.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ from flexcache.integration.vllm.puts import PutPoints, Puts, tail_interval
 BLOCK = 4
 MOST_BLOCKS = 30
 INTERVAL = 3 * BLOCK
+ANSWER_INTERVAL = 2 * BLOCK
+MOST_DRAFTS = 3
 FULL = KVGroup("full", BLOCK)
 WINDOW = KVGroup("window", BLOCK, 2 * BLOCK)
 STATE = KVGroup("state", BLOCK)
@@ -43,6 +46,7 @@ class FakeRequest:
     all_blocks: list[list[int]]
     """GPU blocks of each group, also those that it has no more."""
     num_computed_tokens: int = 0
+    num_in_flight_tokens: int = 0
     num_certain: int = 0
     num_tokens: int = 0
     shared_prefix_boundary: int = 0
@@ -104,7 +108,8 @@ class FakeCache:
     launched: dict[int, list[list[int]]] = field(default_factory=dict)
     owners: list[str] = field(default_factory=list)
     """Requests by task."""
-    may_store: Callable[[Any], bool] = lambda request: True
+    max_stored: Callable[[Any], int] = lambda request: sys.maxsize
+    pinned: list[str] = field(default_factory=list)
     is_full: bool = False
     are_shut: bool = False
     """Whether the ranks copy nothing."""
@@ -131,6 +136,9 @@ class FakeCache:
             for group, blocks, part in zip(self.groups, request.all_blocks, tail, strict=True)
         ]
         return task_id, range(begin, stop)
+
+    def pin(self, request: Any) -> None:
+        self.pinned.append(request.request_id)
 
     def launch_all(self, blocks: Mapping[int, Sequence[Sequence[int]]]) -> list[int]:
         launched = []
@@ -172,7 +180,8 @@ class Requests(RuleBasedStateMachine):
         self.pool, self.cache = FakePool(), FakeCache(self.groups or (FULL,))
         tables = BlockTables(self.groups, range(len(self.groups or (FULL,))), BLOCK)
         self.has_tails, self.has_states = tables.has_tails, tables.has_states
-        points = PutPoints(BLOCK, INTERVAL if self.has_tails else 0)
+        interval = INTERVAL if self.has_tails else 0
+        points = PutPoints(BLOCK, interval, ANSWER_INTERVAL, 1 + MOST_DRAFTS)
         self.puts = Puts(self.cache, tables, points)  # type: ignore[arg-type]
         self.puts.bind(self.pool)
         self.num_blocks = 1
@@ -208,7 +217,50 @@ class Requests(RuleBasedStateMachine):
         if request.num_certain == request.num_tokens < MOST_BLOCKS * BLOCK:
             request.num_tokens += 1  # a token was sampled
 
-    def scheduled(self, request: FakeRequest, num_tokens: int) -> Any:
+    @rule(
+        request=requests, is_ahead=st.booleans(),
+        steps=st.lists(st.tuples(st.integers(0, MOST_DRAFTS), st.integers(0, MOST_DRAFTS))),
+    )  # fmt: skip
+    def generate(
+        self, request: FakeRequest, is_ahead: bool, steps: Sequence[tuple[int, int]]
+    ) -> None:
+        """Compute what was sampled, and drafts, some of which are rejected.
+
+        Args:
+            is_ahead: Whether each step is scheduled before it is known what the last one sampled.
+        """
+        under_way: list[tuple[int, int]] = []
+        for num_drafts, num_right in steps:
+            num_known = request.num_computed_tokens - request.num_in_flight_tokens
+            may_grow = request.num_tokens + 3 * (1 + MOST_DRAFTS) < MOST_BLOCKS * BLOCK
+            if num_known < request.num_tokens - 1 or not may_grow:
+                break
+            self.puts.release()
+            self.puts.launch()
+            num_right = min(num_right, num_drafts)
+            request.num_certain += 1 + num_right
+            self.puts.scheduled(self.scheduled(request, 1 + num_drafts, num_drafts))
+            self.check_answer(request, num_known)
+            request.num_computed_tokens += 1 + num_drafts
+            request.num_in_flight_tokens += 1 + num_drafts
+            under_way.append((num_drafts, num_right))
+            while len(under_way) > is_ahead:
+                self.sampled(request, *under_way.pop(0))
+        for step in under_way:
+            self.sampled(request, *step)
+
+    def sampled(self, request: FakeRequest, num_drafts: int, num_right: int) -> None:
+        request.num_in_flight_tokens -= 1 + num_drafts
+        request.num_computed_tokens -= num_drafts - num_right
+        request.num_tokens += 1 + num_right
+
+    def check_answer(self, request: FakeRequest, num_known: int) -> None:
+        """Less than an interval of what is known to be computed was not offered."""
+        offered = self.puts._num_offered.get(request.request_id)
+        if offered is not None and not self.has_tails:
+            assert offered > num_known // BLOCK * BLOCK - ANSWER_INTERVAL
+
+    def scheduled(self, request: FakeRequest, num_tokens: int, num_drafts: int = 0) -> Any:
         """What vLLM says of the step."""
         states = []
         end = (request.num_computed_tokens + num_tokens) // BLOCK
@@ -222,7 +274,7 @@ class Requests(RuleBasedStateMachine):
         )
         return SimpleNamespace(
             num_scheduled_tokens={request.request_id: num_tokens},
-            scheduled_spec_decode_tokens={},
+            scheduled_spec_decode_tokens={request.request_id: [0] * num_drafts},
             kv_connector_block_state=blocks,
         )
 
@@ -338,6 +390,35 @@ def test_states_that_a_preempted_request_comes_to_again_are_offered_with_their_b
     world.teardown()
 
 
+def test_an_answer_is_looked_at_only_when_it_may_be_at_its_point() -> None:
+    class Watched(FakeRequest):
+        num_looks = 0
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == "num_computed_tokens":
+                Watched.num_looks += 1
+            return super().__getattribute__(name)
+
+    puts = Puts(FakeCache((FULL,)), BlockTables((), (0,), BLOCK), PutPoints(BLOCK, 0, 64))  # type: ignore[arg-type]
+    puts.bind(FakePool())
+    request = Watched("watched", 2 * BLOCK, [list(range(1, 100))])
+    puts.admitted(request)
+    step = SimpleNamespace(
+        num_scheduled_tokens={"watched": 2 * BLOCK}, scheduled_spec_decode_tokens={},
+        kv_connector_block_state=SimpleNamespace(
+            get_block_ids=lambda _: request.all_blocks, boundary_state_offloads={}
+        ),
+    )  # fmt: skip
+    request.num_certain = 300
+    for num_computed in (0, *range(2 * BLOCK, 4 * 64)):
+        request.num_computed_tokens = num_computed
+        request.num_tokens = max(2 * BLOCK, num_computed + 1)
+        puts.scheduled(step)
+        step.num_scheduled_tokens = {"watched": 1}
+    assert puts._num_offered["watched"] == 2 * BLOCK + 3 * 64
+    assert Watched.num_looks <= 1 + 3 * 3
+
+
 # -- blocks that must not be stored ----------------------------------------------------------------
 
 
@@ -399,6 +480,76 @@ def test_a_request_aborted_while_another_connector_loads_it(groups: tuple[KVGrou
     engine.end()
 
 
+@pytest.mark.parametrize(
+    ("groups", "limit", "offered"),
+    [
+        ((), 0, []),
+        ((), 3, []),
+        ((), 5 * BLOCK + 3, [range(5)]),
+        ((), 12 * BLOCK, [range(10), range(10, 12)]),
+        ((FULL, WINDOW), 0, []),
+        ((FULL, WINDOW), 7 * BLOCK, [range(3), range(3, 6)]),
+    ],
+)
+def test_no_more_is_stored_than_may_be(
+    groups: tuple[KVGroup, ...], limit: int, offered: list[range]
+) -> None:
+    engine = Engine(*groups)
+    engine.cache.max_stored = lambda request: limit
+    request = engine.request
+    engine.puts.admitted(request)
+    engine.step(NUM_BLOCKS * BLOCK)
+    request.all_blocks = [[*range(100 * n + 1, 100 * n + 20)] for n in range(max(1, len(groups)))]
+    request.num_tokens = 15 * BLOCK
+    engine.step(4 * BLOCK)
+    engine.puts.finished(request, request.all_blocks)
+    assert engine.offered == offered
+    engine.cache.matched.clear()
+    engine.end()
+
+
+@pytest.mark.parametrize("groups", [(), (FULL, WINDOW)], ids=["one group", "window"])
+def test_a_prompt_is_pinned_once_when_it_is_stored(groups: tuple[KVGroup, ...]) -> None:
+    engine = Engine(*groups)
+    request, pinned = engine.request, engine.cache.pinned
+    engine.puts.admitted(request)
+    engine.step(5 * BLOCK)
+    engine.puts.launch()
+    engine.cache.launched.clear()
+    engine.puts.release()
+    assert pinned == []
+    engine.step(5 * BLOCK)
+    engine.puts.launch()
+    assert pinned == []
+    engine.cache.launched.clear()
+    engine.puts.release()
+    assert pinned == ["mine"]
+    request.num_computed_tokens = 0  # it is preempted
+    engine.puts.admitted(request)
+    engine.step(NUM_BLOCKS * BLOCK)
+    engine.puts.finished(request, request.all_blocks)
+    engine.end()
+    assert pinned == ["mine"]
+
+
+def test_a_prompt_that_is_stored_already_is_pinned_at_once() -> None:
+    engine = Engine()
+    engine.cache.cached["mine"] = NUM_BLOCKS
+    engine.puts.admitted(engine.request)
+    engine.step(NUM_BLOCKS * BLOCK)
+    assert engine.cache.pinned == ["mine"]
+
+
+def test_as_much_of_a_prompt_is_pinned_as_may_be_stored() -> None:
+    engine = Engine()
+    engine.cache.max_stored = lambda request: 3 * BLOCK
+    engine.puts.admitted(engine.request)
+    engine.step(NUM_BLOCKS * BLOCK)
+    engine.puts.finished(engine.request, engine.request.all_blocks)
+    engine.end()
+    assert engine.cache.pinned == ["mine"]
+
+
 def test_a_request_preempted_then_aborted_while_another_connector_loads_it() -> None:
     engine = Engine()
     request = engine.request
@@ -458,6 +609,13 @@ def test_a_model_that_resumes_anywhere_is_stored_at_its_prompts_end() -> None:
     assert points(PutPoints(4), 23, 100) == [20]
     assert points(PutPoints(4), 24, 100) == [24]
     assert points(PutPoints(4), 3, 100) == []
+
+
+def test_an_answer_is_stored_at_intervals_behind_its_prompt() -> None:
+    assert points(PutPoints(4, answer_interval=12), 23, 50) == [20, 32, 44]
+    assert points(PutPoints(4, answer_interval=15), 23, 50) == [20, 32, 44]
+    assert points(PutPoints(4, answer_interval=1), 3, 12) == [4, 8, 12]
+    assert PutPoints(4, answer_interval=12).next(25, 23) == 36
 
 
 def test_tails_are_at_the_prompts_end_at_junctions_and_at_intervals() -> None:

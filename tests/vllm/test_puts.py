@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import signal
@@ -61,8 +62,14 @@ def gates(engine: Engine) -> Iterator[Gates]:
         engine.drain()
 
 
-def start(engine: Engine, request_id: str, prompt: list[int], max_tokens: int) -> None:
-    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+def start(
+    engine: Engine, request_id: str, prompt: list[int], max_tokens: int, **hints: Any
+) -> None:
+    params = {f"flexcache_{name}": hint for name, hint in hints.items()}
+    sampling = SamplingParams(
+        temperature=0, max_tokens=max_tokens, ignore_eos=True,
+        extra_args={"kv_transfer_params": params} if params else None,
+    )  # fmt: skip
     engine.llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling)
 
 
@@ -135,6 +142,54 @@ def test_the_answer_is_stored_at_the_end_and_nothing_twice(engine: Engine) -> No
     assert copied_blocks(engine) - before == num_stored(engine) == (200 + 99) // BLOCK
     follow_up = prompt + list(first.outputs[0].token_ids) + [7]
     assert serve_again(engine, follow_up)[1] == (200 + 99) // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize("end", ["abort", "preemption"])
+def test_a_running_answer_is_stored_at_intervals_and_at_its_end(
+    end: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interval, scheduler = 2 * BLOCK, engine.scheduler
+    puts = scheduler.connector._scheduler.puts
+    points = dataclasses.replace(puts._points, answer_interval=interval)
+    monkeypatch.setattr(puts, "_points", points)
+    prompt = make_prompt(200, next(_seeds))
+    start(engine, "long", prompt, max_tokens=180)
+    step_until_pinned(engine)
+    (request,) = scheduler.running
+    while request.num_output_tokens < 160 or num_pinned(engine):
+        engine.llm.llm_engine.step()
+    num_lost = request.num_tokens - num_stored(engine) * BLOCK
+    assert num_lost < interval + 10  # steps in which the last ones are copied
+    if end == "abort":
+        engine.llm.llm_engine.abort_request(["long"])
+        num_known = request.num_computed_tokens - request.num_in_flight_tokens
+        engine.settle()
+        assert num_stored(engine) == num_known // BLOCK
+    else:
+        scheduler._preempt_request(scheduler.running.pop(), 0.0)
+        engine.settle()
+        assert num_stored(engine) == (200 + 179) // BLOCK
+    follow_up = [*prompt, *request.output_token_ids, 7]
+    assert serve_again(engine, follow_up)[1] == num_stored(engine) * BLOCK
+
+
+def test_hints_keep_an_answer_out_of_the_cache_or_pin_its_prompt(engine: Engine) -> None:
+    start(engine, "private", make_prompt(200, next(_seeds)), 60, store=False)
+    engine.settle()
+    tiers = engine.manager.stats()["tiers"]
+    assert [tier["indexed"] for tier in tiers.values()] == [0, 0]
+    start(engine, "short", make_prompt(200, next(_seeds)), 60, max_store_tokens=100)
+    engine.settle()
+    assert num_stored(engine) == 100 // BLOCK
+    prompt, before = make_prompt(200, next(_seeds)), engine.manager.stats()["control"]["calls"]
+    start(engine, "pinned", prompt, 60, pin_ttl_s=600)
+    engine.settle()
+    assert engine.manager.stats()["tiers"]["CPU"]["pinned"] == 200 // BLOCK
+    start(engine, "stored", prompt, 8, pin_ttl_s=600)
+    engine.settle()
+    calls = engine.manager.stats()["control"]["calls"]
+    assert calls["pin"] - before.get("pin", 0) == 2
+    assert engine.manager.stats()["tiers"]["CPU"]["pinned"] == 200 // BLOCK
 
 
 def test_a_put_is_matched_only_if_there_is_something_new(

@@ -1,5 +1,5 @@
-"""The router predicts from events what real engines report as cached: vLLM 0.28 and 0.32, with
-FlexCache's tiers, blocks of several sizes, salts and adapters."""
+"""The router predicts from events what real engines report as cached: vLLM 0.28 to 0.33, with
+FlexCache's tiers, blocks of several sizes, salts and adapters, and draft models."""
 
 from __future__ import annotations
 
@@ -7,23 +7,30 @@ import asyncio
 import itertools
 import json
 import os
+import random
+import urllib.request
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from api_server import ApiServer
+from api_server import ApiServer, serving
 from engines import Engine, make_prompt
-from make_models import make_model
+from make_models import make_draft, make_model
 from paths import MODELS
 from predictions import Predictions, predicting
+from router_process import RouterProcess, until
+from vllm import __version__
 
 from flexcache.router.fleet import EventSource, Tier
 
 pytestmark = pytest.mark.whole
 
 
+VLLM = tuple(map(int, __version__.split(".")[:2]))
 OLD_VLLM = os.environ.get("OLD_VLLM_PATH")
 PATIENCE_S = 300.0
 _seeds = itertools.count(20_000)
@@ -227,3 +234,62 @@ def test_salts_and_adapters_are_kept_apart(servers: dict[str, Any], name: str) -
             assert cached(server, prompt, **body) == all_of_it
 
     follow(servers, test)
+
+
+# -- a draft model that looks ahead ----------------------------------------------------------------
+
+DRAFT_BLOCK = 32
+NUM_BRANCHES = int(os.environ.get("NUM_BRANCHES", "40"))
+
+
+def branching_prompts(count: int) -> Iterator[list[int]]:
+    """Yield prompts of which most go on from a place in an earlier one, often the end of a
+    block."""
+    rng = random.Random(7)
+    prompts: list[list[int]] = []
+    for _ in range(count):
+        start: list[int] = []
+        if prompts and rng.random() < 0.9:
+            earlier = rng.choice(prompts)
+            cut = rng.randrange(1, len(earlier) + 1)
+            start = earlier[: cut // DRAFT_BLOCK * DRAFT_BLOCK if rng.random() < 0.7 else cut]
+        more = rng.choice([0, 1, DRAFT_BLOCK, rng.randrange(1, 120)])
+        # Few different tokens: some branches agree in what a draft looks at, some do not.
+        prompts.append((start + [3 + rng.randrange(3) for _ in range(more)])[:1500] or [3])
+        yield prompts[-1]
+
+
+@pytest.mark.newest
+@pytest.mark.skipif(VLLM < (0, 33), reason="hashes of blocks look ahead from vLLM 0.33 on")
+def test_where_a_draft_looks_ahead_branches_are_predicted(tmp_path: Path) -> None:
+    """A plain engine, with EAGLE and no connector, behind a router that follows its events."""
+    draft = {"method": "eagle", "model": str(make_draft(MODELS)), "num_speculative_tokens": 2}
+    make_model(MODELS, "tiny")
+    events, replay = (f"ipc://{tmp_path}/{name}" for name in ("kv", "again"))
+    server = ApiServer(
+        tmp_path / "log", arguments=["--speculative-config", json.dumps(draft)],
+        kv_events={"endpoint": events, "replay_endpoint": replay},
+        block_size=DRAFT_BLOCK, kv_cache_bytes=128 << 20,
+    )  # fmt: skip
+    options = (f"--worker={server.url}", f"--events={server.url}={events},{replay}")
+    outcomes: Counter[int] = Counter()
+
+    def has_told(prompt: list[int]) -> bool:
+        held = router.post("/query", {"token_ids": prompt})
+        (tokens,) = (found["longest_matched"] for found in held["workers"].values())
+        return bool(tokens >= usable(len(prompt), DRAFT_BLOCK))
+
+    with serving(server), RouterProcess((), *options) as router:
+        for prompt in branching_prompts(NUM_BRANCHES):
+            body = {"model": server.model, "prompt": prompt, "max_tokens": 2, "temperature": 0}
+            request = urllib.request.Request(
+                f"{router.url}/v1/completions", json.dumps(body).encode(),
+                {"Content-Type": "application/json"},
+            )  # fmt: skip
+            with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+                predicted = int(answer.headers["x-flexcache-matched-tokens"])
+                details = json.load(answer)["usage"]["prompt_tokens_details"] or {}
+            outcomes[predicted - (details.get("cached_tokens") or 0)] += 1
+            until(partial(has_told, prompt))
+    print(f"{NUM_BRANCHES} branching prompts, predicted less actual tokens: {dict(outcomes)}")
+    assert outcomes[0] >= 0.99 * NUM_BRANCHES

@@ -81,7 +81,9 @@ class RankRequests:
         self._calls.report_prefill(tokens_per_s)
 
     def arrived(self, request: Any) -> None:
-        """Note the session of SGLang's request: its ``session_id``, or the one it is part of."""
+        """Note the session of SGLang's request: its ``session_id``, or the one it is part of. Keep
+        it out of SGLang's tree, whose nodes are what is stored, if it is not to be stored."""
+        request.skip_radix_cache_insert |= not _may_store(request)
         session = getattr(request, "session", None)
         if session is not None:
             request.session_id = session.session_id  # SGLang passes it on with what it offloads
@@ -227,6 +229,12 @@ class RankRequests:
         if request is not None and request.prefetch is not None:
             self._calls.cancel(request.prefetch)
             request.prefetch = None
+
+
+def _may_store(request: Any) -> bool:
+    """Return what the request's ``custom_params`` say; by default that it may be stored."""
+    params = getattr(request.sampling_params, "custom_params", None)
+    return not (isinstance(params, dict) and params.get("flexcache_store") is False)
 
 
 def valid_session_id(session_id: object) -> str | None:

@@ -5,6 +5,8 @@ ignored, and logged.
 
 flexcache_namespace                                   whose quota it counts against
 flexcache_priority, flexcache_ttl_s                   how long to keep what it stores
+flexcache_store, flexcache_max_store_tokens           whether it stores, and how many tokens
+flexcache_pin_ttl_s                                   how long its prompt is pinned
 flexcache_session_id                                  whose prompt it is
 flexcache_session_over, flexcache_returns_in_s        how the session goes on after its end
 """
@@ -12,6 +14,7 @@ flexcache_session_over, flexcache_returns_in_s        how the session goes on af
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +30,7 @@ from vllm.distributed.kv_events import (
 )
 from vllm.v1.core import kv_cache_utils
 
+from flexcache.cache.control import LONGEST_PIN_S
 from flexcache.cache.journal import Change, Removed, Stored
 from flexcache.cache.prompt import MAX_SESSION_ID_LENGTH, check_hint, check_name
 from flexcache.errors import FlexCacheError
@@ -56,12 +60,16 @@ class Hints:
         retention: How long to keep what it stores, as arguments of `KVManager.put_match`.
         session_end: How the session goes on after it, as arguments of `KVManager.session_hint`;
             empty if that is not said.
+        max_store_tokens: How many of its tokens may be stored.
+        pin_ttl_s: How long its prompt is pinned once it is stored; None: not at all.
     """
 
     namespace: str | None = None
     session_id: str | None = None
     retention: Mapping[str, Any] = field(default_factory=dict)
     session_end: Mapping[str, Any] = field(default_factory=dict)
+    max_store_tokens: int = sys.maxsize
+    pin_ttl_s: float | None = None
 
 
 _NO_HINTS = Hints()
@@ -96,7 +104,16 @@ def read_hints(request: Any) -> Hints:
     return Hints(
         read("namespace", _name(_LONGEST_NAMESPACE)), session_id,
         {name: hint for name, hint in retention.items() if hint is not None}, end,
+        _max_store_tokens(read("store", _bool), read("max_store_tokens", _count), params),
+        read("pin_ttl_s", _pin_ttl_s),
     )  # fmt: skip
+
+
+def _max_store_tokens(store: bool | None, limit: int | None, params: Mapping[str, Any]) -> int:
+    """Return how many tokens may be stored. vLLM's own offloading has a hint for it, too."""
+    vllms = params.get("max_offload_tokens")
+    limits = [0 if store is False else limit, vllms if _is_count(vllms) else None]
+    return min((each for each in limits if each is not None), default=sys.maxsize)
 
 
 def _ignored(request: Any, name: str, reason: object) -> None:
@@ -123,6 +140,23 @@ def _bool(hint: Any) -> bool:
     if not isinstance(hint, bool):
         raise TypeError("must be true or false")
     return hint
+
+
+def _pin_ttl_s(hint: Any) -> float:
+    seconds = float(hint)
+    if not 0 < seconds <= LONGEST_PIN_S:
+        raise ValueError(f"must be above 0 and at most {LONGEST_PIN_S:,.0f} s")
+    return seconds
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _count(hint: Any) -> int:
+    if not _is_count(hint):
+        raise TypeError("must be a whole number of at least 0")
+    return int(hint)
 
 
 def _name(longest: int) -> Callable[[Any], Any]:
@@ -231,6 +265,7 @@ class Get:
         num_tokens: Tokens found; 0 if none.
         sources: Tokens that each tier supplies.
         name: What the request's KV was called when it was matched.
+        num_shared: Tokens of the prompt that some tier has, also behind those found.
         promised: The load, if the last answer to vLLM was that it runs within the request's first
             step.
     """
@@ -241,6 +276,7 @@ class Get:
     sources: dict[TierName, int]
     matched_s: float
     name: RequestName
+    num_shared: int = 0
     launched: bool = False
     promised: PromisedLoad | None = None
 
@@ -341,7 +377,8 @@ class CacheCalls(TaskCalls):
             return NoMatch.UNDECIDED
         task_id, found, sources = matched
         num_found, name = int(np.count_nonzero(found)), self.names.of(request)
-        return Get(task_id, num_computed, num_found, sources, time.monotonic(), name)
+        num_shared = self.manager.num_shared(task_id)
+        return Get(task_id, num_computed, num_found, sources, time.monotonic(), name, num_shared)
 
     def prefetch(self, request: Any, num_on_gpu: int) -> int | None:
         """Begin to bring a request's blocks to DRAM, unless vLLM has them; return the task, None if
@@ -366,9 +403,10 @@ class CacheCalls(TaskCalls):
                 **self._prompt(request, Hints(read_hints(request).namespace)),
             )  # fmt: skip
 
-    def may_store(self, request: Any) -> bool:
-        """Return whether it is known by now what weights and adapter a request's KV is of."""
-        return self.names.of(request).may_store
+    def max_stored(self, request: Any) -> int:
+        """Return how many of a request's tokens may be stored: as many as its sender wants, none
+        before it is known what weights and adapter its KV is of."""
+        return read_hints(request).max_store_tokens if self.names.of(request).may_store else 0
 
     def match_put(
         self, request: Any, first: int, stop: int, has_tail: bool = False
@@ -407,6 +445,18 @@ class CacheCalls(TaskCalls):
             return None if is_over else (task_id, range(stop, stop))
         begin = int(wanted.argmax()) // self._block_size
         return task_id, range(begin, begin + num_wanted // self._block_size)
+
+    def pin(self, request: Any) -> None:
+        """Pin what is cached of a request's prompt, if its sender wants that."""
+        hints = read_hints(request)
+        if hints.pin_ttl_s is None or not self.is_open:
+            return
+        prompt = self._prompt(request, hints)
+        num_blocks = request.num_prompt_tokens // self._block_size
+        safely(
+            self.manager.pin, ttl_s=hints.pin_ttl_s, namespace=prompt["namespace"],
+            block_keys=prompt["block_keys"][:num_blocks], adapter=prompt["adapter"],
+        )  # fmt: skip
 
     def session_ended(self, request: Any) -> None:
         """Pass on what an ended request says of its session."""

@@ -1,7 +1,7 @@
 """FlexCacheConnectorV1: implements vLLM's KV connector interface, for vLLM 0.28 to 0.33.
 
 Loads run between steps, or layer by layer within one. Puts store a prompt once it is computed, and
-generated tokens when their request ends. Set ``kv_load_failure_policy="recompute"``.
+generated tokens at intervals and at the end. Set ``kv_load_failure_policy="recompute"``.
 """
 
 from __future__ import annotations
@@ -103,6 +103,12 @@ class FlexCacheConnectorV1(KVConnectorBase_V1, GroupHooks):  # type: ignore[misc
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         return self._scheduler.gets.num_matched_tokens(request, num_computed_tokens)
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """Whether a load brings the states that vLLM lacks where its full attention's hit ends.
+        Asked by vLLM 0.32 and later before it looks a request up."""
+        return self._scheduler.gets.completes_hit()
 
     def update_state_after_alloc(
         self, request: Request, blocks: Any, num_external_tokens: int

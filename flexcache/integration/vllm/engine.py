@@ -50,6 +50,16 @@ def find_caller(*attributes: str) -> Any:
     return None
 
 
+def find_looked_up() -> tuple[Any, Any] | None:
+    """Return vLLM's `KVCacheManager` and the request that it is looked up for, if this is called by
+    a look-up."""
+    for names in locals_of_callers():
+        manager = getattr(names.get("self"), "kv_cache_manager", None)
+        if manager is not None and "request" in names:
+            return manager, names["request"]
+    return None
+
+
 _EXTRA = "kv_connector_extra_config"
 UNREAD = "unread"
 """Id of a model whose files may take a while to hash."""

@@ -29,13 +29,21 @@ from flexcache.ids import TierName
 from flexcache.integration.adapter import LayerwiseRule
 from flexcache.integration.vllm.calls import CacheCalls, Get, NoMatch
 from flexcache.integration.vllm.early_loads import EarlyLoads, EarlyLookUps
-from flexcache.integration.vllm.engine import is_served_by_sibling
+from flexcache.integration.vllm.engine import find_looked_up, is_served_by_sibling
 from flexcache.integration.vllm.groups import BlockTables, Tables
 from flexcache.integration.vllm.step_loads import StepBudget
 from flexcache.integration.vllm.weights import RequestName
 from flexcache.integration.vllm.worker import Load
 
 _IDLE_WAIT_S = 0.001
+
+
+def _tell_of_junction(request: Any, get: Get) -> None:
+    """Tell vLLM where a prompt parts from others behind its hit: it ends a step there, so that
+    there is a tail to store. By itself it notices only what its GPU cache has of the others."""
+    if get.num_shared > get.num_computed + get.num_tokens:
+        noticed = request.shared_prefix_boundary
+        request.shared_prefix_boundary = max(noticed, get.num_shared)
 
 
 @dataclass(slots=True)
@@ -155,6 +163,8 @@ class Gets:
         get = self._open_get(request, record, num_computed, name)
         if get is None:
             return (0 if record.asked_s is None else None), False
+        if self._tables.has_tails:
+            _tell_of_junction(request, get)
         if get.launched or get.num_tokens == 0:
             return 0, False
         if not get.sources.keys() <= {TierName.CPU}:
@@ -164,6 +174,35 @@ class Gets:
             if get.promised is not None:
                 self._promised[request.request_id] = None
         return get.num_tokens, get.promised is None
+
+    def completes_hit(self) -> bool:
+        """Return whether the request that vLLM is looking up is to resume behind all that its full
+        attention has on the GPU, though the states there are gone: a load brings later ones.
+
+        If so, vLLM asks for what lies behind, and if that is nothing it does not ask again but
+        falls back to the last states that it has. So the answer is yes only for a load that is
+        matched already.
+        """
+        if (looked_up := find_looked_up()) is None:
+            return False
+        manager, request = looked_up
+        if not self._tables.has_states or not self._may_load(request):
+            return True  # vLLM hears that nothing is found, and a sibling decides
+        if self._tables.has_windows:
+            return False  # vLLM does not say which blocks of windows are gone
+        coordinator = manager.coordinator
+        full = getattr(coordinator, "full_attention_group_id", None)
+        if full is None:
+            return False
+        last = request.num_tokens - 1
+        _, hits = coordinator.find_longest_cache_hit_per_group(request.block_hashes, last)
+        num_on_gpu = hits[full] // self._block_size * self._block_size
+        if max(hits) > hits[full] or min(hits) >= num_on_gpu:
+            return False
+        record = self._requests.get(request.request_id)
+        if record is not None and record.get is not None and record.get.num_computed < num_on_gpu:
+            return False  # nothing was found behind that
+        return bool(self.num_matched_tokens(request, num_on_gpu)[0])
 
     def _may_run_in_step(self, request: Any, get: Get) -> bool:
         """Return whether a load may run within the step, as far as DRAM and the GPU have room for

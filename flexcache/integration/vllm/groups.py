@@ -158,6 +158,7 @@ class BlockTables:
     Attributes:
         has_tails: Whether a prompt can be resumed only where its tail was stored.
         has_states: Whether tails hold states, which only vLLM's hand-off locates.
+        has_windows: Whether they hold what windows or chunks need.
     """
 
     def __init__(
@@ -167,6 +168,7 @@ class BlockTables:
         self._ids = group_ids
         self.has_tails = any(not group.is_dense for group in groups)
         self.has_states = any(group.kind == "state" for group in groups)
+        self.has_windows = any(group.kind in ("window", "chunked") for group in groups)
         self.has_groups = bool(groups)
 
     def select(self, tables: Tables) -> Tables:

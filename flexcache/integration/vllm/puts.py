@@ -40,16 +40,27 @@ class PutPoints:
              |        every `tail_interval_tokens`
              where other prompts part from this one, if vLLM has noticed
 
-    Models of full attention only need the prompt's end and the request's: they resume anywhere.
+    Models of full attention resume anywhere. They need the prompt's end, the request's, and between
+    them a point every ``answer_interval``, for the sake of engines that die:
+
+      prompt ##################|  answer ......................
+                             |            |            |     |
+                  prompt's end            +------------+     request's end
+                                          every `answer_interval_tokens`
+
     Pure: no clock, no I/O.
 
     Attributes:
         position: Tokens between the positions where prefixes can end.
         interval: Tokens between tails; 0 if prompts can be resumed anywhere.
+        answer_interval: Of such a model, tokens between points within an answer; 0 for no points.
+        tokens_per_step: The most that a step adds to an answer, drafts included.
     """
 
     position: int
     interval: int = 0
+    answer_interval: int = 0
+    tokens_per_step: int = 1
 
     def next(self, num_tokens: int, num_prompt_tokens: int, junction: int = 0) -> int | None:
         """Return the first point behind ``num_tokens`` at which a request is stored.
@@ -59,7 +70,11 @@ class PutPoints:
         """
         if not self.interval:
             end = self.floor(num_prompt_tokens)
-            return end if end > num_tokens else None
+            if end > num_tokens:
+                return end
+            if not self.answer_interval:
+                return None
+            return self.floor(num_tokens) + max(self.position, self.floor(self.answer_interval))
         points = (
             self.floor(num_prompt_tokens - 1),  # the last token is always computed
             self.floor(junction),
@@ -124,7 +139,7 @@ class _Put:
 
 @dataclass(slots=True)
 class _Running:
-    """A request that is stored at ``point`` tokens; None if it has no point ahead."""
+    """A request that is stored at ``point`` tokens; None if vLLM says where."""
 
     request: Any
     point: int | None
@@ -144,6 +159,12 @@ class Puts:
         self.pool: BlockPool | None = None
         self._running: dict[str, _Running] = {}
         """Admitted requests that are not over, and are to be stored before they are."""
+        self._near: dict[str, _Running] = {}
+        """Those of them that the next step may bring to their point."""
+        self._far: dict[int, list[_Running]] = {}
+        """The others, by the step that may: a look at each of them in each step would delay it.
+        Those that have ended meanwhile, too."""
+        self._num_steps = 0
         self._unscheduled: set[str] = set()
         """Admitted requests that no step was scheduled for since: KV may be on its way to them, by
         other connectors too, which counts as computed already."""
@@ -153,6 +174,8 @@ class Puts:
         """Not launched yet."""
         self._pinned: dict[int, Sequence[int]] = {}
         """Pinned blocks of each task."""
+        self._to_pin: dict[int, Any] = {}
+        """Requests whose prompt the cache is asked to pin when this task has ended."""
         self._give_up_s: float | None = None
         """When vLLM has waited long enough for pinned blocks, if it waits."""
 
@@ -203,9 +226,14 @@ class Puts:
             junction = getattr(request, "shared_prefix_boundary", 0)
             running.point = self._points.next(num_tokens, request.num_prompt_tokens, junction)
             if running.point is None:
-                self._running.pop(request.request_id, None)
+                self._forget(request.request_id)
                 return
+            self._near[request.request_id] = running
         self._running[request.request_id] = running
+
+    def _forget(self, request_id: str) -> None:
+        self._running.pop(request_id, None)
+        self._near.pop(request_id, None)
 
     def scheduled(self, step: Any) -> None:
         """Begin puts of what the next step completes, with the blocks that it uses.
@@ -213,6 +241,10 @@ class Puts:
         Args:
             step: vLLM's `SchedulerOutput`.
         """
+        self._num_steps += 1
+        for running in self._far.pop(self._num_steps, ()):
+            if self._running.get(running.request.request_id) is running:
+                self._near[running.request.request_id] = running
         blocks = getattr(step, "kv_connector_block_state", None)
         if blocks is not None:  # vLLM 0.32 and later
             self._store_completed(step, blocks)
@@ -222,30 +254,42 @@ class Puts:
     def _store_completed(self, step: Any, blocks: Any) -> None:
         num_scheduled_tokens: Mapping[str, int] = step.num_scheduled_tokens
         drafts = step.scheduled_spec_decode_tokens
-        for request_id in [r for r in self._running if r in num_scheduled_tokens]:
-            running = self._running[request_id]
-            request, computed = running.request, running.request.num_computed_tokens
-            if request_id in self._unscheduled:  # what it has computed came from a cache
-                while running.point is not None and running.point <= computed:
-                    self._set_point(running, running.point)
-            num_certain = computed + num_scheduled_tokens[request_id]
-            if running.point is None or running.point > num_certain:
-                continue
-            if drafts.get(request_id):  # some may be rejected
-                num_certain = computed - getattr(request, "num_in_flight_tokens", 0)
-            self._store_until(running, num_certain, blocks.get_block_ids(request_id))
+        for request_id in [r for r in self._near if r in num_scheduled_tokens]:
+            num_tokens, has_drafts = num_scheduled_tokens[request_id], bool(drafts.get(request_id))
+            self._look_at(self._near[request_id], num_tokens, has_drafts, blocks)
         for request_id, states in blocks.boundary_state_offloads.items():
             if request_id in self._running:
                 request = self._running[request_id].request
                 self._store_states(request, states, blocks.get_block_ids(request_id))
 
+    def _look_at(self, running: _Running, num_tokens: int, has_drafts: bool, blocks: Any) -> None:
+        """Store a request at the points that it comes to with ``num_tokens`` more."""
+        request, computed = running.request, running.request.num_computed_tokens
+        if request.request_id in self._unscheduled:  # what it has computed came from a cache
+            while running.point is not None and running.point <= computed:
+                self._set_point(running, running.point)
+        num_reached = num_certain = computed + num_tokens
+        if running.point is not None and running.point <= num_reached:
+            if has_drafts:  # some may be rejected
+                num_certain = computed - getattr(request, "num_in_flight_tokens", 0)
+            self._store_until(running, num_certain, blocks.get_block_ids(request.request_id))
+        if running.point is None or num_reached < request.num_tokens:
+            return
+        # From now on it computes what it generates, and is at its point after so many steps.
+        num_steps = (running.point - num_reached) // self._points.tokens_per_step
+        if num_steps > 1:
+            del self._near[request.request_id]
+            self._far.setdefault(self._num_steps + num_steps, []).append(running)
+
     def _store_until(self, running: _Running, num_certain: int, tables: Tables) -> None:
         """Store a request at its points up to ``num_certain`` tokens."""
         num_keys = len(self._cache.keys(running.request))  # of an engine that schedules ahead, less
         num_certain = min(num_certain, num_keys * self._points.position)
-        while running.point is not None and running.point <= num_certain:
-            self._offer(running.request, self._tables.select(tables), running.point)
-            self._set_point(running, running.point)
+        while (point := running.point) is not None and point <= num_certain:
+            self._set_point(running, point)
+            has_more = running.point is not None and running.point <= num_certain
+            if self._tables.has_tails or not has_more:  # the last point's blocks include the others
+                self._offer(running.request, self._tables.select(tables), point)
 
     def _store_states(
         self, request: Any, states: Sequence[tuple[int, int, int]], tables: Tables
@@ -266,7 +310,7 @@ class Puts:
         Args:
             tables: Its blocks; none if their contents are unknown.
         """
-        self._running.pop(request.request_id, None)
+        self._forget(request.request_id)
         if request.request_id in self._unscheduled:  # aborted while a connector loads it, say
             self._unscheduled.remove(request.request_id)
             tables = ()  # they may hold nothing yet
@@ -303,31 +347,49 @@ class Puts:
         Args:
             states: Blocks with the states there, by the group's number.
         """
-        tail = self._tables.tail(tables, stop, states or {})
-        if self.pool is None or tail is None or not self._cache.may_store(request):
-            return  # the ranks may yet confirm its adapter: then it is stored when it ends
+        # None while the ranks may yet confirm its adapter: then it is stored when it ends.
+        limit = self._points.floor(self._cache.max_stored(request))
         num_offered = self._num_offered.get(request.request_id, 0)
+        if stop > limit:
+            if limit <= num_offered or self._tables.has_tails:  # no hit could end at the limit
+                return
+            stop = limit
+        tail = self._tables.tail(tables, stop, states or {})
+        if self.pool is None or tail is None:
+            return
         self._num_offered[request.request_id] = max(stop, num_offered)
         # An answer is offered behind its prompt, so that one request counts as one sighting where
         # what is stored depends on them. A preempted request comes here again.
         first = num_offered if num_offered < stop else 0
-        if not self._match(request, tables, first, stop, tail) and first:
-            self._match(request, tables, 0, stop, tail)  # what came before may have been evicted
+        task_id = self._match(request, tables, first, stop, tail)
+        if task_id is None and first:  # what came before may have been evicted
+            task_id = self._match(request, tables, 0, stop, tail)
+        end = min(limit, self._points.floor(request.num_prompt_tokens - self._tables.has_tails))
+        if num_offered < end <= stop:
+            self._pin_prompt(request, task_id)
+
+    def _pin_prompt(self, request: Any, task_id: int | None) -> None:
+        """Have the cache pin a request's prompt, once this task has stored what it lacked of it."""
+        if task_id is None:
+            self._cache.pin(request)
+        else:
+            self._to_pin[task_id] = request
 
     def _match(
         self, request: Any, tables: Tables, first: int, stop: int, tail: list[list[int]]
-    ) -> bool:
-        """Match a put of tokens ``[first, stop)``, and pin the blocks that will be copied."""
+    ) -> int | None:
+        """Match a put of tokens ``[first, stop)``, and pin the blocks that will be copied. Returns
+        its task; None if nothing will be."""
         assert self.pool is not None
         size = self._points.position
         found = self._cache.match_put(request, first // size, stop // size, self._tables.has_tails)
         if found is None:
-            return False
+            return None
         task_id, wanted = found
         dense = self._tables.dense(tables, wanted.start * size, wanted.stop * size)
         if any(NULL_BLOCK in blocks for blocks in dense):  # what windows of answers leave is gone
             self._cache.cancel(task_id)
-            return False
+            return None
         blocks = [*map(list.__add__, dense, tail)]  # a group has one or the other
         put = _Put(task_id, request, tables[0][: wanted.stop], blocks)
         # Holding back the finished request instead would keep all of its blocks, also those that
@@ -336,7 +398,7 @@ class Puts:
         self.pool.touch([self.pool.blocks[block_id] for block_id in put.block_ids])
         self._pinned[task_id] = put.block_ids
         self._matched.append(put)
-        return True
+        return task_id
 
     # -- copies ----------------------------------------------------------------------------------
 
@@ -355,7 +417,10 @@ class Puts:
         """Unpin the blocks of puts that ended on every rank; return whether there were any."""
         ended = self._cache.ended(self._pinned) if self._pinned else ()
         for task_id in ended:
+            request = self._to_pin.get(task_id)
             self._unpin(task_id)
+            if request is not None:
+                self._cache.pin(request)
         return bool(ended)
 
     def let_go(self) -> None:
@@ -375,6 +440,7 @@ class Puts:
     def _unpin(self, task_id: int) -> None:
         assert self.pool is not None
         self._give_up_s = None
+        self._to_pin.pop(task_id, None)
         blocks = [self.pool.blocks[block_id] for block_id in self._pinned.pop(task_id)]
         self.pool.free_blocks(reversed(blocks))  # vLLM evicts the first of them first
 

@@ -139,7 +139,10 @@ class FlexCacheScheduler:
             self._cache, block_size, self._tables, layerwise, budget, config, self._has_siblings
         )
         interval = tail_interval(model.groups, block_size, config.tail_interval_tokens)
-        self.puts = Puts(self._cache, self._tables, PutPoints(block_size, interval))
+        speculative = vllm_config.speculative_config
+        num_drafts = getattr(speculative, "num_speculative_tokens", None) or 0
+        points = PutPoints(block_size, interval, config.answer_interval_tokens, 1 + num_drafts)
+        self.puts = Puts(self._cache, self._tables, points)
         self._publishes = config.kv_events and place.endpoint is None
         self._prefill = PrefillRate() if config.skip_slow_loads else None
         self.counts: Counter[str] = Counter()  # by hooks of the connector, as `VLLM_COUNTERS`

@@ -60,7 +60,7 @@ from flexcache.router.proxy.engines import (
 )
 from flexcache.router.settings import ProxyConfig
 from flexcache.router.stored import id_reader
-from flexcache.router.tokens.body import MARKER, with_pin
+from flexcache.router.tokens.body import MARKER, with_kv_source, with_pin
 
 
 class RequestLife:
@@ -349,6 +349,8 @@ class Proxy:
         added = {**choice.headers, REQUEST_ID_HEADER: life.shown_id}
         fields = headers_to_engine(request.headers, added)
         body = arrival.body if request.body_exists else None
+        if body and choice.fetch_from is not None:
+            body = with_kv_source(arrival.path, body, choice.fetch_from, life.request_id)
         try:
             return await self._engines.send(choice.url, arrival.method, arrival.path, fields, body)
         except NoAnswer as error:

@@ -407,3 +407,34 @@ def _parts(raw: bytes, delimiter: bytes) -> Iterator[bytes]:
             yield raw[begin:end] if is_part and end - begin <= _LONGEST else b""
             begin = end + len(delimiter)
             is_part = True
+
+
+class _Transfer(msgspec.Struct):
+    kv_transfer_params: msgspec.Raw = msgspec.Raw()
+
+
+_transfer_of = msgspec.json.Decoder(_Transfer).decode
+
+
+def with_kv_source(path: str, body: bytes, source: tuple[str, int], request_id: str) -> bytes:
+    """Return a body that tells vLLM's p2p tier where to fetch blocks from.
+
+    The rest of it stays as the client sent it. So does all of it if the client has said itself what
+    is to be transferred, or if the path is not one whose prompts are routed by their tokens.
+
+    Args:
+        source: Host and port of the other engine's p2p tier.
+        request_id: Names the transfer to both engines; unique.
+    """
+    if path.partition("?")[0] not in (CHAT_PATH, COMPLETION_PATH, MESSAGES_PATH):
+        return body
+    try:
+        if bytes(_transfer_of(body).kv_transfer_params):
+            return body
+    except msgspec.DecodeError:
+        return body  # the engine will say so
+    host, port = source
+    told = {"kv_request_id": request_id, "remote_host": host, "remote_port": port}
+    field = msgspec.json.encode({"kv_transfer_params": {"remote_kv_source": told}})
+    rest = body.lstrip()[1:].lstrip()
+    return field[:-1] + (b"" if rest.startswith(b"}") else b",") + rest

@@ -63,6 +63,7 @@ _NO_SPACE = -200
 _BAD_SIZE = -600
 _NOT_FOUND = -704
 _UNREACHABLE = (-900, -901)
+_UNKNOWN_TENANT = -1701
 
 
 class BounceMemory:
@@ -136,6 +137,7 @@ class MooncakeStore(RemoteStore):
                 "protocol": options.get("protocol", "tcp"),
                 "rdma_devices": options.get("device", ""),
                 "master_server_addr": url.location.rstrip("/"),
+                "tenant_id": options.get("tenant", "default"),  # of vLLM's connector, too
             }
         )
         if result != 0:
@@ -252,6 +254,8 @@ class MooncakeStore(RemoteStore):
             return MISSING
         if code == _NO_SPACE:
             return failed("the store is full")
+        if code == _UNKNOWN_TENANT:
+            return failed("the store does not know this tenant; see the URL's option `tenant`")
         if code in _UNREACHABLE:
             self._is_suspect = True
             return failed("the master does not answer")
@@ -366,6 +370,7 @@ register(
             "hostname": text_option,
             "replicas": choice_option(*"12345678"),
             "soft_pin_s": number_option(0, 86400),
+            "tenant": text_option,
         },
         package="mooncake",
         extra="mooncake",
