@@ -428,7 +428,12 @@ class Commands(Engine):
                     engine.abort_request([str(position) for position in aborted])
                 if resets and number % RESET_EVERY_STEPS == 0:
                     preempts = number // RESET_EVERY_STEPS % 2 == 1
-                    self.llm.reset_prefix_cache(preempts, reset_connector=True)
+                    try:
+                        self.llm.reset_prefix_cache(preempts, reset_connector=True)
+                    except RuntimeError as error:
+                        # vLLM refuses while a request waits for a load; those that ran go on.
+                        if "waiting for remote KV transfer" not in str(error):
+                            raise
                 if kill and self.scheduler.connector.has_pending_push_work():
                     os.kill(kill, signal.SIGKILL)
                     kill = 0
