@@ -79,8 +79,9 @@ class RouterConfig:
         (),
         "Engines: `http://HOST:PORT`, or `http+dns://NAME:PORT` and "
         "`http+k8s://SERVICE.NAMESPACE:PORT` for all addresses of a name or service; with "
-        "`,data_parallel_size=N` each of N ranks. In a file: tables `[[workers]]` with `url`, "
-        "`data_parallel_size`, `events`, `shared_events`, `cache_url`.",
+        "`,data_parallel_size=N` each of N ranks, with `,peer_port=N` vLLM's p2p tier. In a file: "
+        "tables `[[workers]]` with `url`, `data_parallel_size`, `peer_port`, `events`, "
+        "`shared_events`, `cache_url`.",
         read=_texts,
     )
     events: Sequence[str] = setting(
@@ -92,8 +93,9 @@ class RouterConfig:
     caches: Sequence[str] = setting(
         (),
         "HTTP API of FlexCache, which the router asks to load a prompt's blocks from SSD or remote "
-        "store as soon as it has chosen an engine: `URL=http://HOST:PORT` for an engine's, "
-        "`*=http://HOST:PORT` for a cache that all engines share.",
+        "store as soon as it has chosen an engine, and without KV events for the sizes of its "
+        "tiers: `URL=http://HOST:PORT` for an engine's, `*=http://HOST:PORT` for a cache "
+        "that all engines share.",
         read=_texts,
     )
     cache_token: str | None = setting(

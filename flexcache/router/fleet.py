@@ -23,7 +23,7 @@ class Tier(str, Enum):
     GPU = "gpu"
     DRAM = "dram"
     DISK = "disk"
-    """SSD and remote store together, which KV events do not tell apart."""
+    """SSD and remote store together, which KV events tell apart on request only."""
 
 
 class EventSource(msgspec.Struct, frozen=True):

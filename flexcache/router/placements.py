@@ -165,7 +165,9 @@ class Placements:
             return
         if cached_tokens is not None:
             num_cached = cached_tokens // cache.block_size
-            if num_cached < len(running.uses):
+            # The last token is computed in any case, and the block that it ends is never reported.
+            usable = (running.work.num_tokens - 1) // cache.block_size
+            if num_cached < min(len(running.uses), usable):
                 cache.evict_until(running.uses[num_cached])
         self._use(cache, running.keys)
 

@@ -179,6 +179,19 @@ def test_bodies_answers_and_fields_are_passed_on_as_received(engine: FakeEngine)
         assert ask(proxy, None, "/x", "HEAD").body == b""
 
 
+@pytest.mark.parametrize("target", ["/v1/messages?beta=true", "/v1/chat/completions"])
+def test_a_marked_prompt_is_to_be_pinned(engine: FakeEngine, target: str) -> None:
+    marker = {"type": "ephemeral", "ttl": "1h"}
+    part = {"type": "text", "text": "x", "cache_control": marker}
+    body = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1}
+    with ProxyProcess([engine.url]) as proxy:
+        assert ask(proxy, body, target).status == 200
+        seen = json.loads(engine.requests()[-1]["body"])
+        assert seen == {**body, "kv_transfer_params": {"flexcache_pin_ttl_s": 3600}}
+        assert ask(proxy, body, "/v1/embeddings").status == 200
+        assert json.loads(engine.requests()[-1]["body"]) == body
+
+
 def test_an_expected_continue_is_answered(engine: FakeEngine) -> None:
     head, _, body = request_bytes(BODY, "Expect: 100-continue", "Connection: close").partition(
         b"\r\n\r\n"

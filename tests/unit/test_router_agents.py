@@ -16,7 +16,7 @@ from test_router_tokens import Reader
 
 from flexcache.router import KVRouter, RouteRequest, WorkerSpec, WorkerState
 from flexcache.router.chooser import Turn
-from flexcache.router.tokens.body import with_pin
+from flexcache.router.tokens.body import with_kv_source, with_pin
 
 Body = dict[str, Any]
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -213,6 +213,14 @@ def test_markers_become_a_pin(path: str, body: Body, ttl_s: int | None) -> None:
     assert with_pin(path, asked) == asked  # the client's own
     other = json.dumps(body | {"kv_transfer_params": {"a": 1}}).encode()
     assert json.loads(with_pin(path, other))["kv_transfer_params"] == {"a": 1, PIN: ttl_s}
+
+
+def test_a_marked_prompt_may_be_fetched_from_another_engine() -> None:
+    raw = json.dumps({"messages": [{"role": "user", "content": [marked()]}]}).encode()
+    told = json.loads(with_kv_source(MESSAGES, with_pin(MESSAGES, raw), ("10.0.0.7", 5710), "r"))
+    source = {"kv_request_id": "r", "remote_host": "10.0.0.7", "remote_port": 5710}
+    expected = {PIN: 300, "remote_kv_source": source}
+    assert told == {**json.loads(raw), "kv_transfer_params": expected}
 
 
 def test_other_bodies_are_not_touched() -> None:

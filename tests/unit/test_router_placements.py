@@ -28,8 +28,8 @@ def keys_of(prompt: list[int] | str) -> list[int]:
     return CHAIN.block_keys([ord(token) if isinstance(token, str) else token for token in prompt])
 
 
-def request(worker: str = "w", now: float = 0.0) -> Running:
-    return Running("", 0, Work(0, 0), now, now, worker)
+def request(worker: str = "w", now: float = 0.0, num_tokens: int = 100) -> Running:
+    return Running("", 0, Work(num_tokens, 0), now, now, worker)
 
 
 def depth(index: KVIndexer, worker: str, prompt: list[int] | str) -> int:
@@ -130,6 +130,17 @@ def test_a_report_of_less_evicts_what_was_used_no_later() -> None:
     assert depth(index, "w", "old") == 0, "used before the evicted block"
     assert depth(index, "w", "new") == 3
     assert depth(index, "w", "abxy") == 4
+    placements.check()
+
+
+def test_a_prompt_of_whole_blocks_evicts_nothing_though_its_last_one_is_computed() -> None:
+    index, placements = make(100)
+    serve(placements, "old")
+    for _ in range(2):
+        placed = request(num_tokens=4)
+        placements.place(placed, keys_of("abcd"))
+        placements.ended(placed, cached_tokens=3)
+    assert depth(index, "w", "old") == 3
     placements.check()
 
 

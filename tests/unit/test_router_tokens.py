@@ -477,10 +477,18 @@ def test_a_body_says_where_to_fetch_from_and_all_else_that_it_did(body: bytes) -
     assert with_kv_source("/v1/embeddings", body, ("10.0.0.7", 5710), "r-1") == body
 
 
+@pytest.mark.parametrize("ours", ["null", '{"flexcache_pin_ttl_s": 300}'])
+def test_hints_for_flexcache_stay_beside_where_to_fetch_from(ours: str) -> None:
+    body = f'{{"kv_transfer_params": {ours}, "prompt": [1]}}'.encode()
+    changed = json.loads(with_kv_source(CHAT_PATH, body, ("10.0.0.7", 5710), "r-1"))
+    source = changed["kv_transfer_params"].pop("remote_kv_source")
+    assert source["remote_port"] == 5710
+    assert changed == {"prompt": [1], "kv_transfer_params": json.loads(ours) or {}}
+
+
 @pytest.mark.parametrize(
     "body",
     [
-        b'{"kv_transfer_params": null}',
         b'{"kv_transfer_params": {"a": 1}}',
         b"[]",
         b"{",

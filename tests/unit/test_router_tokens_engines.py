@@ -163,7 +163,7 @@ def test_the_model_that_the_engine_reports_is_used_and_its_first_prompts_are_com
 ) -> None:
     async def scenario(engine: FakeEngine, readers: Tokenizers) -> None:
         stats = readers.stats()
-        assert stats.models == {"m completion": "local", "m chat": "local", "m tools": "local"}
+        assert stats.models == {f"m {kind.value}": "local" for kind in Kind}
         assert set(stats.reasons.values()) == {"unchecked"}
         request = await read(readers, messages=says("hi"), model="m")
         assert request.token_ids is not None
@@ -171,15 +171,18 @@ def test_the_model_that_the_engine_reports_is_used_and_its_first_prompts_are_com
         await compared(readers, 1)
         await read(readers, "/v1/completions", prompt="hello", model="m")
         await compared(readers, 2)
+        await read(readers, "/v1/messages", messages=says("hi"), model="m")
+        await compared(readers, 3)
         stats = readers.stats()
-        assert stats.requests["local"] == 2 and stats.mismatches == 0
+        assert stats.requests["local"] == 3 and stats.mismatches == 0
         assert stats.reasons == {
             "m completion": "checked", "m chat": "checked", "m tools": "unchecked",
+            "m messages": "checked", "m responses": "unchecked",
         }  # fmt: skip
         assert engine.keys == {"Bearer secret"}
         assert all(body["mm_payload"] == "none" for body in engine.seen)
         await read(readers, messages=says("hi"), model="m")
-        assert len(engine.seen) == 2, "once in a while"
+        assert len(engine.seen) == 3, "once in a while"
 
     run(source, scenario, root=source)
 

@@ -109,6 +109,7 @@ class FakeCache:
     owners: list[str] = field(default_factory=list)
     """Requests by task."""
     max_stored: Callable[[Any], int] = lambda request: sys.maxsize
+    pinned: list[str] = field(default_factory=list)
     is_full: bool = False
     are_shut: bool = False
     """Whether the ranks copy nothing."""
@@ -135,6 +136,9 @@ class FakeCache:
             for group, blocks, part in zip(self.groups, request.all_blocks, tail, strict=True)
         ]
         return task_id, range(begin, stop)
+
+    def pin(self, request: Any) -> None:
+        self.pinned.append(request.request_id)
 
     def launch_all(self, blocks: Mapping[int, Sequence[Sequence[int]]]) -> list[int]:
         launched = []
@@ -502,6 +506,48 @@ def test_no_more_is_stored_than_may_be(
     assert engine.offered == offered
     engine.cache.matched.clear()
     engine.end()
+
+
+@pytest.mark.parametrize("groups", [(), (FULL, WINDOW)], ids=["one group", "window"])
+def test_a_prompt_is_pinned_once_when_it_is_stored(groups: tuple[KVGroup, ...]) -> None:
+    engine = Engine(*groups)
+    request, pinned = engine.request, engine.cache.pinned
+    engine.puts.admitted(request)
+    engine.step(5 * BLOCK)
+    engine.puts.launch()
+    engine.cache.launched.clear()
+    engine.puts.release()
+    assert pinned == []
+    engine.step(5 * BLOCK)
+    engine.puts.launch()
+    assert pinned == []
+    engine.cache.launched.clear()
+    engine.puts.release()
+    assert pinned == ["mine"]
+    request.num_computed_tokens = 0  # it is preempted
+    engine.puts.admitted(request)
+    engine.step(NUM_BLOCKS * BLOCK)
+    engine.puts.finished(request, request.all_blocks)
+    engine.end()
+    assert pinned == ["mine"]
+
+
+def test_a_prompt_that_is_stored_already_is_pinned_at_once() -> None:
+    engine = Engine()
+    engine.cache.cached["mine"] = NUM_BLOCKS
+    engine.puts.admitted(engine.request)
+    engine.step(NUM_BLOCKS * BLOCK)
+    assert engine.cache.pinned == ["mine"]
+
+
+def test_as_much_of_a_prompt_is_pinned_as_may_be_stored() -> None:
+    engine = Engine()
+    engine.cache.max_stored = lambda request: 3 * BLOCK
+    engine.puts.admitted(engine.request)
+    engine.step(NUM_BLOCKS * BLOCK)
+    engine.puts.finished(engine.request, engine.request.all_blocks)
+    engine.end()
+    assert engine.cache.pinned == ["mine"]
 
 
 def test_a_request_preempted_then_aborted_while_another_connector_loads_it() -> None:

@@ -62,8 +62,14 @@ def gates(engine: Engine) -> Iterator[Gates]:
         engine.drain()
 
 
-def start(engine: Engine, request_id: str, prompt: list[int], max_tokens: int) -> None:
-    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+def start(
+    engine: Engine, request_id: str, prompt: list[int], max_tokens: int, **hints: Any
+) -> None:
+    params = {f"flexcache_{name}": hint for name, hint in hints.items()}
+    sampling = SamplingParams(
+        temperature=0, max_tokens=max_tokens, ignore_eos=True,
+        extra_args={"kv_transfer_params": params} if params else None,
+    )  # fmt: skip
     engine.llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling)
 
 
@@ -165,6 +171,25 @@ def test_a_running_answer_is_stored_at_intervals_and_at_its_end(
         assert num_stored(engine) == (200 + 179) // BLOCK
     follow_up = [*prompt, *request.output_token_ids, 7]
     assert serve_again(engine, follow_up)[1] == num_stored(engine) * BLOCK
+
+
+def test_hints_keep_an_answer_out_of_the_cache_or_pin_its_prompt(engine: Engine) -> None:
+    start(engine, "private", make_prompt(200, next(_seeds)), 60, store=False)
+    engine.settle()
+    tiers = engine.manager.stats()["tiers"]
+    assert [tier["indexed"] for tier in tiers.values()] == [0, 0]
+    start(engine, "short", make_prompt(200, next(_seeds)), 60, max_store_tokens=100)
+    engine.settle()
+    assert num_stored(engine) == 100 // BLOCK
+    prompt, before = make_prompt(200, next(_seeds)), engine.manager.stats()["control"]["calls"]
+    start(engine, "pinned", prompt, 60, pin_ttl_s=600)
+    engine.settle()
+    assert engine.manager.stats()["tiers"]["CPU"]["pinned"] == 200 // BLOCK
+    start(engine, "stored", prompt, 8, pin_ttl_s=600)
+    engine.settle()
+    calls = engine.manager.stats()["control"]["calls"]
+    assert calls["pin"] - before.get("pin", 0) == 2
+    assert engine.manager.stats()["tiers"]["CPU"]["pinned"] == 200 // BLOCK
 
 
 def test_a_put_is_matched_only_if_there_is_something_new(

@@ -6,6 +6,7 @@ ignored, and logged.
 flexcache_namespace                                   whose quota it counts against
 flexcache_priority, flexcache_ttl_s                   how long to keep what it stores
 flexcache_store, flexcache_max_store_tokens           whether it stores, and how many tokens
+flexcache_pin_ttl_s                                   how long its prompt is pinned
 flexcache_session_id                                  whose prompt it is
 flexcache_session_over, flexcache_returns_in_s        how the session goes on after its end
 """
@@ -29,6 +30,7 @@ from vllm.distributed.kv_events import (
 )
 from vllm.v1.core import kv_cache_utils
 
+from flexcache.cache.control import LONGEST_PIN_S
 from flexcache.cache.journal import Change, Removed, Stored
 from flexcache.cache.prompt import MAX_SESSION_ID_LENGTH, check_hint, check_name
 from flexcache.errors import FlexCacheError
@@ -59,6 +61,7 @@ class Hints:
         session_end: How the session goes on after it, as arguments of `KVManager.session_hint`;
             empty if that is not said.
         max_store_tokens: How many of its tokens may be stored.
+        pin_ttl_s: How long its prompt is pinned once it is stored; None: not at all.
     """
 
     namespace: str | None = None
@@ -66,6 +69,7 @@ class Hints:
     retention: Mapping[str, Any] = field(default_factory=dict)
     session_end: Mapping[str, Any] = field(default_factory=dict)
     max_store_tokens: int = sys.maxsize
+    pin_ttl_s: float | None = None
 
 
 _NO_HINTS = Hints()
@@ -101,6 +105,7 @@ def read_hints(request: Any) -> Hints:
         read("namespace", _name(_LONGEST_NAMESPACE)), session_id,
         {name: hint for name, hint in retention.items() if hint is not None}, end,
         _max_store_tokens(read("store", _bool), read("max_store_tokens", _count), params),
+        read("pin_ttl_s", _pin_ttl_s),
     )  # fmt: skip
 
 
@@ -135,6 +140,13 @@ def _bool(hint: Any) -> bool:
     if not isinstance(hint, bool):
         raise TypeError("must be true or false")
     return hint
+
+
+def _pin_ttl_s(hint: Any) -> float:
+    seconds = float(hint)
+    if not 0 < seconds <= LONGEST_PIN_S:
+        raise ValueError(f"must be above 0 and at most {LONGEST_PIN_S:,.0f} s")
+    return seconds
 
 
 def _is_count(value: Any) -> bool:
@@ -433,6 +445,18 @@ class CacheCalls(TaskCalls):
             return None if is_over else (task_id, range(stop, stop))
         begin = int(wanted.argmax()) // self._block_size
         return task_id, range(begin, begin + num_wanted // self._block_size)
+
+    def pin(self, request: Any) -> None:
+        """Pin what is cached of a request's prompt, if its sender wants that."""
+        hints = read_hints(request)
+        if hints.pin_ttl_s is None or not self.is_open:
+            return
+        prompt = self._prompt(request, hints)
+        num_blocks = request.num_prompt_tokens // self._block_size
+        safely(
+            self.manager.pin, ttl_s=hints.pin_ttl_s, namespace=prompt["namespace"],
+            block_keys=prompt["block_keys"][:num_blocks], adapter=prompt["adapter"],
+        )  # fmt: skip
 
     def session_ended(self, request: Any) -> None:
         """Pass on what an ended request says of its session."""

@@ -174,6 +174,8 @@ class Puts:
         """Not launched yet."""
         self._pinned: dict[int, Sequence[int]] = {}
         """Pinned blocks of each task."""
+        self._to_pin: dict[int, Any] = {}
+        """Requests whose prompt the cache is asked to pin when this task has ended."""
         self._give_up_s: float | None = None
         """When vLLM has waited long enough for pinned blocks, if it waits."""
 
@@ -359,23 +361,35 @@ class Puts:
         # An answer is offered behind its prompt, so that one request counts as one sighting where
         # what is stored depends on them. A preempted request comes here again.
         first = num_offered if num_offered < stop else 0
-        if not self._match(request, tables, first, stop, tail) and first:
-            self._match(request, tables, 0, stop, tail)  # what came before may have been evicted
+        task_id = self._match(request, tables, first, stop, tail)
+        if task_id is None and first:  # what came before may have been evicted
+            task_id = self._match(request, tables, 0, stop, tail)
+        end = min(limit, self._points.floor(request.num_prompt_tokens - self._tables.has_tails))
+        if num_offered < end <= stop:
+            self._pin_prompt(request, task_id)
+
+    def _pin_prompt(self, request: Any, task_id: int | None) -> None:
+        """Have the cache pin a request's prompt, once this task has stored what it lacked of it."""
+        if task_id is None:
+            self._cache.pin(request)
+        else:
+            self._to_pin[task_id] = request
 
     def _match(
         self, request: Any, tables: Tables, first: int, stop: int, tail: list[list[int]]
-    ) -> bool:
-        """Match a put of tokens ``[first, stop)``, and pin the blocks that will be copied."""
+    ) -> int | None:
+        """Match a put of tokens ``[first, stop)``, and pin the blocks that will be copied. Returns
+        its task; None if nothing will be."""
         assert self.pool is not None
         size = self._points.position
         found = self._cache.match_put(request, first // size, stop // size, self._tables.has_tails)
         if found is None:
-            return False
+            return None
         task_id, wanted = found
         dense = self._tables.dense(tables, wanted.start * size, wanted.stop * size)
         if any(NULL_BLOCK in blocks for blocks in dense):  # what windows of answers leave is gone
             self._cache.cancel(task_id)
-            return False
+            return None
         blocks = [*map(list.__add__, dense, tail)]  # a group has one or the other
         put = _Put(task_id, request, tables[0][: wanted.stop], blocks)
         # Holding back the finished request instead would keep all of its blocks, also those that
@@ -384,7 +398,7 @@ class Puts:
         self.pool.touch([self.pool.blocks[block_id] for block_id in put.block_ids])
         self._pinned[task_id] = put.block_ids
         self._matched.append(put)
-        return True
+        return task_id
 
     # -- copies ----------------------------------------------------------------------------------
 
@@ -403,7 +417,10 @@ class Puts:
         """Unpin the blocks of puts that ended on every rank; return whether there were any."""
         ended = self._cache.ended(self._pinned) if self._pinned else ()
         for task_id in ended:
+            request = self._to_pin.get(task_id)
             self._unpin(task_id)
+            if request is not None:
+                self._cache.pin(request)
         return bool(ended)
 
     def let_go(self) -> None:
@@ -423,6 +440,7 @@ class Puts:
     def _unpin(self, task_id: int) -> None:
         assert self.pool is not None
         self._give_up_s = None
+        self._to_pin.pop(task_id, None)
         blocks = [self.pool.blocks[block_id] for block_id in self._pinned.pop(task_id)]
         self.pool.free_blocks(reversed(blocks))  # vLLM evicts the first of them first
 

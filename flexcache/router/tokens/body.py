@@ -409,18 +409,15 @@ def _parts(raw: bytes, delimiter: bytes) -> Iterator[bytes]:
             is_part = True
 
 
-class _Transfer(msgspec.Struct):
-    kv_transfer_params: msgspec.Raw = msgspec.Raw()
-
-
-_transfer_of = msgspec.json.Decoder(_Transfer).decode
+_TRANSFER, _OURS = "kv_transfer_params", "flexcache_"
+_params = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
 
 
 def with_kv_source(path: str, body: bytes, source: tuple[str, int], request_id: str) -> bytes:
     """Return a body that tells vLLM's p2p tier where to fetch blocks from.
 
-    The rest of it stays as the client sent it. So does all of it if the client has said itself what
-    is to be transferred, or if the path is not one whose prompts are routed by their tokens.
+    A request that says itself what is transferred stays as it is, as does one of a path whose
+    prompts are not routed by their tokens. Never raises.
 
     Args:
         source: Host and port of the other engine's p2p tier.
@@ -429,12 +426,14 @@ def with_kv_source(path: str, body: bytes, source: tuple[str, int], request_id: 
     if path.partition("?")[0] not in (CHAT_PATH, COMPLETION_PATH, MESSAGES_PATH):
         return body
     try:
-        if bytes(_transfer_of(body).kv_transfer_params):
-            return body
-    except msgspec.DecodeError:
-        return body  # the engine will say so
+        fields = _fields.decode(body)
+        params = _params.decode(fields.get(_TRANSFER, b"null")) or {}
+    except (msgspec.DecodeError, UnicodeError, RecursionError):  # the engine says what is wrong
+        return body
+    if not all(name.startswith(_OURS) for name in params):
+        return body
     host, port = source
     told = {"kv_request_id": request_id, "remote_host": host, "remote_port": port}
-    field = msgspec.json.encode({"kv_transfer_params": {"remote_kv_source": told}})
-    rest = body.lstrip()[1:].lstrip()
-    return field[:-1] + (b"" if rest.startswith(b"}") else b",") + rest
+    with_source = {**params, "remote_kv_source": msgspec.Raw(msgspec.json.encode(told))}
+    fields[_TRANSFER] = msgspec.Raw(msgspec.json.encode(with_source))
+    return msgspec.json.encode(fields)
