@@ -20,9 +20,11 @@ Pure: no I/O, no clock.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from numbers import Real
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -376,24 +378,35 @@ class CacheControl:
         """Delete what continues a prompt, and its own blocks from its end back to the first one
         that another prompt continues from."""
         positions = {key: position for position, key in enumerate(keys)}
+        pinned = self._pinned_keys(root)
         # The same everywhere: a tier may lack the blocks that tell that others continue from some.
         kept = max(
             max(_num_shared(tier, root, keys), tier.in_flight_behind(root, positions))
             for tier in self._tiers
         )
+        kept = max(kept, _num_pinned(pinned, keys))
         gone.keys.setdefault(root, set()).update(keys[kept:])
         for tier in self._tiers:
             if kept < len(keys):
                 self._drop(gone, tier, root, keys[kept])
             elif keys and (last := tier.index.locate(root, keys[-1])).run is not None:
-                self._drop_unpinned(gone, tier, last.run, last.length)
+                self._drop_unpinned(gone, tier, last, pinned)
 
-    def _drop_unpinned(self, gone: _Gone, tier: Tier, run: Run, start: int) -> None:
-        """Delete what stands behind the first ``start`` blocks of a run, but for what pins hold."""
+    def _pinned_keys(self, root: RootId) -> set[BlockKey]:
+        """Return the keys of a root's blocks that pins hold in some tier: they stay in all."""
+        if not self._pins:
+            return set()
+        return set().union(*(tier.pinned.keys(root, tier.index) for tier in self._tiers))
+
+    def _drop_unpinned(
+        self, gone: _Gone, tier: Tier, behind: PrefixMatch, pinned: set[BlockKey]
+    ) -> None:
+        """Delete what stands behind a prefix in a tier, but for what pins hold."""
+        assert behind.run is not None
         # The list grows in the loop: a recursion would be as deep as the tree of runs.
-        left = [(run, start)]
+        left = [(behind.run, behind.length)]
         for each, begin in left:
-            kept = max(begin, tier.pinned.length(each.run_id))
+            kept = max(begin, _num_pinned(pinned, each.keys))
             children = (each.children or {}).values()
             left += [(c, 0) for c in children if begin <= c.parent_length <= kept]
             if kept < each.num_findable:
@@ -401,8 +414,13 @@ class CacheControl:
 
     def _delete_session(self, gone: _Gone, session_id: str, puts: Iterable[Plan]) -> None:
         """Delete what a session has stored and no other one has used, or is storing."""
+        pinned = cache(self._pinned_keys)  # mostly of one root
+
+        def num_pinned(run: Run) -> int:
+            return _num_pinned(pinned(run.root), run.keys)
+
         for tier in self._tiers:
-            for root, key in self._sessions.own_blocks(session_id, tier):
+            for root, key in self._sessions.own_blocks(session_id, tier, num_pinned):
                 self._drop(gone, tier, root, key)
         # Else what it stores now would be found after all. Who skips blocks since they are on their
         # way here loses them too, and computes them once more.
@@ -496,11 +514,10 @@ def _pin_id(wanted: Sequence[tuple[BlockKeys, int]], session_id: str | None) -> 
 
 
 def _num_shared(tier: Tier, root: RootId, keys: Sequence[BlockKey]) -> int:
-    """Return how many of a prompt's first blocks another prompt continues from in a tier, or a pin
-    holds.
+    """Return how many of a prompt's first blocks another prompt continues from in a tier.
 
-        |p0------p5|p6------p9|     the prompt, all of it in the tier
-                   |q6--q8|         hangs off its first six blocks: they are shared
+    |p0------p5|p6------p9|     the prompt, all of it in the tier
+               |q6--q8|         hangs off its first six blocks: they are shared
     """
     found = tier.index.match(EngineBlockKeys(root, keys, len(keys)))
     run, length, shared, below = found.run, found.length, 0, None
@@ -511,7 +528,12 @@ def _num_shared(tier: Tier, root: RootId, keys: Sequence[BlockKey]) -> int:
             continues.append(length)
         # Behind its own end the prompt itself is continued.
         ends = [run.depth + at for at in continues if run.depth + at < len(keys)]
-        pinned = min(length, tier.pinned.length(run.run_id))
-        shared = max(shared, *ends, run.depth + pinned if pinned else 0)
+        shared = max(shared, *ends, 0)
         below, length, run = run, run.parent_length, run.parent
     return shared
+
+
+def _num_pinned(pinned: set[BlockKey], keys: Sequence[BlockKey]) -> int:
+    """Return how many of these consecutive blocks, from the first on, are pinned."""
+    # With a block all before it are pinned, so the keys are sorted by that.
+    return bisect_left(keys, True, key=lambda key: key not in pinned) if pinned else 0

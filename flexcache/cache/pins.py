@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 
-from flexcache.cache.prefix_index import PrefixMatch, Run
+from flexcache.cache.prefix_index import PrefixIndex, PrefixMatch, Run
 from flexcache.cache.tail_index import Tail
 from flexcache.errors import InternalError
-from flexcache.ids import RootId
+from flexcache.ids import BlockKey, RootId
 
 # A count per run and length, as of holds, and not one per block: to pin a prompt of 8,192 blocks
 # costs its runs. The holds themselves do not tell: a task that reads a block holds it too, and
@@ -55,6 +56,12 @@ class PinnedBlocks:
         """Return how many of the first blocks of the run of this number are pinned."""
         marks = self._marks.get(number)
         return max(marks) if marks else 0
+
+    def keys(self, root: RootId, index: PrefixIndex) -> set[BlockKey]:
+        """Return the keys of a root's pinned blocks. O(pinned runs and blocks)."""
+        runs = [(index.run(number), max(marks)) for number, marks in self._marks.items()]
+        found = (run.keys[:length] for run, length in runs if run is not None and run.root == root)
+        return set(chain.from_iterable(found))
 
     def add(self, match: PrefixMatch) -> None:
         """Count the blocks of another pin. O(runs up to one that is pinned)."""

@@ -169,7 +169,9 @@ class PromptSessions:
                 self._add_first(session, (keys.root, keys.key(start)), start)
             self._add(session, (keys.root, keys.key(stop - 1)), stop, floor)
 
-    def own_blocks(self, session_id: str, tier: Tier) -> list[tuple[RootId, BlockKey]]:
+    def own_blocks(
+        self, session_id: str, tier: Tier, num_pinned: Callable[[Run], int]
+    ) -> list[tuple[RootId, BlockKey]]:
         """Return where the blocks begin in a tier that a session has stored, and neither another
         one nor a prompt without one has used, nor a pin holds. With a block goes what builds on
         it."""
@@ -180,7 +182,7 @@ class PromptSessions:
         is_shared = partial(self._is_shared, session)
         return [
             (match.run.root, match.run.keys[start - match.run.depth])
-            for match, start in list(_unshared(floors, is_shared, tier.pinned.length))
+            for match, start in list(_unshared(floors, is_shared, num_pinned))
             if match.run is not None and start < match.run.depth + match.run.num_findable
         ]
 
@@ -396,18 +398,18 @@ def _path(run: Run | None) -> Iterator[Run]:
 
 def _unshared(
     floors: Iterable[tuple[Run, int]], is_shared: Callable[[End], bool],
-    pinned_length: Callable[[int], int],
+    num_pinned: Callable[[Run], int],
 ) -> Iterator[tuple[PrefixMatch, int]]:  # fmt: skip
     """Yield runs, and the depth from which on nothing else uses them.
 
     Args:
-        pinned_length: Returns how much of the run of a number is to stay.
+        num_pinned: Returns how many of a run's first blocks stay.
     """
     retired: set[int] = set()
     for run, floor in floors:
         children = (run.children or {}).values()
         start = max((c.parent_length for c in children if c.run_id not in retired), default=0)
-        start = max(start, floor - run.depth, pinned_length(run.run_id))
+        start = max(start, floor - run.depth, num_pinned(run))
         for length in range(run.length, start, -1):
             if is_shared((run.root, run.keys[length - 1])):
                 start = length

@@ -574,7 +574,7 @@ class Tier:
         return self._now
 
     def _give_back(self, blocks: BlockIds) -> None:
-        if self.doomed and len(blocks):
+        if len(blocks) and self.doomed:
             aside, blocks = self.doomed.set_aside(blocks)
             self.num_leased += len(aside)
             if self.on_aside is not None and len(aside):

@@ -500,6 +500,16 @@ def test_a_session_whose_last_block_was_evicted_is_deleted_all_the_same() -> Non
     assert served.look_up("yyy") == {"CPU": 3}
 
 
+def test_what_a_pin_of_another_holds_outlasts_the_delete_of_its_session_in_every_tier() -> None:
+    served = Served(20, 20)
+    served.put("xyzz", session_id="a")
+    pin = served.pin("xy")
+    assert served.delete_all(session_id="a") == {"CPU": 2, "SSD": 2}
+    assert served.look_up("xyzz") == {"CPU": 2, "SSD": 2}
+    served.unpin(pin.pin_id)
+    assert served.delete("xy") == {"CPU": 2, "SSD": 2}
+
+
 def test_a_tenant_is_deleted_with_all_its_namespaces_and_pins() -> None:
     served = Served(20, 20)
     names = (["team"], ["team", "salt"], ["other", "team"], [])

@@ -30,7 +30,8 @@ def engine_with(tmp_path: Path, **engine: Any) -> Iterator[DrivenEngine]:
     probe.mkdir()
     settings = Settings(
         "FlexCache", "tiny", str(tmp_path / "ssd"), dram_gb=0.1, engine={**common, **engine},
-        num_threads=1, probe_dir=str(probe), more={"skip_slow_loads": False},
+        num_threads=1, probe_dir=str(probe),
+        more={"skip_slow_loads": False, "answer_interval_tokens": 32},
     )  # fmt: skip
     with running(DrivenEngine(settings, tmp_path / "log")) as driven:
         yield driven
@@ -58,7 +59,10 @@ def test_a_prompt_and_its_answer_come_back_with_drafts_under_way(
             engine.forget(tier)
             assert engine.generate(PROMPT, 100) == (cold, CACHED)
         engine.forget("GPU")
+        alone = engine.answers([second], 8, without="cache")[0]
+        engine.forget("GPU")
         expected, cached = engine.generate(second)
+        assert expected == alone
         assert whole - 32 <= cached <= whole  # the last step's tokens may not have been computed
         engine.forget("DRAM")
         assert engine.generate(second) == (expected, len(second) // 32 * 32)
