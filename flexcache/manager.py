@@ -507,6 +507,8 @@ class KVManager:
                 given.
             ServerLostError: The cache is shared and its server is away.
         """
+        if session_id is not None and options:
+            raise ValueError(f"a session is pinned whole: leave out {', '.join(options)}")
         prompts = self._prompts.named(token_ids, options)
         call = CacheCall(name="pin", prompts=prompts, session_id=session_id, ttl_s=ttl_s)
         pinned = self._control(call)
@@ -547,7 +549,7 @@ class KVManager:
         """
         prompts = self._prompts.named(token_ids, options)
         tenant, roots = None, list[RootId]()
-        if not prompts and session_id is None and options.get("namespace") is not None:
+        if not prompts and options.get("namespace") is not None:
             adapter = options.get("adapter", "")
             tenant, roots = self._prompts.roots(options.get("namespace"), adapter)
         blocks: dict[str, int] = self._control(

@@ -224,6 +224,8 @@ class Operator:
             ValueError: Not exactly one prompt or session is given, or it makes no sense.
             RegistrationError: The model is not known yet.
         """
+        if session_id is not None and namespace is not None:
+            raise ValueError("a session is pinned whole: leave out namespace")
         prompts, engines = self._prompts(token_ids, block_keys, namespace)
         call = CacheCall(
             name="pin", prompts=prompts, engines=engines, session_id=session_id, ttl_s=ttl_s
@@ -255,7 +257,7 @@ class Operator:
         """
         prompts, _ = self._prompts(token_ids, block_keys, namespace)
         tenant, roots = None, list[RootId]()
-        if not prompts and session_id is None and namespace is not None:
+        if not prompts and namespace is not None:
             cache = self._require_cache()
             for version in self._versions():
                 tenant, of_version = _maker(cache, version).roots(namespace)

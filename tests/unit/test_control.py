@@ -252,6 +252,16 @@ def test_a_pin_is_refused_with_its_reason_and_ends_with_one() -> None:
     assert counters.calls == {"pin": 5, "unpin": 1}
 
 
+def test_a_pin_that_is_over_takes_no_room_from_a_new_one() -> None:
+    served = Served(8)
+    served.put("abcd")
+    served.put("wxyz")
+    over = served.pin("abcd", ttl_s=10)
+    served.now += 10  # nothing else has happened since
+    assert served.pin("wxyz").num_blocks == 4
+    assert not served.unpin(over.pin_id)
+
+
 def test_the_pins_of_a_tenant_stay_within_its_quota() -> None:
     quotas = {"*": 5, "team": 3}
     config = CacheConfig(num_cpu_blocks=8, quotas="team=3GB,*=5GB", max_pinned_share=0.9)

@@ -34,6 +34,7 @@ from flexcache.stats import (
     BreakerStats,
     CacheIdentity,
     CacheStats,
+    ControlStats,
     EarlyLoadStats,
     EngineStats,
     EventStats,
@@ -180,6 +181,7 @@ CACHE = CacheStats(
     store_backlog_blocks=2,
     sessions=SessionStats(over=1, retired_blocks=7),
     early_loads=EarlyLoadStats(early=5),
+    control=ControlStats(pins=1, deleted_blocks={"SSD": 2}),
     remote=RemoteStats(
         available=False,
         breaker=BreakerStats(state=BreakerState.HALF_OPEN, openings=2, last_reason="late"),

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from flexcache.counters import plain
 from flexcache.stats import (
+    ControlStats,
     EarlyLoadStats,
     OpStats,
     ServerCounters,
@@ -74,6 +75,7 @@ def figures(**changes: Any) -> dict[str, Any]:
         "skipped_blocks": {"ssd_slower_than_recompute": 2},
         "counters": plain(ServerCounters(worker_deaths={"disk": 1})),
         "early_loads": plain(EarlyLoadStats()),
+        "control": plain(ControlStats()),
         "sessions": plain(SessionStats()),
         "workers": {"disk": 77},
         "worker_restarts": {"disk": 1, "remote": 0},
