@@ -38,7 +38,7 @@ from flexcache.cache.pins import PinnedBlocks
 from flexcache.cache.plan import Plan
 from flexcache.cache.prefix_index import PrefixMatch, Run
 from flexcache.cache.prompt import Prompt, check_session_id
-from flexcache.cache.prompt_sessions import PromptSessions
+from flexcache.cache.prompt_sessions import End, PromptSessions
 from flexcache.cache.tail_index import Tail, last_tail_key, tail_keys
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiers import RemoteTier, Tiers
@@ -147,6 +147,10 @@ class _Held:
     """What one pin holds."""
 
     expires_s: float
+    prompts: frozenset[End] = frozenset()
+    """Ends of the prompt that it is for, by each of its names; none for a session."""
+    stop: int = 0
+    """How many blocks of its longest prompt it holds."""
     blocks: list[tuple[Tier, PrefixMatch]] = field(default_factory=list)
     tails: list[tuple[Tier, Tail]] = field(default_factory=list)
 
@@ -214,7 +218,9 @@ class CacheControl:
         else:
             found = self._sessions.prompts_of(call.session_id)
             wanted = [(keys, keys.num_blocks) for keys in found]
-        return self._pin(_pin_id(wanted, call.session_id), wanted, now + call.ttl_s)
+        held = _Held(now + call.ttl_s)
+        held.prompts = _ends(wanted) if call.session_id is None else held.prompts
+        return self._pin(_pin_id(wanted, call.session_id), wanted, held)
 
     # -- look-ups --------------------------------------------------------------------------------
 
@@ -245,9 +251,8 @@ class CacheControl:
     # -- pins ------------------------------------------------------------------------------------
 
     def _pin(
-        self, pin_id: str, wanted: Sequence[tuple[BlockKeys, int]], expires_s: float
+        self, pin_id: str, wanted: Sequence[tuple[BlockKeys, int]], held: _Held
     ) -> CallOutcome:
-        held = _Held(expires_s)
         former = self._pins.get(pin_id)
         has_room = former is not None or len(self._pins) < _MAX_PINS
         for keys, stop in wanted:
@@ -258,11 +263,11 @@ class CacheControl:
             return CallOutcome({})
         if former is not None:
             # Held twice for a moment, so that nothing that it holds is lost between the two.
-            held.expires_s = max(expires_s, former.expires_s)
+            held.expires_s = max(held.expires_s, former.expires_s)
             self._let_go(former)
         self._begin(pin_id, held)
         blocks = {tier.name: held.num_in(tier) for tier in held.tiers}
-        num_blocks = sum(blocks.values()) or max(stop for _, stop in wanted)  # of tails alone
+        num_blocks = sum(blocks.values()) or held.stop  # of tails alone
         return CallOutcome(blocks, pin_id, num_blocks, held.expires_s)
 
     def _begin(self, pin_id: str, held: _Held) -> None:
@@ -279,6 +284,7 @@ class CacheControl:
         stop = self._num_cached(keys, stop, local)
         if not stop:
             return True
+        held.stop = max(held.stop, stop)
         key = keys.key(stop - 1)
         if self._tails is None or self._tails.has_blocks:
             # One tier that has all of it, since each is closed under prefixes: blocks of DRAM and
@@ -350,6 +356,13 @@ class CacheControl:
             if roots is None or held.roots & gone:
                 self._end(pin_id, reason)
 
+    def _end_pins_of(self, prompts: frozenset[End]) -> None:
+        """End the pins of prompts that have one of these ends."""
+        # Not by the pin's id: who pins knows the prompt by the names of his engine alone, and who
+        # deletes by HTTP by those of all engines.
+        for pin_id in [i for i, held in self._pins.items() if not prompts.isdisjoint(held.prompts)]:
+            self._end(pin_id, "deleted")
+
     # -- deletes ---------------------------------------------------------------------------------
 
     def _delete(self, call: CacheCall, puts: Iterable[Plan]) -> CallOutcome:
@@ -362,7 +375,7 @@ class CacheControl:
             self._delete_session(gone, call.session_id, puts)
         elif call.prompts:
             wanted = [(prompt.keys, prompt.stop) for prompt in call.prompts]
-            self._end(_pin_id(wanted, None), "deleted")
+            self._end_pins_of(_ends(wanted))
             for keys, stop in wanted:
                 self._delete_prompt(gone, keys.root, keys.slice(0, stop))
         else:
@@ -515,6 +528,10 @@ def _pin_id(wanted: Sequence[tuple[BlockKeys, int]], session_id: str | None) -> 
     return digest.hexdigest()
 
 
+def _ends(wanted: Sequence[tuple[BlockKeys, int]]) -> frozenset[End]:
+    return frozenset((keys.root, keys.key(stop - 1)) for keys, stop in wanted if stop)
+
+
 def _num_shared(tier: Tier, root: RootId, keys: Sequence[BlockKey]) -> int:
     """Return how many of a prompt's first blocks another prompt continues from in a tier.
 
@@ -524,8 +541,9 @@ def _num_shared(tier: Tier, root: RootId, keys: Sequence[BlockKey]) -> int:
     found = tier.index.match(EngineBlockKeys(root, keys, len(keys)))
     run, length, shared, below = found.run, found.length, 0, None
     while run is not None:
-        continues = [c.parent_length for c in (run.children or {}).values() if c is not below]
-        continues = [at for at in continues if at <= length]
+        # A task may still hold blocks of a deleted prompt: these continue nothing any more.
+        others = [c for c in (run.children or {}).values() if c is not below and c.num_findable]
+        continues = [c.parent_length for c in others if c.parent_length <= length]
         if length < run.num_findable:  # its next block is another prompt's
             continues.append(length)
         # Behind its own end the prompt itself is continued.

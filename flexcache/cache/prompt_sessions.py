@@ -99,7 +99,8 @@ class _PromptSession:
     ends: dict[End, _Reach] = field(default_factory=dict)
     """In the order in which they came last."""
     firsts: dict[End, _Reach] = field(default_factory=dict)
-    """The first block that it has stored of each line of prompts, as if one ended there."""
+    """The first block that each of its puts has stored, as if a prompt ended there; it tells of all
+    that the put has stored."""
     is_over: bool = False
     keep_until_s: float = 0.0
     """When it returns, if a hint said so."""
@@ -165,8 +166,8 @@ class PromptSessions:
             floor = session.floor(keys, start)
             # The last block is evicted first, and what is left of the prompt is to be found all
             # the same: by the first one that it stores.
-            if floor == start < stop - 1:
-                self._add_first(session, (keys.root, keys.key(start)), start)
+            if start < stop - 1:
+                self._add_first(session, (keys.root, keys.key(start)), _Reach(stop, floor))
             self._add(session, (keys.root, keys.key(stop - 1)), stop, floor)
 
     def own_blocks(
@@ -178,7 +179,7 @@ class PromptSessions:
         session = self._sessions.get(session_id)
         if session is None:
             return []
-        floors = _floors(tier.index, session.ends | session.firsts)
+        floors = _floors(tier.index, [*session.ends.items(), *session.firsts.items()])
         is_shared = partial(self._is_shared, session)
         return [
             (match.run.root, match.run.keys[start - match.run.depth])
@@ -234,10 +235,13 @@ class PromptSessions:
             del session.firsts[first]
             self._release(first)
 
-    def _add_first(self, session: _PromptSession, first: End, start: int) -> None:
-        if first not in session.firsts:
-            session.firsts[first] = _Reach(start + 1, start)
+    def _add_first(self, session: _PromptSession, first: End, reach: _Reach) -> None:
+        known = session.firsts.get(first)
+        if known is None:
             self._users[first] = self._users.get(first, 0) + 1
+        else:
+            reach = _Reach(max(reach.stop, known.stop), min(reach.floor, known.floor))
+        session.firsts[first] = reach
 
     def _add_anonymous(self, end: End) -> None:
         if end in self._anonymous:
@@ -337,7 +341,7 @@ class PromptSessions:
 
     def _retire(self, session: _PromptSession) -> None:
         for tier in self._tiers:
-            floors = _floors(tier.index, session.ends | session.firsts)
+            floors = _floors(tier.index, [*session.ends.items(), *session.firsts.items()])
             is_shared = partial(self._is_shared, session)
             for match, start in _unshared(floors, is_shared, lambda _: 0):
                 self.counters.retired_blocks += tier.retire(match, start)
@@ -371,20 +375,18 @@ def _longest_cached(index: PrefixIndex, ends: Mapping[End, _Reach]) -> list[Pref
     return matches
 
 
-def _floors(index: PrefixIndex, ends: Mapping[End, _Reach]) -> list[tuple[Run, int]]:
-    """Return runs whose last blocks are a session's, those behind a run before it, and the depth
-    from which on the session has stored them.
-
-    What follows an end in its run continues the session's prompt, or has an end of its own.
-    """
-    floors: dict[int, tuple[Run, int]] = {}
-    for (root, key), reach in ends.items():
+def _floors(index: PrefixIndex, ends: Iterable[tuple[End, _Reach]]) -> list[tuple[Run, _Reach]]:
+    """Return runs whose last blocks are a session's, those behind a run before it, and the depths
+    from which on and up to which the session has stored them."""
+    floors: dict[int, tuple[Run, _Reach]] = {}
+    for (root, key), reach in ends:
         run = index.locate(root, key).run
         if reach.floor == reach.stop:
             continue  # it was looked up, nothing of it was stored
         while run is not None:
-            known = floors.get(run.run_id, (run, reach.floor))
-            floors[run.run_id] = run, min(reach.floor, known[1])
+            known = floors.get(run.run_id, (run, reach))[1]
+            both = _Reach(max(reach.stop, known.stop), min(reach.floor, known.floor))
+            floors[run.run_id] = run, both
             is_last = run.parent is not None and run.parent_length == run.parent.length
             run = run.parent if is_last else None
     return [floors[run_id] for run_id in sorted(floors, reverse=True)]  # children are younger
@@ -397,7 +399,7 @@ def _path(run: Run | None) -> Iterator[Run]:
 
 
 def _unshared(
-    floors: Iterable[tuple[Run, int]], is_shared: Callable[[End], bool],
+    floors: Iterable[tuple[Run, _Reach]], is_shared: Callable[[End], bool],
     num_pinned: Callable[[Run], int],
 ) -> Iterator[tuple[PrefixMatch, int]]:  # fmt: skip
     """Yield runs, and the depth from which on nothing else uses them.
@@ -406,8 +408,13 @@ def _unshared(
         num_pinned: Returns how many of a run's first blocks stay.
     """
     retired: set[int] = set()
-    for run, floor in floors:
-        children = (run.children or {}).values()
+    for run, (stop, floor) in floors:
+        # What stands behind all that the session has stored is another one's, even if the end that
+        # told so was evicted.
+        if stop < run.depth + run.num_findable:
+            continue
+        # A task may still hold blocks of a deleted prompt: these continue nothing any more.
+        children = [c for c in (run.children or {}).values() if c.num_findable]
         start = max((c.parent_length for c in children if c.run_id not in retired), default=0)
         start = max(start, floor - run.depth, num_pinned(run))
         for length in range(run.length, start, -1):

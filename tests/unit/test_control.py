@@ -329,6 +329,15 @@ def test_with_tails_a_pin_holds_the_last_tail_and_all_before_it() -> None:
     world.cache.check()
 
 
+def test_a_pin_of_tails_alone_tells_of_what_it_holds() -> None:
+    world = TailWorld((KVGroup("window", 32, 32),), cpu=40)
+    world.put("abcdef", tail_at=2)
+    world.finish_all()
+    prompts = [Prompt(TaskKind.GET, tailed_keys("abcdef"), 0, 6, 192)]
+    made = world.engine.control(CacheCall(name="pin", prompts=prompts, ttl_s=9.0), world.now)
+    assert made.num_blocks == 2
+
+
 class DeleteMachine(RuleBasedStateMachine):
     """Any order of puts, pins and deletes, without evictions: what is shared survives, in both
     tiers, and nothing else."""
@@ -508,6 +517,57 @@ def test_a_session_whose_last_block_was_evicted_is_deleted_all_the_same() -> Non
     assert served.delete_all(session_id="a") == {"CPU": 3}
     assert served.delete_all(session_id="a") == {"CPU": 0}
     assert served.look_up("yyy") == {"CPU": 3}
+
+
+@pytest.mark.parametrize("session_id", ["b", None])
+def test_what_another_one_continues_stays_if_its_last_block_was_evicted(
+    session_id: str | None,
+) -> None:
+    served = Served(8)
+    served.put("xxxx", session_id="a")
+    served.put("xxxxyyyy", session_id=session_id)
+    served.put("z", session_id="c")
+    assert served.look_up("xxxxyyyy") == {"CPU": 7}
+    assert served.delete_all(session_id="a") == {"CPU": 0}
+
+
+def test_a_session_that_goes_on_is_deleted_whole_if_its_last_block_was_evicted() -> None:
+    served = Served(10)
+    served.put("x", session_id="a")
+    served.put("xyyy", session_id="a")
+    served.put("xzzz", session_id="b")
+    served.put("xyyymmm", session_id="a")
+    served.get("xzzz", session_id="b")
+    served.put("q", session_id="c")
+    assert served.look_up("xyyymmm") == {"CPU": 6}
+    assert served.delete_all(session_id="a") == {"CPU": 5}
+    assert served.delete_all(session_id="b") == {"CPU": 3}
+
+
+def test_what_is_only_held_of_a_deleted_prompt_continues_nothing() -> None:
+    """A get still reads the blocks of one that was deleted; the next delete does not mind."""
+    for names in ({}, {"session_id": "a"}):
+        served = Served(20)
+        served.put("abcx", session_id="a")
+        served.put("abcyz", session_id="a")
+        plan = served.cache.loads.plan_get(get_of(prompt("abcyz")))
+        served.delete("abcyz")
+        gone = served.delete_all(**names) if names else served.delete("abcx")
+        assert gone == {"CPU": 4}
+        assert served.cached() == {"CPU": set()}
+        served.cache.finish(plan)
+        served.cache.check()
+        assert served.cache.tiers.host.num_indexed == 0
+
+
+def test_a_delete_by_all_names_of_a_prompt_ends_the_pin_by_one_of_them() -> None:
+    served = Served(20)
+    for root in (ROOT, OTHER_ROOT):
+        served.put("xyz", root)
+    pins = [served.pin(word) for word in ("xyz", "xy")]
+    both = [get_of(prompt("xyz", root)) for root in (OTHER_ROOT, ROOT)]
+    assert by_tier(served._call(CacheCall(name="delete"), *both)) == {"CPU": 4}
+    assert [served.unpin(pin.pin_id) for pin in pins] == [False, True]
 
 
 def test_what_a_pin_of_another_holds_outlasts_the_delete_of_its_session_in_every_tier() -> None:
