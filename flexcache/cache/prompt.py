@@ -264,11 +264,13 @@ class PromptMaker:
         else the roots that its prompts have now, by tokens and by an engine's keys.
 
         Raises:
-            ValueError: It is no namespace.
+            ValueError: It is no namespace, or has no parts.
         """
         names = self._names
         roots = [self._root(namespace, adapter, kind, names) for kind in (TOKEN_KEYS, ENGINE_KEYS)]
         parts = (namespace,) if isinstance(namespace, str) else tuple(namespace or ())
+        if not parts:  # by a slip, say: these are the roots of all prompts without a namespace
+            raise ValueError("namespace must have at least one part")
         is_tenant = len(parts) == 1 and not adapter
         return (parts[0], []) if is_tenant else (None, roots)
 

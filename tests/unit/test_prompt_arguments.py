@@ -52,3 +52,12 @@ def test_what_makes_no_prompt_is_refused_by_name(
     arguments = {"token_ids": TOKENS, name: value}
     with pytest.raises(ValueError, match=name):
         maker.make(TaskKind.GET, **arguments)
+
+
+@pytest.mark.parametrize("namespace", [[], (), 5, ["a", 5], HALF_A_PAIR])
+@pytest.mark.parametrize("adapter", ["", "its digest"])
+def test_what_names_no_namespace_has_no_roots(namespace: Any, adapter: str) -> None:
+    """No parts least of all: their roots are those of all prompts without a namespace."""
+    maker = PromptMaker("model", 2, lambda: PromptDetail.NOTHING)
+    with pytest.raises(ValueError, match="namespace"):
+        maker.roots(namespace, adapter)

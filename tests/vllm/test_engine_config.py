@@ -348,7 +348,7 @@ def test_how_much_is_stored(hints: dict[str, Any], vllms: Any, limit: int) -> No
 @pytest.mark.parametrize(
     ("hint", "seconds"),
     [(300, 300.0), ("0.5", 0.5), (0, None), (-1, None), (float("nan"), None), (604_801, None),
-     ("soon", None)],
+     ("soon", None), (True, None)],
 )  # fmt: skip
 def test_how_long_a_prompt_is_pinned(hint: object, seconds: float | None) -> None:
     assert read_hints(request_with(pin_ttl_s=hint)).pin_ttl_s == seconds

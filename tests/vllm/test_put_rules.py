@@ -5,7 +5,9 @@ which they are stored.
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -137,8 +139,8 @@ class FakeCache:
         ]
         return task_id, range(begin, stop)
 
-    def pin(self, request: Any) -> None:
-        self.pinned.append(request.request_id)
+    def to_pin(self, request: Any) -> Callable[[], None]:
+        return lambda: self.pinned.append(request.request_id)
 
     def launch_all(self, blocks: Mapping[int, Sequence[Sequence[int]]]) -> list[int]:
         launched = []
@@ -419,6 +421,23 @@ def test_an_answer_is_looked_at_only_when_it_may_be_at_its_point() -> None:
     assert Watched.num_looks <= 1 + 3 * 3
 
 
+def test_a_request_that_ended_far_from_its_point_is_not_kept() -> None:
+    engine = Engine(answer_interval=1 << 40)
+    request = engine.request
+    engine.puts.admitted(request)
+    engine.step(NUM_BLOCKS * BLOCK)
+    engine.puts.finished(request, ())
+    engine.end()
+    kept = weakref.ref(request)
+    engine.request = FakeRequest("other", 1 << 40, [[]])
+    del request
+    for _ in range(300):
+        engine.step(0)
+    engine.cache.match_put = None  # type: ignore[method-assign, assignment]
+    gc.collect()
+    assert kept() is None
+
+
 # -- blocks that must not be stored ----------------------------------------------------------------
 
 
@@ -428,7 +447,7 @@ NUM_BLOCKS = 10
 class Engine:
     """Puts of an engine with one request, whose blocks are 1 to 10 in the first group."""
 
-    def __init__(self, *groups: KVGroup) -> None:
+    def __init__(self, *groups: KVGroup, answer_interval: int = 0) -> None:
         self.cache, self.pool = FakeCache(groups or (FULL,)), FakePool()
         self.offered: list[range] = []
         match_put = self.cache.match_put
@@ -440,7 +459,7 @@ class Engine:
         self.cache.match_put = note  # type: ignore[method-assign]
         numbers = range(max(1, len(groups)))
         tables = BlockTables(groups, numbers, BLOCK)
-        points = PutPoints(BLOCK, 3 * BLOCK if tables.has_tails else 0)
+        points = PutPoints(BLOCK, 3 * BLOCK if tables.has_tails else 0, answer_interval)
         self.puts = Puts(self.cache, tables, points)  # type: ignore[arg-type]
         self.puts.bind(self.pool)
         blocks = [[NUM_BLOCKS * n + i for i in range(1, NUM_BLOCKS + 1)] for n in numbers]

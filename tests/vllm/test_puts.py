@@ -253,7 +253,7 @@ def test_blocks_of_an_aborted_request_stay_until_they_are_copied(
     engine: Engine, gates: Gates
 ) -> None:
     prompt = make_prompt(300, next(_seeds))
-    start(engine, "aborted", prompt, max_tokens=1000)
+    start(engine, "aborted", prompt, max_tokens=1000, pin_ttl_s=600)
     step_until_pinned(engine)
     engine.llm.llm_engine.abort_request(["aborted"])
     assert num_used(engine) == num_pinned(engine) == 9
@@ -261,6 +261,7 @@ def test_blocks_of_an_aborted_request_stay_until_they_are_copied(
     engine.generate_all(others, max_tokens=2)
     gates.open()
     engine.drain()
+    assert engine.manager.stats()["tiers"]["CPU"]["pinned"] == 9
     cold = list(engine.generate(prompt).outputs[0].token_ids)
     assert serve_again(engine, prompt) == (cold, 288)
 

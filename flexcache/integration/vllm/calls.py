@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from vllm.distributed.kv_events import (
 )
 from vllm.v1.core import kv_cache_utils
 
-from flexcache.cache.control import LONGEST_PIN_S
+from flexcache.cache.control import LONGEST_PIN_S, Pin
 from flexcache.cache.journal import Change, Removed, Stored
 from flexcache.cache.prompt import MAX_SESSION_ID_LENGTH, check_hint, check_name
 from flexcache.errors import FlexCacheError
@@ -143,6 +144,8 @@ def _bool(hint: Any) -> bool:
 
 
 def _pin_ttl_s(hint: Any) -> float:
+    if isinstance(hint, bool):
+        raise TypeError("must be a number")
     seconds = float(hint)
     if not 0 < seconds <= LONGEST_PIN_S:
         raise ValueError(f"must be above 0 and at most {LONGEST_PIN_S:,.0f} s")
@@ -446,15 +449,16 @@ class CacheCalls(TaskCalls):
         begin = int(wanted.argmax()) // self._block_size
         return task_id, range(begin, begin + num_wanted // self._block_size)
 
-    def pin(self, request: Any) -> None:
-        """Pin what is cached of a request's prompt, if its sender wants that."""
+    def to_pin(self, request: Any) -> Callable[[], Pin | None] | None:
+        """Return the call that pins what is cached of a request's prompt, also once the request has
+        ended; None if its sender does not want that."""
         hints = read_hints(request)
         if hints.pin_ttl_s is None or not self.is_open:
-            return
+            return None
         prompt = self._prompt(request, hints)
         num_blocks = request.num_prompt_tokens // self._block_size
-        safely(
-            self.manager.pin, ttl_s=hints.pin_ttl_s, namespace=prompt["namespace"],
+        return partial(
+            safely, self.manager.pin, ttl_s=hints.pin_ttl_s, namespace=prompt["namespace"],
             block_keys=prompt["block_keys"][:num_blocks], adapter=prompt["adapter"],
         )  # fmt: skip
 

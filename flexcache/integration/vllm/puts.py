@@ -12,7 +12,7 @@ nor its preemption, nor a window that slides on, waits for the copy:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -101,6 +101,7 @@ def tail_interval(
     return -(-wanted // position) * position
 
 
+_LONGEST_FAR = 256  # steps
 _PATIENCE_S = 2.0  # with copies of which none ends, while vLLM or its user waits for GPU blocks
 
 
@@ -174,8 +175,8 @@ class Puts:
         """Not launched yet."""
         self._pinned: dict[int, Sequence[int]] = {}
         """Pinned blocks of each task."""
-        self._to_pin: dict[int, Any] = {}
-        """Requests whose prompt the cache is asked to pin when this task has ended."""
+        self._to_pin: dict[int, Callable[[], object]] = {}
+        """The call that pins a prompt when this task has ended; its request may have by then."""
         self._give_up_s: float | None = None
         """When vLLM has waited long enough for pinned blocks, if it waits."""
 
@@ -275,11 +276,13 @@ class Puts:
             self._store_until(running, num_certain, blocks.get_block_ids(request.request_id))
         if running.point is None or num_reached < request.num_tokens:
             return
-        # From now on it computes what it generates, and is at its point after so many steps.
+        # From now on it computes what it generates, and is at its point after so many steps. It is
+        # looked at in between, or it would be kept for as long after its end.
         num_steps = (running.point - num_reached) // self._points.tokens_per_step
         if num_steps > 1:
             del self._near[request.request_id]
-            self._far.setdefault(self._num_steps + num_steps, []).append(running)
+            step = self._num_steps + min(num_steps, _LONGEST_FAR)
+            self._far.setdefault(step, []).append(running)
 
     def _store_until(self, running: _Running, num_certain: int, tables: Tables) -> None:
         """Store a request at its points up to ``num_certain`` tokens."""
@@ -370,10 +373,13 @@ class Puts:
 
     def _pin_prompt(self, request: Any, task_id: int | None) -> None:
         """Have the cache pin a request's prompt, once this task has stored what it lacked of it."""
+        pin = self._cache.to_pin(request)
+        if pin is None:
+            return
         if task_id is None:
-            self._cache.pin(request)
+            pin()
         else:
-            self._to_pin[task_id] = request
+            self._to_pin[task_id] = pin
 
     def _match(
         self, request: Any, tables: Tables, first: int, stop: int, tail: list[list[int]]
@@ -417,10 +423,10 @@ class Puts:
         """Unpin the blocks of puts that ended on every rank; return whether there were any."""
         ended = self._cache.ended(self._pinned) if self._pinned else ()
         for task_id in ended:
-            request = self._to_pin.get(task_id)
+            pin = self._to_pin.get(task_id)
             self._unpin(task_id)
-            if request is not None:
-                self._cache.pin(request)
+            if pin is not None:
+                pin()
         return bool(ended)
 
     def let_go(self) -> None:
@@ -446,5 +452,6 @@ class Puts:
 
     def check_idle(self) -> None:
         """Raise `InternalError` if a request is remembered or a block is pinned."""
-        if self._running or self._unscheduled or self._num_offered or self._matched or self._pinned:
-            raise InternalError(f"still open: {list(self._running)}, {self._pinned}")
+        requests = {*self._running, *self._near, *self._unscheduled, *self._num_offered}
+        if requests or self._matched or self._pinned or self._to_pin:
+            raise InternalError(f"still open: {requests}, {self._pinned}, {[*self._to_pin]}")
