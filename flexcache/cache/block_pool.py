@@ -27,7 +27,6 @@ class BlockIdPool:
         self.num_free = capacity
         # Beside the stack: a block that is freed twice would be given to two prompts.
         self._is_free = np.ones(capacity, dtype=np.bool_)
-        self._is_clean = np.ones(capacity, dtype=np.bool_)
 
     def take(self, count: int) -> BlockIds:
         """Take ``count`` free ids. O(count), vectorised. The caller has checked `num_free`."""
@@ -57,7 +56,7 @@ class BlockIdPool:
             return
         if self._is_free[ids].any():
             raise InternalError(f"blocks freed twice: {ids[self._is_free[ids]].tolist()}")
-        self._is_free[ids], self._is_clean[ids] = True, False
+        self._is_free[ids] = True
         end = self.num_free + len(ids)
         self._stack[self.num_free : end] = ids[::-1]
         self.num_free = end
@@ -65,14 +64,6 @@ class BlockIdPool:
     def free_ids(self) -> BlockIds:
         """Return all free ids, in order. O(capacity), vectorised."""
         return np.flatnonzero(self._is_free).astype(np.int64, copy=False)
-
-    def set_clean(self, ids: BlockIds, is_clean: bool) -> None:
-        """Note whether nothing is left of what blocks held."""
-        self._is_clean[ids] = is_clean
-
-    def unclean_ids(self) -> BlockIds:
-        """Return the free ids of which something may be left. O(capacity), vectorised."""
-        return np.flatnonzero(self._is_free & ~self._is_clean).astype(np.int64, copy=False)
 
     def is_free(self, block: int) -> bool:
         return bool(self._is_free[block])
@@ -87,41 +78,76 @@ class BlockIdPool:
 
 
 class DoomedBlocks:
-    """Blocks whose content was deleted, and is recorded where a restart would find it.
+    """Blocks whose records a restart must not find, as what they are of was deleted.
 
         in place --doom--> held by a task --given back--> aside --take--> records erased, free
                                      \\-----------------> (those that no task held: at once)
+        free, recorded --doom--> free, doomed --> records erased, free
+                                       \\-------> another prompt's, spared once that is recorded
 
-    No other prompt may get a block whose record is about to be erased, so doomed ones are set aside
-    as they are given back.
+    A doomed block that is given back is set aside: no other prompt may get it while its record is
+    erased.
 
     Args:
-        keeps_records: Whether there are records; else nothing is doomed.
+        capacity: Blocks of a tier that has records; 0 for another, of which nothing is doomed.
+
+    Attributes:
+        has_news: Whether something was set aside since the last `take`, or since this was unset.
     """
 
-    def __init__(self, keeps_records: bool) -> None:
-        self._keeps_records = keeps_records
-        self._doomed: set[int] = set()
-        self.aside = np.empty(0, dtype=np.int64)
+    def __init__(self, capacity: int) -> None:
+        self._is_doomed = np.zeros(capacity, np.bool_)
+        self._is_left = np.zeros(capacity, np.bool_)
+        # Joined once, by `take`: a large delete sets aside block by block.
+        self._aside = [np.empty(0, np.int64)]
+        self.num_aside = 0
+        self.has_news = False
 
     def __bool__(self) -> bool:
-        return bool(self._doomed)
+        """Whether the tier has records."""
+        return len(self._is_doomed) > 0
 
     def doom(self, blocks: BlockIds) -> None:
-        if self._keeps_records:
-            self._doomed.update(blocks.tolist())
+        if self:
+            self._is_doomed[blocks] = True
+
+    def doom_evicted(self) -> None:
+        """Doom all records of what is gone already: any may be of what is deleted now."""
+        # A put that is cancelled leaves the record of what it had evicted, by which a restart would
+        # find that again.
+        self._is_doomed |= self._is_left
+
+    def leave(self, blocks: BlockIds) -> None:
+        """Blocks may have records of what cannot be found any more."""
+        if self:
+            self._is_left[blocks] = True
+
+    def spare(self, blocks: BlockIds) -> None:
+        """Blocks have no records, or of what can be found."""
+        if self:
+            self._is_doomed[blocks] = self._is_left[blocks] = False
+
+    def among(self, blocks: BlockIds) -> BlockIds:
+        """Return those of the blocks that are doomed."""
+        return blocks[self._is_doomed[blocks]] if self else blocks[:0]
 
     def set_aside(self, blocks: BlockIds) -> tuple[BlockIds, BlockIds]:
         """Divide blocks that are given back: those that are set aside, and the others."""
-        is_doomed = np.isin(blocks, list(self._doomed))
+        is_doomed = self._is_doomed[blocks]
+        self._is_left[blocks] = True
+        if not is_doomed.any():
+            return blocks[:0], blocks
         aside = blocks[is_doomed]
-        self._doomed.difference_update(aside.tolist())
-        self.aside = np.concatenate((self.aside, aside))
+        self._is_doomed[aside] = False
+        self._aside.append(aside)
+        self.num_aside += len(aside)
+        self.has_news = True
         return aside, blocks[~is_doomed]
 
     def take(self) -> BlockIds:
         """Return what was set aside, and forget it."""
-        taken, self.aside = self.aside, self.aside[:0]
+        taken = np.concatenate(self._aside)
+        self._aside, self.num_aside, self.has_news = self._aside[:1], 0, False
         return taken
 
 

@@ -367,6 +367,8 @@ class CacheControl:
 
     def _delete(self, call: CacheCall, puts: Iterable[Plan]) -> CallOutcome:
         gone = _Gone(blocks={tier.name: 0 for tier in self._tiers})
+        for tier in self._tiers:
+            tier.doomed.doom_evicted()
         # Blocks dropped on request are not lost, even if they were still to be written back.
         kept, self._tiers.lost = self._tiers.lost, Counter()
         if call.session_id is not None:

@@ -167,9 +167,7 @@ class Tier:
         """Called with blocks that were indexed; `PrefixIndex.on_removed` with removed ones."""
         self.on_unpublished: Callable[[Lease], None] | None = None
         """Called for a lease that has ended with blocks that were not published."""
-        self.doomed = DoomedBlocks(keeps_records=name is TierName.SSD)
-        self.on_aside: Callable[[], None] | None = None
-        """Called when there is something to `withhold_deleted`."""
+        self.doomed = DoomedBlocks(capacity if name is TierName.SSD else 0)
         self.on_void: Callable[[Lease], None] | None = None
         """Called for a lease that has ended whose blocks a user has deleted meanwhile."""
 
@@ -325,6 +323,7 @@ class Tier:
         """Reserve these blocks, which must be free, likewise."""
         self.pool.take_exactly(blocks)
         self._charge(NO_ROOT, blocks)
+        self.doomed.leave(blocks)
         self.num_leased += len(blocks)
         return Lease(NO_ROOT, None, (), blocks)
 
@@ -479,15 +478,13 @@ class Tier:
         return shared
 
     def withhold_deleted(self) -> Lease:
-        """Reserve what was set aside, and free blocks that may have records of before."""
-        # Also blocks evicted long ago: a put that was cancelled has left the record of what it had
-        # evicted, by which a restart would find it again.
-        stale = self.pool.unclean_ids()
-        if len(stale):
-            self.pool.take_exactly(stale)
-            self._charge(NO_ROOT, stale)
-            self.num_leased += len(stale)
-        return Lease(NO_ROOT, None, (), np.concatenate((self.doomed.take(), stale)))
+        """Reserve what was set aside, and free blocks that are doomed."""
+        free = self.doomed.among(self.pool.free_ids())
+        if len(free):
+            self.pool.take_exactly(free)
+            self._charge(NO_ROOT, free)
+            self.num_leased += len(free)
+        return Lease(NO_ROOT, None, (), np.concatenate((self.doomed.take(), free)))
 
     def clear(self) -> BlockIds:
         """Drop every unheld block, and those that are expected; return their ids."""
@@ -577,8 +574,6 @@ class Tier:
         if len(blocks) and self.doomed:
             aside, blocks = self.doomed.set_aside(blocks)
             self.num_leased += len(aside)
-            if self.on_aside is not None and len(aside):
-                self.on_aside()
         if not len(blocks):
             return
         self.pool.give_back(blocks)
@@ -606,6 +601,7 @@ class Tier:
             else:
                 evicted = self._take_by_quota(self.quotas, root, missing, below)
             blocks = np.concatenate((blocks, evicted)) if num_free else evicted
+        self.doomed.leave(blocks)
         self.num_leased += len(blocks)
         return blocks
 
@@ -716,6 +712,7 @@ class Tier:
         # The blocks leave the lease before the index gets them: what fails in between loses them,
         # and gives none back that the index leads to.
         blocks, rest = lease.blocks[start:stop], lease.blocks[stop:]
+        self.doomed.spare(blocks)
         lease.blocks = np.concatenate((lease.blocks[:start], rest)) if start else rest
         self.num_leased -= len(blocks)
         lease.published = self.index.insert(
@@ -738,6 +735,7 @@ class Tier:
         is_whole = lease.to_publish == len(lease)
         if not is_whole or self.tails.find(tail.root, tail.key) is not None:
             return
+        self.doomed.spare(lease.blocks)
         lease.num_published, lease.blocks = len(lease), NO_BLOCKS  # before the index gets them
         self.num_leased -= lease.num_published
         # As recent as its prefix: without that it is useless, and must not outlast it.
@@ -824,6 +822,7 @@ class Tier:
             segments = [
                 (end, now - age * _TICK_S, 0) for end, age in zip(ends, run.ages, strict=True)
             ]
+            self.doomed.spare(run.blocks)
             added.append(self.index.restore(run.root, run.parent, run.keys, run.blocks, segments))
             if self._retention is not None:
                 self._retention.restored(added[-1], zip(ends, run.written_s or [now], strict=True))
@@ -866,6 +865,7 @@ class Tier:
             due = float(number) if prefix.run is None else self.index.due(prefix)
             self.tails.insert(tail, due)
             taken.append(tail.units)
+            self.doomed.spare(tail.units)
             self._charge(tail.root, tail.units)
         self.pool.take_exactly(np.concatenate(taken))
 

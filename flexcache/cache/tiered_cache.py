@@ -156,7 +156,7 @@ class TieredCache:
         """
         ssd = self.tiers.by_name[TierName.SSD]
         self.tiers.advance(now)
-        ssd.pool.set_clean(records["slot"], False)
+        ssd.doomed.leave(records["slot"])
         restoration = Restoration(ssd, records, now - ages_s, _RESTORED_AT_ONCE)
         # At once, not in turns: what is too old must not be found after a restart.
         ssd.expire_all(now)

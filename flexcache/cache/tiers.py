@@ -393,8 +393,10 @@ class Tiers:
         if name is not None:
             self.num_holders -= 1
             tier, blocks = self.by_name[name], lease.blocks
+            tier.doomed.spare(blocks)
             tier.release(lease)
-            tier.pool.set_clean(blocks, is_clean)
+            if is_clean:
+                tier.doomed.spare(blocks)
 
     def is_withheld(self, name: TierName) -> bool:
         return name in self._withheld.values()
@@ -403,7 +405,7 @@ class Tiers:
         """Raise `InternalError` if an invariant does not hold. O(capacity)."""
         for tier in self._tiers:
             tier.check()
-            if not self.num_holders and tier.num_leased != len(tier.doomed.aside):
+            if not self.num_holders and tier.num_leased != tier.doomed.num_aside:
                 raise InternalError(f"{tier.name.value}: blocks are leased without an open plan")
         self.policy.check()
 

@@ -214,9 +214,6 @@ class KVTaskEngine:
         self.executors = Executors(
             cache.tiers, self._breaker, self._checksums, self.accounts, self._instructions, limits
         )
-        if ssd is not None:
-            left = self._instructions  # the list stays, also when everything is forgotten
-            ssd.on_aside = lambda: left.append(EraseDeleted())
         self._lookups: RemoteLookUps | None = None
         if cache.tiers.remote is not None:
             cache.tiers.remote.on_void = lambda lease: self._discard_objects(lease.root, lease.keys)
@@ -728,6 +725,11 @@ class KVTaskEngine:
     def take_instructions(self) -> list[Instruction]:
         if self.is_in_doubt:
             self.forget(None)
+        ssd = self.cache.tiers.by_name.get(TierName.SSD)
+        # One for all that was set aside: each has the whole tier looked at.
+        if ssd is not None and ssd.doomed.has_news:
+            self._instructions.append(EraseDeleted())
+            ssd.doomed.has_news = False
         try:  # an interrupt between two lines loses none
             return self._instructions.copy()
         finally:

@@ -17,6 +17,7 @@ from tail_world import TailWorld
 from tail_world import keys_of as tailed_keys
 
 from flexcache.cache.block_keys import ENGINE_KEYS, make_root
+from flexcache.cache.block_pool import DoomedBlocks
 from flexcache.cache.control import LONGEST_PIN_S, CacheCall, CallOutcome
 from flexcache.cache.plan import Plan
 from flexcache.cache.prompt import Prompt
@@ -507,6 +508,81 @@ def test_a_slot_that_was_given_back_is_erased_too() -> None:
     served.cache.finish(plan)
     assert served.delete("xyz") == {"CPU": 3, "SSD": 0}
     assert sorted(erase(served).tolist()) == [0, 1, 2]
+
+
+class RecordMachine(RuleBasedStateMachine):
+    """Puts that are written, in part or not at all, and deletes, over a few SSD slots: once no put
+    is open, no slot has the record of a prompt that was deleted after the put of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.served = Served(40, 4)
+        self.records: dict[int, tuple[str, int]] = {}
+        self.open: list[tuple[Plan, str, int]] = []
+        self.deleted = dict.fromkeys("xy", 0)
+        self.time = 0
+
+    @rule(letter=st.sampled_from("xy"), length=st.integers(2, 3))
+    def begin(self, letter: str, length: int) -> None:
+        self.time += 1
+        self.served.cache.tiers.host.clear()  # so that it is written again
+        plan = self.served.cache.stores.plan_put(put_of(prompt(letter * length)))
+        self.open.append((plan, letter, self.time))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        plan, letter, begun = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
+        lease = plan.stores.get(TierName.SSD)
+        slots = [] if lease is None else lease.blocks.tolist()
+        num_written = data.draw(st.sampled_from(sorted({0, len(slots) // 2, len(slots)})))
+        self.records |= dict.fromkeys(slots[:num_written], (letter, begun))
+        self.served.cache.publish_staging(plan, plan.num_blocks)
+        if lease is not None:
+            self.served.cache.publish_store(plan, TierName.SSD, num_written)
+        self.served.cache.finish(plan)
+        if self.doomed.has_news:
+            self.erase()
+
+    @rule(letter=st.sampled_from("xy"))
+    def delete(self, letter: str) -> None:
+        self.served.delete(letter)
+        self.deleted[letter] = self.time
+        self.erase()
+
+    @property
+    def doomed(self) -> DoomedBlocks:
+        return self.served.cache.tiers.by_name[TierName.SSD].doomed
+
+    def erase(self) -> None:
+        for slot in erase(self.served).tolist():
+            self.records.pop(slot, None)
+        self.served.cache.check()
+
+    @invariant()
+    def what_was_deleted_has_no_record(self) -> None:
+        if not self.open:
+            for letter, begun in self.records.values():
+                assert begun > self.deleted[letter]
+
+
+TestRecords = RecordMachine.TestCase
+TestRecords.settings = settings(stateful_step_count=25)
+
+
+def test_a_slot_that_another_put_has_is_erased_if_that_does_not_write_it() -> None:
+    served = Served(20, 3)
+    served.put("xyz")
+    plans = [served.cache.stores.plan_put(put_of(prompt(word))) for word in ("abc", "m")]
+    slots = plans[0].stores[TierName.SSD].blocks.tolist()
+    assert served.delete("xyz") == {"CPU": 3, "SSD": 0}
+    assert not len(erase(served))
+    served.cache.publish_staging(plans[0], 3)
+    served.cache.publish_store(plans[0], TierName.SSD, 1)
+    for plan in plans:
+        served.cache.finish(plan)
+    assert sorted(erase(served).tolist()) == sorted(slots[1:])
+    assert served.look_up("abc") == {"CPU": 3, "SSD": 1}
 
 
 def test_a_session_whose_last_block_was_evicted_is_deleted_all_the_same() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 from task_builders import ENGINE, ROOT, World, keys_of
 
+from flexcache.cache.control import CacheCall
 from flexcache.cache.prompt import Prompt
 from flexcache.cache.tiers import ABSENT_TTL_S
 from flexcache.ids import KVStatus, OpKind, TaskId, TaskIds, TaskKind, TierName, make_session
 from flexcache.tasks.engine import KVTaskEngine
-from flexcache.tasks.instructions import DISK, REMOTE, device
+from flexcache.tasks.instructions import DISK, REMOTE, EraseDeleted, device
 
 CPU, SSD = TierName.CPU, TierName.SSD
 
@@ -827,6 +828,22 @@ def test_with_write_back_dirty_blocks_stay_dirty_while_the_tier_is_being_cleared
     assert world.engine.queries.num_held_up == 0
     assert not world.stats().totals.dropped_blocks
     world.check_nothing_is_held()
+
+
+def test_a_delete_of_many_prompts_leaves_one_erasure_and_none_if_that_is_made_at_once() -> None:
+    for erases_at_once in (False, True):
+        world = World(cpu=60, ssd=60)
+        for letter in "abcdefgh":
+            world.put(letter * 3)
+            world.finish_all()
+        call = CacheCall(name="delete", roots=[ROOT])
+        assert world.engine.control(call, world.now).blocks[SSD] == 24
+        if erases_at_once:
+            world.engine.give_back(world.engine.withhold_deleted(SSD), are_erased=True)
+        left = [EraseDeleted()] * (not erases_at_once)
+        assert world.engine.take_instructions() == left
+        assert not world.engine.take_instructions()
+        assert len(world.engine.withhold_deleted(SSD)) == 24 * (not erases_at_once)
 
 
 @pytest.mark.parametrize("num_ok", [0, 1])
