@@ -85,9 +85,8 @@ class CacheCall(msgspec.Struct, frozen=True, kw_only=True):
             if not isinstance(self.pin_id, str):
                 raise ValueError(f"pin_id = {self.pin_id!r}: must be a string")
         else:
-            of_all = self.tenant is not None or bool(self.roots)
-            is_one = bool(self.prompts) + (self.session_id is not None) + of_all == 1
-            if not is_one or (of_all and self.name != "delete"):
+            of_all = self.name == "delete" and (self.tenant is not None or bool(self.roots))
+            if bool(self.prompts) + (self.session_id is not None) + of_all != 1:
                 what = ", or a namespace alone" if self.name == "delete" else ""
                 raise ValueError(
                     f"give either a prompt, by token_ids or block_keys, or a session_id{what}"

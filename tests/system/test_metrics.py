@@ -376,6 +376,10 @@ EXPECTED: dict[Callable[[Server, Path], None], Expected] = {
 
 
 COUNTED_BY_UNIT_TESTS = {
+    "test_control": [
+        "control_calls_total", "refused_pins_total", "ended_pins_total", "deleted_blocks_total",
+        "tier_pinned_blocks",
+    ],
     "test_early_loads": ["early_load_blocks_total"],
     "test_prompt_sessions": ["session_hints_total", "session_hint_blocks_total"],
     "test_quotas": [

@@ -154,6 +154,15 @@ def has_a_retention_time(cluster: Cluster) -> None:
     assert cluster.manager.stats()["retention_s"] == cluster.config.retention_s
 
 
+def pins_a_quarter(cluster: Cluster) -> None:
+    size = cluster.config.tokens_per_block
+    quarter = cluster.manager.stats()["tiers"]["CPU"]["capacity"] // 4
+    tokens = np.arange((quarter + 1) * size)
+    cluster.put(tokens, list(range(quarter + 1)))
+    assert cluster.manager.pin(tokens, ttl_s=60) is None
+    assert cluster.manager.pin(tokens[:-size], ttl_s=60) is not None
+
+
 def forgets_matches_that_are_not_launched(cluster: Cluster) -> None:
     cluster.manager.put_match(prompt(cluster, 9))
     until(lambda: not sum(cluster.manager.stats()["tasks"].values()))
@@ -331,6 +340,8 @@ SCENARIOS = [
     Scenario("layers on", lambda d: {"layerwise_load": "on", "log_level": "DEBUG"}),
     Scenario("named weights", lambda d: {"model_version": "v1"}),
     Scenario("tails", lambda d: {"tail_interval_tokens": 128}),
+    Scenario("answers", lambda d: {"answer_interval_tokens": 64}),  # of vLLM: tests/vllm has more
+    Scenario("few pins", lambda d: {"max_pinned_share": 0.25}, pins_a_quarter),
     Scenario("layers off", lambda d: {"layerwise_load": "off", "log_level": "ERROR"}),
     Scenario("reserved huge pages", lambda d: {"hugepages": "reserved"},
              missing=reserved_pages_are_missing),
