@@ -147,7 +147,7 @@ class _Held:
 
     expires_s: float
     prompts: frozenset[End] = frozenset()
-    """Of a pin of a prompt: the ends of what was asked for, by each of its names."""
+    """Ends of the prompt that it is for, by each of its names; none for a session."""
     stop: int = 0
     """How many blocks of its longest prompt it holds."""
     blocks: list[tuple[Tier, PrefixMatch]] = field(default_factory=list)
