@@ -377,7 +377,7 @@ class Control(msgspec.Struct, tag=True, frozen=True):
     """A user's call about what is cached (`CacheCall`). Answered with `Answer`.
 
     ``data`` has the prompt's keys, of ``key_bytes`` each or, if that is 0, its token ids (int64).
-    ``weights``: as in `Match`.
+    ``weights``: as in `Match`. ``roots`` are of one engine: by tokens, and by its keys.
     """
 
     request_id: int
@@ -417,6 +417,8 @@ class Control(msgspec.Struct, tag=True, frozen=True):
 
     def call(self, tokens_per_block: int) -> CacheCall:
         """Return the call; raises `ValueError` if the fields do not describe one."""
+        if len(self.roots) > 2 or any(len(root) != ROOT_BYTES for root in self.roots):
+            raise ValueError(f"roots: {len(self.roots)}, or not of {ROOT_BYTES} bytes each")
         prompts = []
         if self.root:
             if len(self.root) != ROOT_BYTES or self.key_bytes > MAX_KEY_BYTES or self.weights < 0:

@@ -29,7 +29,13 @@ from flexcache.logs import log_event
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.pieces import Parts
 from flexcache.storage.remote import open_remote_store
-from flexcache.storage.remote.base import Connection, Presence, RemoteStore, StoreUnavailableError
+from flexcache.storage.remote.base import (
+    Connection,
+    Presence,
+    RemoteStore,
+    Status,
+    StoreUnavailableError,
+)
 from flexcache.storage.remote.objects import (
     BlockCodec,
     BlockMover,
@@ -156,8 +162,10 @@ class RemoteService:
         self._segments = segments
         self._worker = RemoteWorker(_TRANSFER_THREADS)
         self._changed = threading.Condition()
-        self._lookups: SimpleQueue[tuple[LookUp | Discard, float]] = SimpleQueue()
-        self._num_lookups = 0
+        self._lookups: SimpleQueue[tuple[LookUp, float]] = SimpleQueue()
+        self._discards: SimpleQueue[Discard] = SimpleQueue()
+        self._num_asked = 0
+        """Look-ups and discards that are not over."""
         self._answers: deque[Done | LookedUp] = deque()
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         codecs = [BlockCodec(config.compression) for _ in range(_TRANSFER_THREADS)]
@@ -175,6 +183,8 @@ class RemoteService:
             self._start_thread(f"flexcache-remote-{i}", self._transfer, mover)
         for i in range(_LOOKUP_THREADS):
             self._start_thread(f"flexcache-remote-lookup-{i}", self._look_up)
+        # Thousands of objects may go at once, and no one waits for that.
+        self._start_thread("flexcache-remote-discard", self._discard)
 
     def filenos(self) -> list[int]:
         return [self._event]
@@ -182,15 +192,18 @@ class RemoteService:
     @property
     def is_idle(self) -> bool:
         with self._changed:
-            return self._worker.is_idle and not (self._num_lookups or self._answers)
+            return self._worker.is_idle and not (self._num_asked or self._answers)
 
     def take(self, message: Execute | Drop | LookUp | Discard) -> None:
         """Start processing a message. Never blocks."""
         deadline = time.monotonic() + self._config.timeout_s  # includes waiting in the queue
         with self._changed:
-            if isinstance(message, LookUp | Discard):
-                self._num_lookups += 1
+            if isinstance(message, LookUp):
+                self._num_asked += 1
                 self._lookups.put((message, deadline))
+            elif isinstance(message, Discard):
+                self._num_asked += 1
+                self._discards.put(message)
             elif isinstance(message, Execute):
                 try:
                     self._worker.execute(message, deadline)
@@ -249,9 +262,6 @@ class RemoteService:
     def _look_up(self) -> None:
         while True:
             message, deadline = self._lookups.get()
-            if isinstance(message, Discard):
-                self._discard(message, deadline)
-                continue
             tail = -1
             try:
                 found, tail = self._find(message, deadline)
@@ -264,19 +274,33 @@ class RemoteService:
                 )  # fmt: skip
                 found = Presence(0, f"{type(error).__name__}: {error}")
             with self._changed:
-                self._num_lookups -= 1
+                self._num_asked -= 1
                 self._answer(LookedUp(message.lookup_id, found.num_present, found.error, tail))
 
-    def _discard(self, message: Discard, deadline: float) -> None:
-        try:
+    def _discard(self) -> None:
+        while True:
+            message = self._discards.get()
             names = [object_name(message.root, key) for key in message.keys]
-            self._connection.store().discard(names, deadline)
-        except StoreUnavailableError as error:  # no one waits for it
-            log_event(logger, logging.WARNING, "objects_not_removed", error=error)
-        except Exception:
-            log_event(logger, logging.ERROR, "objects_not_removed", exc_info=True)
-        with self._changed:
-            self._num_lookups -= 1
+            # From here on: how long a batch waits for those before it says nothing of the store.
+            deadline = time.monotonic() + self._config.timeout_s
+            try:
+                outcomes = self._connection.store().discard(names, deadline)
+                reasons = [each.reason for each in outcomes if each.status is Status.FAILED]
+            except StoreUnavailableError as error:
+                reasons = [str(error)] * len(names)
+            except Exception:
+                log_event(
+                    logger, logging.ERROR, "objects_not_removed", count=len(names), exc_info=True
+                )
+                reasons = []
+            if reasons:
+                log_event(
+                    logger, logging.WARNING, "objects_not_removed", count=len(reasons),
+                    error=reasons[0],
+                )  # fmt: skip
+            with self._changed:
+                self._num_asked -= 1
+                os.eventfd_write(self._event, 1)  # a worker that is to end waits for it
 
     def _find(self, message: LookUp, deadline: float) -> tuple[Presence, int]:
         """Return how many blocks are there, and which tail, or -1."""

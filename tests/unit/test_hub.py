@@ -31,6 +31,7 @@ from flexcache.protocol.messages import (
     Cancel,
     CheckInvariants,
     Clear,
+    Control,
     Ended,
     Failed,
     GetStats,
@@ -628,6 +629,10 @@ def test_absurd_values_are_refused_at_once(world: World) -> None:
     long_root = Match(1, engine.ids.next(), TaskKind.PUT, b"r" * 1000, 0, 1, 16, 8)
     for request, data in ((wide, bytes(1 << 20)), (long_root, keys("a"))):
         assert isinstance(world.send(engine.calls, request, data)[0], Failed)
+    for roots in ([ROOT] * 3, [ROOT * 1000], [b""]):
+        [refused] = world.send(engine.calls, Control(1, "delete", roots=roots))
+        assert isinstance(refused, Failed)
+        assert "roots" in refused.reason
 
 
 @pytest.mark.parametrize(

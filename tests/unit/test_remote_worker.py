@@ -49,6 +49,7 @@ from flexcache.storage.remote.objects import (
 )
 from flexcache.transfer.messages import (
     BlockNames,
+    Discard,
     Done,
     Drop,
     Execute,
@@ -159,6 +160,11 @@ class ObedientStore(MemoryStore):
         self.write_gate = threading.Event()
         self.write_gate.set()
         self.writing = threading.Event()
+        self.discard_gate = threading.Event()
+        self.discard_gate.set()
+        self.discarding = threading.Event()
+        self.discards: list[tuple[Sequence[str], float]] = []
+        """What was asked for, with the time that it was given."""
         self.broken: set[str] = set()
         self.raises: Exception | None = None
 
@@ -184,6 +190,18 @@ class ObedientStore(MemoryStore):
         if self.raises:
             raise self.raises
         return super().count_present(names, deadline)
+
+    def discard(self, names: Sequence[str], deadline: float) -> list[ObjectOutcome]:
+        self.discards.append((names, deadline - time.monotonic()))
+        self.discarding.set()
+        self.discard_gate.wait()
+        if self.raises:
+            raise self.raises
+        outcomes = super().discard(names, deadline)
+        return [
+            failed("disk on fire") if name in self.broken else outcome
+            for name, outcome in zip(names, outcomes, strict=True)
+        ]
 
 
 @pytest.fixture
@@ -238,6 +256,12 @@ class Running:
                 assert key not in self.answers
                 self.answers[key] = answer
         return self.answers[number]
+
+    def settle(self) -> None:
+        """Wait until the worker may end, which it tells as it tells of answers."""
+        while not self.service.is_idle:
+            assert self._poller.poll(WAIT_S * 1e3), "it never ends"
+            assert self.service.advance() == []
 
     def connect(self) -> None:
         """Connect, and wait until it has opened the store."""
@@ -373,6 +397,45 @@ def test_loads_and_look_ups_pass_stores_that_hang(running: Running, store: Obedi
     assert [running.answer(op_id) for op_id in range(10, 19)] == [
         Done(op_id, 1) for op_id in range(10, 19)
     ]
+
+
+def test_look_ups_pass_objects_that_are_removed_slowly(
+    running: Running, store: ObedientStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first batch is too late; however long the others have waited, they have its time."""
+    running.ask(store_op(1, [0, 1, 2, 3], 40, 41, 42, 43))
+    store.discard_gate.clear()
+    for number in (41, 42, 43):
+        running.service.take(Discard(ROOT, keys(number)))
+    assert running.ask(LookUp(2, ROOT, keys(40))) == LookedUp(2, 1)
+    assert running.ask(LookUp(3, ROOT, keys(40))) == LookedUp(3, 1)
+    assert store.discarding.wait(WAIT_S)
+    assert not running.service.is_idle
+    began = time.monotonic()
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "monotonic", lambda: began + 100.0)
+        store.discard_gate.set()
+        running.settle()
+    assert list(store.objects) == [object_name(ROOT, key) for key in keys(40, 41)]
+    assert [seconds for _, seconds in store.discards[1:]] == pytest.approx([10.0, 10.0])
+
+
+def test_objects_that_were_not_removed_are_counted_in_the_log(
+    running: Running, store: ObedientStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    running.ask(store_op(1, [0, 1, 2], 50, 51, 52))
+    store.broken = {object_name(ROOT, key) for key in keys(50, 51)}
+    running.service.take(Discard(ROOT, keys(50, 51, 52, 53)))
+    running.settle()
+    store.raises = ZeroDivisionError("a fault of ours")
+    running.service.take(Discard(ROOT, keys(50, 51, 52)))
+    running.settle()
+    of_store, of_ours = caplog.records
+    assert "objects_not_removed" in of_store.getMessage()
+    assert "count=2" in of_store.getMessage()
+    assert "disk on fire" in of_store.getMessage()
+    assert "count=3" in of_ours.getMessage()
+    assert of_ours.exc_info
 
 
 def test_a_store_that_is_down_at_first_is_opened_later(segments: list[HostSegment]) -> None:
@@ -715,9 +778,10 @@ class MooncakeClient:
     def batch_is_exist(self, names: list[str]) -> list[int]:
         return [name in self.objects for name in names]
 
-    def batch_remove(self, names: list[str], is_forced: bool) -> None:
+    def batch_remove(self, names: list[str], is_forced: bool) -> list[int]:
         for name in names:
             del self.objects[name]
+        return [0] * len(names)
 
     def close(self) -> None:
         pass

@@ -107,7 +107,7 @@ class FlexCacheConnectorV1(KVConnectorBase_V1, GroupHooks):  # type: ignore[misc
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
         """Whether a load brings the states that vLLM lacks where its full attention's hit ends.
-        Asked by vLLM 0.32 and later before it looks a request up."""
+        Asked before vLLM looks a request up."""
         return self._scheduler.gets.completes_hit()
 
     def update_state_after_alloc(

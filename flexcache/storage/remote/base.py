@@ -116,8 +116,8 @@ class RemoteStore(ABC):
         """
 
     @abstractmethod
-    def discard(self, names: Sequence[str], deadline: float) -> None:
-        """Remove objects, best effort: missing ones and failures are ignored."""
+    def discard(self, names: Sequence[str], deadline: float) -> list[ObjectOutcome]:
+        """Remove objects: those that failed may still be there."""
 
     @abstractmethod
     def close(self) -> None:

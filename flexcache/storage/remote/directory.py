@@ -75,8 +75,8 @@ class DirectoryStore(StepwiseStore):
     ) -> list[ObjectOutcome]:
         return self._each(self._write, names, deadline, list(parts))
 
-    def discard(self, names: Sequence[str], deadline: float) -> None:
-        self._each(_remove, names, deadline)
+    def discard(self, names: Sequence[str], deadline: float) -> list[ObjectOutcome]:
+        return self._each(_remove, names, deadline)
 
     def close(self) -> None:
         self._helpers.shutdown()

@@ -55,9 +55,11 @@ class MemoryStore(StepwiseStore):
         self.objects |= new
         return [ObjectOutcome(Status.OK, len(content)) for content in new.values()]
 
-    def discard(self, names: Sequence[str], deadline: float) -> None:
-        for name in names:
-            self.objects.pop(name, None)
+    def discard(self, names: Sequence[str], deadline: float) -> list[ObjectOutcome]:
+        if seconds_until(deadline) <= 0:
+            return [TOO_LATE for _ in names]
+        gone = [self.objects.pop(name, None) for name in names]
+        return [MISSING if data is None else ObjectOutcome(Status.OK) for data in gone]
 
     def close(self) -> None:
         """Do nothing: there is nothing to release."""

@@ -225,10 +225,13 @@ class MooncakeStore(RemoteStore):
             return too_large(size, len(room))
         return self._failure(result)
 
-    def discard(self, names: Sequence[str], deadline: float) -> None:
+    def discard(self, names: Sequence[str], deadline: float) -> list[ObjectOutcome]:
+        problem = self._problem(deadline)
+        if problem:
+            return [failed(problem) for _ in names]
         # By force, since our own read has just leased them.
-        if names and self._problem(deadline) is None:
-            self._client.batch_remove(list(names), True)
+        results = self._client.batch_remove(list(names), True) if names else []
+        return [ObjectOutcome(Status.OK) if code == 0 else self._failure(code) for code in results]
 
     def close(self) -> None:
         self._reading.close()

@@ -107,8 +107,8 @@ class ObjectStore(StepwiseStore):
     ) -> list[ObjectOutcome]:
         return self._each(self._write, list(zip(names, parts, strict=True)), deadline)
 
-    def discard(self, names: Sequence[str], deadline: float) -> None:
-        self._each(self._delete, [(name,) for name in names], deadline)
+    def discard(self, names: Sequence[str], deadline: float) -> list[ObjectOutcome]:
+        return self._each(self._delete, [(name,) for name in names], deadline)
 
     def close(self) -> None:
         """Do nothing: connections close with the last reference."""

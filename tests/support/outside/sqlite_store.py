@@ -71,12 +71,12 @@ class SqliteStore(StepwiseStore):
 
         return self._each(deadline, write, names, parts)
 
-    def discard(self, names: Sequence[str], deadline: float) -> None:
+    def discard(self, names: Sequence[str], deadline: float) -> list[ObjectOutcome]:
         def remove(name: str, _: object) -> ObjectOutcome:
             self._db.execute("DELETE FROM objects WHERE name = ?", (name,))
             return MISSING
 
-        self._each(deadline, remove, names)
+        return self._each(deadline, remove, names)
 
     def close(self) -> None:
         self._db.close()
