@@ -19,6 +19,7 @@ Not thread-safe, no I/O.
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -81,8 +82,8 @@ class Lease:
     waiting: bool = False
     in_flight: bool = False
     released: bool = False
-    is_void: bool = False
-    """Whether a user has deleted what it is to hold: it is never published."""
+    limit: int = sys.maxsize
+    """How many of its first blocks may be published: a user has deleted the next one."""
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -120,14 +121,19 @@ class _Flight:
     waiting: dict[BlockKey, list[Lease]] = field(default_factory=dict)
 
 
-def _is_to_bring(lease: Lease, keys: set[BlockKey] | None) -> bool:
-    """Whether a lease that may be published is to bring one of the blocks, its tail, or what
-    continues it."""
-    if keys is None or lease.is_void:
-        return not lease.is_void
+def _limit(lease: Lease, keys: set[BlockKey] | None) -> int:
+    """Return how many blocks of a lease may be published once these are deleted, with what
+    continues them and their tails; None: all."""
+    if keys is None:
+        return 0
     if lease.tail is not None:
-        return lease.tail.key in keys
-    return lease.parent_key in keys or not keys.isdisjoint(lease.keys)
+        return 0 if lease.tail.key in keys else lease.limit
+    if lease.parent_key in keys:
+        return 0
+    left = lease.keys[: lease.limit]
+    if keys.isdisjoint(left):
+        return lease.limit
+    return next(number for number, key in enumerate(left) if key in keys)
 
 
 class Tier:
@@ -352,7 +358,7 @@ class Tier:
         """
         if lease.released or lease.to_publish or lease.published.run is not None:
             raise InternalError("a lease is published once, before its release")
-        lease.to_publish = 0 if lease.is_void else min(count, len(lease.keys))
+        lease.to_publish = min(count, len(lease.keys), lease.limit)
         if lease.to_publish and lease.era == self._era:
             self._try_publish([lease])
 
@@ -442,22 +448,28 @@ class Tier:
         self._give_back(self.tails.discard(root, key))
         return len(tail.units)
 
-    def void(self, root: RootId, keys: set[BlockKey] | None) -> None:
-        """Have no lease published that is to bring one of these blocks, what continues them or
-        their tails; those that continue them are added. None: of all blocks of the root."""
+    def void(self, root: RootId, keys: set[BlockKey] | None) -> list[Lease]:
+        """Have no lease publish one of these blocks, what continues them or their tails; that is
+        added to them. None: nothing of the root. Return the leases that publish less now."""
         flight = self._flights.get(root)
         if flight is None:
-            return
+            return []
         waiting = chain.from_iterable(flight.waiting.values())
         leases = dict.fromkeys([*flight.owners.values(), *waiting])
-        while due := [lease for lease in leases if _is_to_bring(lease, keys)]:
-            for lease in due:
-                lease.is_void, lease.to_publish = True, 0
-                self.doomed.doom(lease.blocks)
+        due: dict[Lease, None] = {}
+        while found := [lease for lease in leases if _limit(lease, keys) < lease.limit]:
+            for lease in found:
+                lease.limit = _limit(lease, keys)
+                # Not what is before: another prompt may share that, and continue it.
                 if keys is not None and lease.tail is None:
-                    keys.update(lease.keys)
-            for lease in due:  # from here on another put may bring the blocks
-                self._try_publish(self._land(lease))
+                    keys.update(lease.keys[lease.limit :])
+            due |= dict.fromkeys(found)
+        for lease in due:
+            lease.to_publish = min(lease.to_publish, lease.limit)
+            self.doomed.doom(lease.blocks[lease.limit :])
+        for lease in due:  # from here on another put may bring the blocks
+            self._try_publish(self._land(lease, lease.limit))
+        return list(due)
 
     def in_flight_behind(self, root: RootId, positions: Mapping[BlockKey, int]) -> int:
         """Return how many of a prompt's first blocks another one is to continue from that is on its
@@ -470,7 +482,7 @@ class Tier:
         shared = 0
         for lease in dict.fromkeys(() if flight is None else flight.owners.values()):
             before = () if lease.parent_key is None else (lease.parent_key,)
-            path = () if lease.tail is not None else (*before, *lease.keys)
+            path = () if lease.tail is not None else (*before, *lease.keys[: lease.limit])
             for key, following in pairwise(path):
                 at = positions.get(key, -1)
                 if 0 <= at < len(positions) - 1 and positions.get(following) != at + 1:
@@ -744,18 +756,20 @@ class Tier:
         self.tails.pin(tail)
         self.counters.stored_blocks += lease.num_published
 
-    def _land(self, lease: Lease) -> list[Lease]:
-        """End the flight of the lease's keys; return the leases that waited for them."""
-        is_void, lease.in_flight = not lease.in_flight or lease.era < self._era, False
+    def _land(self, lease: Lease, first: int = 0) -> list[Lease]:
+        """End the flight of the lease's keys from the ``first`` on; return the leases that waited
+        for them."""
+        is_void = not lease.in_flight or lease.era < self._era
+        lease.in_flight = first > 0 and not is_void
         if is_void:
             return []
         flight = self._flights[lease.root]
-        flight.num_leases -= 1
+        flight.num_leases -= first == 0
         if flight.num_leases == 0 and not flight.waiting:
             del self._flights[lease.root]
             return []
         # Another lease may have the same key in flight: who waits for that one waits on.
-        ours = [key for key in lease.keys if flight.owners.get(key) is lease]
+        ours = [key for key in lease.keys[first:] if flight.owners.get(key) is lease]
         followers: list[Lease] = []
         if flight.waiting:
             followers = [follower for key in ours for follower in flight.waiting.pop(key, ())]
@@ -777,11 +791,10 @@ class Tier:
         unpublished, lease.blocks = lease.blocks, NO_BLOCKS  # before they are anyone else's
         self.num_leased -= len(unpublished)
         self._give_back(unpublished)
-        is_short = lease.num_published < len(lease.keys) and lease.tail is None
-        if lease.is_void:
-            if self.on_void is not None:
-                self.on_void(lease)
-        elif is_short and lease.era == self._era and self.on_unpublished is not None:
+        if lease.limit < len(lease.keys) and self.on_void is not None:
+            self.on_void(lease)
+        is_short = lease.num_published < len(lease.keys[: lease.limit]) and lease.tail is None
+        if is_short and lease.era == self._era and self.on_unpublished is not None:
             self.on_unpublished(lease)
         self._try_publish(followers)
 

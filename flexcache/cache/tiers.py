@@ -58,6 +58,7 @@ class RemoteTier(Tier):
         self._salt = b""
         self._plain: dict[RootId, None] = {}
         self.num_clears = 0
+        self._num_deletes: dict[RootId, int] = {}
 
     def root_at_store(self, root: RootId) -> bytes:
         """Return the name of a root at the store."""
@@ -129,6 +130,25 @@ class RemoteTier(Tier):
         self._absent.move_to_end((root, key))
         while len(self._absent) > _MAX_ABSENT:
             self._absent.popitem(last=False)
+
+    def learn_voided(self, lease: Lease) -> None:
+        """Remember that what a put brings of a deleted prompt is missing: until its objects are
+        removed the store has them."""
+        key = lease.keys[-1 if lease.tail is not None else lease.limit]  # which is asked for
+        self.learn_absent(lease.root, key, self._now)
+
+    def void(self, root: RootId, keys: set[BlockKey] | None) -> list[Lease]:
+        self._num_deletes[root] = self.num_deletes(root) + 1
+        if len(self._num_deletes) > _MAX_PLAIN:
+            del self._num_deletes[next(iter(self._num_deletes))]
+        voided = super().void(root, keys)
+        for lease in voided:
+            self.learn_voided(lease)
+        return voided
+
+    def num_deletes(self, root: RootId) -> int:
+        """Return how often something of a root was deleted: answers from before do not count."""
+        return self._num_deletes.get(root, 0)
 
     def clear(self) -> BlockIds:
         """Forget everything stored, and use other names at the store from now on.

@@ -290,7 +290,8 @@ class WriteBack:
         if lease.is_given_up:
             return  # the disk rejected it and lives on: it would be rejected again
         root, at_tier, on_host = lease.root, self._tier.index, self._host.index
-        lacking = [key for key in lease.keys if not at_tier.contains(root, key)]
+        kept = lease.keys[: lease.limit]  # the others were deleted
+        lacking = [key for key in kept if not at_tier.contains(root, key)]
         held = [key for key in lacking if on_host.contains(root, key)]
         if len(held) < len(lacking):
             self._lose(self._tier, len(lacking) - len(held))

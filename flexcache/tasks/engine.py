@@ -216,7 +216,7 @@ class KVTaskEngine:
         )
         self._lookups: RemoteLookUps | None = None
         if cache.tiers.remote is not None:
-            cache.tiers.remote.on_void = lambda lease: self._discard_objects(lease.root, lease.keys)
+            cache.tiers.remote.on_void = self._discard_voided
             self._lookups = RemoteLookUps(
                 cache.tiers.remote, self._breaker, limits.lookup_timeout_s
             )
@@ -403,6 +403,11 @@ class KVTaskEngine:
             if self.accounts.recorder is not None:
                 self.accounts.recorder.controlled(call, outcome.blocks)
             return outcome
+
+    def _discard_voided(self, lease: Lease) -> None:
+        if (remote := self.cache.tiers.remote) is not None:
+            remote.learn_voided(lease)
+            self._discard_objects(lease.root, lease.keys[lease.limit :])
 
     def _discard_objects(self, root: RootId, keys: Sequence[BlockKey]) -> None:
         if (remote := self.cache.tiers.remote) is not None and keys:

@@ -37,6 +37,7 @@ class _LookUp:
     parent: BlockKey | None
     keys: Sequence[BlockKey]
     root_at_store: bytes
+    num_deletes: int
     asked_s: float
     deadline_s: float
     first: int = 0
@@ -106,8 +107,9 @@ class RemoteLookUps:
         at_store = self._tier.root_at_store(keys.root)
         deadline_s = now + self._timeout_s
         question = _LookUp(
-            keys.root, parent, wanted, at_store, now, deadline_s, first, keys.content, tails
-        )
+            keys.root, parent, wanted, at_store, self._tier.num_deletes(keys.root), now, deadline_s,
+            first, keys.content, tails,
+        )  # fmt: skip
         lookup_id = self._ask(question)
         self._by_key[keys.root, question.name] = lookup_id
         asked = [(question.num_needed(tail), tail.last_unit) for tail in tails]
@@ -147,8 +149,8 @@ class RemoteLookUps:
             self._breaker.failed(f"look-up took {now - question.asked_s:.3f} s", now)
         else:
             self._breaker.succeeded(now)
-        if question.is_trial or self._tier.root_at_store(question.root) != question.root_at_store:
-            return  # in the latter case the tier was cleared meanwhile
+        if question.is_trial or not self._is_current(question):
+            return
         present = question.keys[:num_present]
         num_known = self._tier.learn(
             question.root, question.parent, present, question.first, question.content
@@ -157,6 +159,12 @@ class RemoteLookUps:
             self._tier.learn_absent(question.root, question.keys[num_known], now)
         if error is None:
             self._learn_tails(question, num_present, tail, now)
+
+    def _is_current(self, question: _LookUp) -> bool:
+        """Whether nothing of its root was deleted since it was asked, and the tier not cleared."""
+        root, tier = question.root, self._tier
+        at_store = (tier.root_at_store(root), tier.num_deletes(root))
+        return at_store == (question.root_at_store, question.num_deletes)
 
     def _learn_tails(self, question: _LookUp, num_present: int, tail: int, now: float) -> None:
         """Remember the one tail that was found, and that those asked for before it are missing."""
@@ -177,7 +185,7 @@ class RemoteLookUps:
             self._give_up(lookup_id, now, instructions)
             self._breaker.failed(f"no answer within {now - question.asked_s:.3f} s", now)
         if worker_is_up and not self._has_trial and self._breaker.wants_trial(now):
-            trial = _LookUp(RootId(b""), None, (), _TRIAL_ROOT, now, now + _TRIAL_TIMEOUT_S)
+            trial = _LookUp(RootId(b""), None, (), _TRIAL_ROOT, 0, now, now + _TRIAL_TIMEOUT_S)
             lookup_id = self._ask(trial)
             self._has_trial = True
             instructions.append(RunLookUp(lookup_id, _TRIAL_ROOT, [_TRIAL_KEY]))

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from builders import OTHER_ROOT, ROOT, get_of, keys_of, make_cache, prefixes, prompt, put_of
+from builders import OTHER_ROOT, ROOT, get_of, key_of, keys_of, make_cache, prefixes, prompt, put_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -25,7 +25,7 @@ from flexcache.cache.tier import Tier
 from flexcache.cache.tiered_cache import CacheSizes, TieredCache, build_cache
 from flexcache.config import CacheConfig
 from flexcache.config.model import KVGroup
-from flexcache.ids import OpKind, RootId, TaskKind, TierName
+from flexcache.ids import BlockKey, OpKind, RootId, TaskKind, TierName
 
 some_root = st.sampled_from([ROOT, OTHER_ROOT])
 some_session = st.sampled_from(["a", "b", None])
@@ -481,6 +481,94 @@ def test_what_is_being_stored_of_a_deleted_prompt_is_dropped_and_erased() -> Non
     assert slots <= set(erase(served).tolist())
     assert not len(erase(served))
     served.cache.check()
+
+
+@pytest.mark.parametrize("ends_first", [0, 1])
+def test_a_put_is_stored_up_to_the_first_block_that_is_deleted(ends_first: int) -> None:
+    served = Served(20, 20)
+    plans = [served.cache.stores.plan_put(put_of(prompt(word))) for word in ("abcdef", "abcxyz")]
+    slots = set(plans[0].stores[TierName.SSD].blocks[3:].tolist())
+    assert served.delete("abcdef") == {"CPU": 0, "SSD": 0}
+    again = served.cache.stores.plan_put(put_of(prompt("abcdq")))
+    assert again.num_blocks == 2, "d is on its way no more"
+    served.land(plans.pop(ends_first))
+    served.land(plans.pop())
+    served.land(again)
+    kept = {(ROOT, word) for word in (*prefixes("abcxyz"), "abcd", "abcdq")}
+    assert served.cached() == {"CPU": kept, "SSD": kept}
+    assert slots <= set(erase(served).tolist())
+    served.cache.check()
+
+
+def test_what_is_written_back_of_a_shared_prefix_stays_dirty_until_it_is_written() -> None:
+    for arrives in (True, False):
+        served = Served(40, 40, policy="write_back")  # type: ignore[arg-type]
+        served.put("abcdef")
+        served.put("abcx")
+        stores = served.cache.stores
+        plan = stores.plan_write_back()
+        assert plan is not None
+        served.delete("abcdef")
+        for name, lease in plan.stores.items():
+            served.cache.publish_store(plan, name, len(lease) if arrives else 0)
+        served.cache.finish(plan)
+        there = {w for _, w in words_in(served.cache.tiers.by_name[TierName.SSD])}
+        dirty = {w for w in prefixes("abcx") if stores.is_dirty(TierName.SSD, ROOT, key_of(w))}
+        assert there | dirty == set(prefixes("abcx"))
+        assert there >= set(prefixes("abc")) if arrives else not there
+        assert not served.cache.tiers.lost
+
+
+def test_what_is_being_written_of_a_deleted_prompt_is_not_found_in_the_remote_store() -> None:
+    world = TailWorld((KVGroup("full", 32), KVGroup("window", 32, 32)), cpu=40, remote=True)
+    world.put("abcd", tail_at=4)
+    while staged := [run for run in world.running if run.op.kind is OpKind.D2H]:
+        world.finish(staged[0])
+    for run in world.running:  # the store has them, and the worker has yet to say so
+        for index in range(len(run.op)):
+            world._move(run, index, is_whole=True)
+    call = CacheCall(name="delete", prompts=[Prompt(TaskKind.GET, tailed_keys("abcd"), 0, 4, 128)])
+    world.engine.control(call, world.now)
+    assert world.look_up("abcd") is None
+    assert world.get("abcd").plan.is_empty
+    world.now += 6.0
+    world.engine.tick(world.now)
+    world.finish_all()
+    assert world.look_up("abcd") is None, "until its objects are removed"
+
+
+def test_an_answer_from_before_a_delete_does_not_count() -> None:
+    world = TailWorld((KVGroup("full", 32), KVGroup("window", 32, 32)), cpu=40, remote=True)
+    world.put("abcd", tail_at=4)
+    world.finish_all()
+    remote = world.cache.tiers.remote
+    assert remote is not None
+    root = tailed_keys("a").root
+    remote.discard(root, BlockKey(b"a"))
+    remote.discard_tail(root, BlockKey(b"abcd"))
+    world.cache.tiers.host.clear()
+    asked = world.look_up("abcd")
+    assert asked is not None
+    call = CacheCall(name="delete", prompts=[Prompt(TaskKind.GET, tailed_keys("abcd"), 0, 4, 128)])
+    world.engine.control(call, world.now)
+    world.answer(asked)
+    assert world.get("abcd").plan.is_empty
+
+
+def test_tails_of_others_outlast_the_delete_of_a_prompt_that_is_being_stored() -> None:
+    groups = (KVGroup("full", 32), KVGroup("window", 32, 32))
+    world = TailWorld(groups, cpu=40, ssd=40)
+    for word, position in (("abcdef", 3), ("abcxyz", 6)):
+        world.put(word, tail_at=position)
+        while staged := [run for run in world.running if run.op.kind is OpKind.D2H]:
+            world.finish(staged[0])
+    prompts = [Prompt(TaskKind.GET, tailed_keys("abcdef"), 0, 6, 192)]
+    world.engine.control(CacheCall(name="delete", prompts=prompts), world.now)
+    world.finish_all()
+    for tier in world.cache.tiers:
+        assert {t.key for t in tier.tails.all_tails()} == {b"abc", b"abcxyz"}
+        assert {w for _, w in words_in(tier)} == set(prefixes("abcxyz"))
+    world.cache.check()
 
 
 def test_what_a_task_reads_of_a_deleted_prompt_stays_until_it_ends() -> None:

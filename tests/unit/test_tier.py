@@ -46,6 +46,8 @@ class Reservation:
     num_arrived: int | None = None
     released: bool = False
     is_void: bool = False
+    limit: int = LONGEST
+    """How many of its blocks may be published."""
 
     @property
     def parent(self) -> Path | None:
@@ -90,6 +92,22 @@ class Model:
         if there:
             self.found.update(reservation.paths[: reservation.num_arrived])
         self.land(reservation)
+
+    def delete(self, root: RootId, word: str) -> None:
+        """Forget a block and what continues it, there and in flight; what is before it stays."""
+
+        def is_gone(path: Path) -> bool:
+            return path[0] == root and path[1].startswith(word)
+
+        self.found = {path for path in self.found if not is_gone(path)}
+        for reservation in {*self.owners.values(), *self.waiting}:
+            num_kept = sum(not is_gone(path) for path in reservation.paths)
+            if num_kept < len(reservation.paths):
+                reservation.limit = num_kept
+                if reservation.num_arrived is not None:
+                    reservation.num_arrived = min(reservation.num_arrived, num_kept)
+        self.owners = {path: by for path, by in self.owners.items() if not is_gone(path)}
+        self.waiting = [waiting for waiting in self.waiting if waiting.limit]
 
     def land(self, reservation: Reservation) -> None:
         landed = [path for path, owner in self.owners.items() if owner is reservation]
@@ -234,7 +252,7 @@ class TierMachine(RuleBasedStateMachine):
         ):
             self.content[block] = path
         self.tier.publish(reservation.lease, num_arrived)
-        reservation.num_arrived = num_arrived
+        reservation.num_arrived = num_arrived = min(num_arrived, reservation.limit)
         if num_arrived and not reservation.is_void:
             self.model.publish(reservation)
 
@@ -256,6 +274,12 @@ class TierMachine(RuleBasedStateMachine):
         if (root, word) in self.model.found:
             bad = {path for path in self.model.found if path[0] == root}
             self.model.found -= {path for path in bad if path[1].startswith(word)}
+
+    @rule(root=some_root, word=some_word)
+    def delete(self, root: RootId, word: str) -> None:
+        self.tier.delete(root, key_of(word))
+        self.tier.void(root, {key_of(word)})
+        self.model.delete(root, word)
 
     @rule(forgets=st.booleans())
     def clear(self, forgets: bool) -> None:
