@@ -299,6 +299,25 @@ class PrefixMatch(NamedTuple):
 EMPTY_MATCH = PrefixMatch(None, 0, 0)
 
 
+class RestoredRun(NamedTuple):
+    """Consecutive blocks of a prompt that survived the last process.
+
+    Attributes:
+        parent: Key of the block before them; None at the prompt's start.
+        ends: Where blocks end that were last used at once; none for all of them, now.
+        ages: How many blocks of the tier were written since, and one.
+        written_s: When that was.
+    """
+
+    root: RootId
+    parent: BlockKey | None
+    keys: list[BlockKey]
+    blocks: BlockIds
+    ends: Sequence[int] = ()
+    ages: Sequence[int] = (1,)
+    written_s: Sequence[float] = ()
+
+
 # Runs and bisection, and no radix tree: with keys over the whole prefix and leaves evicted first no
 # tree has to be walked. One node per block would cost one Python step per block.
 #

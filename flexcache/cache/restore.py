@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from flexcache.cache.prefix_index import RestoredRun
 from flexcache.cache.tail_index import TAIL_FIRST, Tail, tail_keys
-from flexcache.cache.tier import RestoredRun, Tier
+from flexcache.cache.tier import Tier
 from flexcache.ids import BlockKey, RootId
 
 Records = npt.NDArray[Any]

@@ -24,7 +24,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,13 @@ from flexcache.cache.block_keys import BlockKeys, PromptContent
 from flexcache.cache.block_pool import NO_ROOT, BlockIdPool, DoomedBlocks, Quotas
 from flexcache.cache.eviction_policy import RETIRED, LruQueue, MakeQueue, Outlook
 from flexcache.cache.pins import PinnedBlocks
-from flexcache.cache.prefix_index import EMPTY_MATCH, NO_BLOCKS, PrefixIndex, PrefixMatch
+from flexcache.cache.prefix_index import (
+    EMPTY_MATCH,
+    NO_BLOCKS,
+    PrefixIndex,
+    PrefixMatch,
+    RestoredRun,
+)
 from flexcache.cache.retention import Retention, Seconds
 from flexcache.cache.tail_index import Tail, TailIndex, tail_keys
 from flexcache.errors import InternalError
@@ -91,25 +97,6 @@ class Lease:
     def why_short(self, tier: str) -> str:
         """Why a tier had fewer blocks for it than it asked for."""
         return f"{tier}_worth_less" if self.is_refused else f"{tier}_tier_full"
-
-
-class RestoredRun(NamedTuple):
-    """Consecutive blocks of a prompt that survived the last process.
-
-    Attributes:
-        parent: Key of the block before them; None at the prompt's start.
-        ends: Where blocks end that were last used at once; none for all of them, now.
-        ages: How many blocks of the tier were written since, and one.
-        written_s: When that was.
-    """
-
-    root: RootId
-    parent: BlockKey | None
-    keys: list[BlockKey]
-    blocks: BlockIds
-    ends: Sequence[int] = ()
-    ages: Sequence[int] = (1,)
-    written_s: Sequence[float] = ()
 
 
 @dataclass(slots=True)

@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from flexcache.cache.block_keys import EngineBlockKeys, PromptContent
 from flexcache.cache.journal import MEDIUM_OF, WITH_LOCALITY, Cleared, Medium, Removed, Stored
 from flexcache.cache.plan import Plan, PlannerSettings
-from flexcache.cache.tier import RestoredRun, Tier
+from flexcache.cache.prefix_index import RestoredRun
+from flexcache.cache.tier import Tier
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.cache.tiers import Tiers
 from flexcache.cache.write_back import DirtyQueue

@@ -21,9 +21,9 @@ from hypothesis.stateful import (
 from flexcache.cache.block_keys import ENGINE_KEYS, make_root, tag_of, tenant_of
 from flexcache.cache.block_pool import Quotas
 from flexcache.cache.eviction_policy import LruQueue, Outlook
-from flexcache.cache.prefix_index import PrefixMatch
+from flexcache.cache.prefix_index import PrefixMatch, RestoredRun
 from flexcache.cache.tail_index import Tail
-from flexcache.cache.tier import Lease, RestoredRun, Tier
+from flexcache.cache.tier import Lease, Tier
 from flexcache.errors import InternalError
 from flexcache.ids import RootId, TierName
 from flexcache.stats import QuotaStats

@@ -18,8 +18,9 @@ from hypothesis.stateful import (
 from s3_fifo import POLICIES
 
 from flexcache.cache.eviction_policy import make_policy
+from flexcache.cache.prefix_index import RestoredRun
 from flexcache.cache.tail_index import Tail
-from flexcache.cache.tier import Lease, RestoredRun, Tier
+from flexcache.cache.tier import Lease, Tier
 from flexcache.ids import RootId, TierName
 
 LONG_WORDS = words("ab", 3)
