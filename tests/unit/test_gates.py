@@ -73,7 +73,7 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 73_999,
+    "lines of the package": 73_970,
     "files of the package": 256,
     "lines of the router": 15_961,
     "modules under 120 lines with one importer": 2,
