@@ -529,8 +529,8 @@ class KVManager:
         another session, or a prompt without one, has used. What pins of others hold stays.
 
         Nothing new finds the blocks from now on, in any tier, also after a restart. Tasks that read
-        them end well; what is still being stored of them is dropped. In a remote store objects are
-        removed that this server knows, best effort.
+        them from DRAM or SSD end well; what is still being stored of them is dropped. In a remote
+        store objects are removed that this server knows, best effort.
 
         Args:
             token_ids: The prompt, as for `lookup`; so are the options.

@@ -163,9 +163,8 @@ class _Held:
         found = {match.run.root for _, match in self.blocks if match.run is not None}
         return found | {tail.root for _, tail in self.tails}
 
-    def num_in(self, tier: Tier) -> int:
-        """Return how many blocks of a tier it holds, each once."""
-        counted = PinnedBlocks(lambda _: 0)
+    def count(self, tier: Tier, counted: PinnedBlocks) -> int:
+        """Count its blocks of a tier; return how many are counted, each once."""
         for each, match in self.blocks:
             if each is tier:
                 counted.add(match)
@@ -214,11 +213,11 @@ class CacheControl:
             return self._delete(call, puts)
         if call.session_id is None:
             wanted = [(prompt.keys, prompt.stop) for prompt in prompts]
+            held = _Held(now + call.ttl_s, _ends(wanted))
         else:
             found = self._sessions.prompts_of(call.session_id)
             wanted = [(keys, keys.num_blocks) for keys in found]
-        held = _Held(now + call.ttl_s)
-        held.prompts = _ends(wanted) if call.session_id is None else held.prompts
+            held = _Held(now + call.ttl_s)
         return self._pin(_pin_id(wanted, call.session_id), wanted, held)
 
     # -- look-ups --------------------------------------------------------------------------------
@@ -265,7 +264,7 @@ class CacheControl:
             held.expires_s = max(held.expires_s, former.expires_s)
             self._let_go(former)
         self._begin(pin_id, held)
-        blocks = {tier.name: held.num_in(tier) for tier in held.tiers}
+        blocks = {t.name: held.count(t, PinnedBlocks(lambda _: 0)) for t in held.tiers}
         num_blocks = sum(blocks.values()) or held.stop  # of tails alone
         return CallOutcome(blocks, pin_id, num_blocks, held.expires_s)
 
@@ -506,9 +505,7 @@ class CacheControl:
         for tier in self._tiers:
             counted = PinnedBlocks(lambda _: 0)
             for held in self._pins.values():
-                for each, match in held.blocks:
-                    if each is tier:
-                        counted.add(match)
+                held.count(tier, counted)
                 for each, tail in held.tails:
                     if each is tier:
                         counted.add_tail(tail)

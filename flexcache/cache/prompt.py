@@ -130,6 +130,10 @@ class Prompt(msgspec.Struct, frozen=True):
         stop = min(self.stop, stop)
         return msgspec.structs.replace(self, start=min(self.start, stop), stop=stop)
 
+    def before_last_token(self, tokens_per_block: int) -> Prompt:
+        """Return what a hit may cover if a state sums up the tokens: the last is computed."""
+        return self.up_to(max(0, self.num_tokens - 1) // tokens_per_block)
+
 
 class PromptName(TypedDict, total=False):
     """What the keys of a prompt depend on, beside its tokens.

@@ -9,19 +9,18 @@ import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.error import HTTPError, URLError
-from urllib.request import ProxyHandler, Request, build_opener
+from urllib.error import HTTPError
 
 import typer
 
-from flexcache.errors import ConfigError, FlexCacheError, ServerLostError
+from flexcache.cli.status import answer_of
+from flexcache.errors import ConfigError, FlexCacheError
 from flexcache.terminal import user_errors
 
 app = typer.Typer(no_args_is_help=True, help="What is cached: look it up, pin it, delete it.")
 
 _TIMEOUT_S = 60.0
 _MOST_BYTES = 1 << 20
-_OPENER = build_opener(ProxyHandler({}))  # the token is for the server only
 
 _Endpoint = Annotated[
     str | None,
@@ -56,7 +55,7 @@ def lookup(
 ) -> None:
     """Show how many tokens of a prompt, from its start, each tier could supply."""
     with user_errors():
-        found = _post(endpoint, "lookup", _prompt(tokens, keys, namespace))
+        found = _post(endpoint, "lookup", _named(tokens, keys, namespace))
         _show(found, found["tokens"], "tokens", as_json)
 
 
@@ -75,16 +74,13 @@ def pin(
     The exit status is 2 if it is refused: nothing is cached, or there is no room for more pins.
     """
     with user_errors():
-        body = _prompt(tokens, keys, namespace) | {"ttl_s": ttl}
-        found = _post(endpoint, "pin", body | ({"session_id": session} if session else {}))
-    made = found["pin"]
-    if as_json:
-        typer.echo(json.dumps(found))
-    elif made is not None:
+        body = _named(tokens, keys, namespace, session)
+        found = _post(endpoint, "pin", {**body, "ttl_s": ttl})
+    made, text = found["pin"], "refused: nothing is cached, or there is no room for more pins"
+    if made is not None:
         until = time.strftime("%F %T", time.localtime(made["expires_at"]))
-        typer.echo(f"pin {made['id']} holds {made['num_tokens']:,} tokens until {until}")
-    else:
-        typer.echo("refused: nothing is cached, or there is no room for more pins")
+        text = f"pin {made['id']} holds {made['num_tokens']:,} tokens until {until}"
+    typer.echo(json.dumps(found) if as_json else text)
     if made is None:
         raise typer.Exit(2)
 
@@ -116,13 +112,14 @@ def delete(
     What others use stays.
     """
     with user_errors():
-        body = _prompt(tokens, keys, namespace) | ({"session_id": session} if session else {})
-        found = _post(endpoint, "delete", body)
+        found = _post(endpoint, "delete", _named(tokens, keys, namespace, session))
         _show(found, found["deleted_blocks"], "blocks deleted", as_json)
 
 
-def _prompt(tokens: str | None, keys: str | None, namespace: list[str] | None) -> dict[str, Any]:
-    """Return what names a prompt, as HTTP has it."""
+def _named(
+    tokens: str | None, keys: str | None, namespace: list[str] | None, session: str | None = None
+) -> dict[str, Any]:
+    """Return what names a prompt or a session, as HTTP has it."""
     named: dict[str, Any] = {}
     if tokens is not None:
         try:
@@ -131,7 +128,11 @@ def _prompt(tokens: str | None, keys: str | None, namespace: list[str] | None) -
             raise ConfigError(f"--tokens {tokens}: {error}") from None
     if keys is not None:
         named["block_keys"] = _words(keys)
-    return named | ({"namespace": namespace} if namespace else {})
+    if namespace:
+        named["namespace"] = namespace
+    if session:
+        named["session_id"] = session
+    return named
 
 
 def _words(path: str) -> list[str]:
@@ -150,13 +151,9 @@ def _post(endpoint: str | None, call: str, body: dict[str, Any]) -> dict[str, An
         FlexCacheError: It refuses; the message says why.
     """
     url = _address(endpoint)
-    request = Request(
-        f"{url}/cache/{call}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    if token := os.environ.get("FLEXCACHE_HTTP_TOKEN"):
-        request.add_header("Authorization", f"Bearer {token}")
+    token, content = os.environ.get("FLEXCACHE_HTTP_TOKEN") or None, json.dumps(body).encode()
     try:
-        with _OPENER.open(request, timeout=_TIMEOUT_S) as answer:
+        with answer_of(url, f"/cache/{call}", token, _TIMEOUT_S, content) as answer:
             found: dict[str, Any] = json.loads(answer.read(_MOST_BYTES))
             return found
     except HTTPError as error:
@@ -167,8 +164,6 @@ def _post(endpoint: str | None, call: str, body: dict[str, Any]) -> dict[str, An
         except (ValueError, TypeError, KeyError):
             text = f"is it the http_endpoint of a cache? {text}"
         raise FlexCacheError(f"{url} answers {error.code}: {text}") from None
-    except (URLError, OSError, ValueError) as error:
-        raise ServerLostError(f"{url} does not answer: {error}") from None
 
 
 def _address(endpoint: str | None) -> str:

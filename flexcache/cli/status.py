@@ -6,8 +6,9 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from http.client import HTTPResponse
 from typing import Annotated, Any, Generic, TypeVar
 from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, Request, build_opener
@@ -29,6 +30,29 @@ class TokenRequiredError(FlexCacheError):
     """A page needs a bearer token, or another one."""
 
 
+@contextlib.contextmanager
+def answer_of(
+    url: str, path: str, token: str | None, timeout_s: float, body: bytes | None = None
+) -> Iterator[HTTPResponse]:
+    """Send a GET, or a POST of JSON, and give the answer to be read. Arguments as of `read_page`.
+
+    Raises:
+        HTTPError: The answer is a refusal.
+        ServerLostError: There is no answer, or what reads it raises `ValueError`.
+    """
+    try:
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        request = Request(f"{url.rstrip('/')}{path}", body, headers)
+        if token is not None:
+            request.add_header("Authorization", f"Bearer {token}")
+        with _OPENER.open(request, timeout=timeout_s) as answer:
+            yield answer
+    except HTTPError:
+        raise
+    except (URLError, OSError, ValueError) as error:
+        raise ServerLostError(f"{url} does not answer: {error}") from None
+
+
 def read_page(url: str, path: str, token: str | None, timeout_s: float) -> bytes | None:
     """Return the body of a page; None if the server has no such page.
 
@@ -41,12 +65,9 @@ def read_page(url: str, path: str, token: str | None, timeout_s: float) -> bytes
         TokenRequiredError: The token is missing or wrong.
         FlexCacheError: The answer is another refusal.
     """
-    request = Request(f"{url.rstrip('/')}{path}")
-    if token is not None:
-        request.add_header("Authorization", f"Bearer {token}")
     try:
-        with _OPENER.open(request, timeout=timeout_s) as answer:
-            body: bytes = answer.read(_MAX_BYTES + 1)
+        with answer_of(url, path, token, timeout_s) as answer:
+            body = answer.read(_MAX_BYTES + 1)
             if len(body) > _MAX_BYTES:
                 raise FlexCacheError(f"{url} answers more than {_MAX_BYTES >> 20} MiB")
             return body
@@ -61,8 +82,6 @@ def read_page(url: str, path: str, token: str | None, timeout_s: float) -> bytes
             )
             raise TokenRequiredError(f"{url} requires a token: {reason}") from None
         raise FlexCacheError(f"{url} answers {error.code}") from None
-    except (URLError, OSError, ValueError) as error:
-        raise ServerLostError(f"{url} does not answer: {error}") from None
 
 
 Tree = TypeVar("Tree")

@@ -257,11 +257,8 @@ class GroupTable:
         self._shape = UnitShape(model.groups, tokens_per_position)
 
     def loadable(self, prompt: Prompt) -> Prompt:
-        """Return the part of a prompt that a hit may cover: not the last token if a state sums up
-        the tokens."""
-        if not self._has_states:
-            return prompt
-        return prompt.up_to(max(0, prompt.num_tokens - 1) // self._tokens)
+        """Return the part of a prompt that a hit may cover."""
+        return prompt.before_last_token(self._tokens) if self._has_states else prompt
 
     def with_tail(self, prompt: Prompt, tail_at: int | None) -> Prompt:
         """Have a put also store the tail behind ``tail_at`` tokens. Raises `ValueError`."""

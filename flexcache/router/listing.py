@@ -161,24 +161,14 @@ class Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             cache_url = parse_cache_url(cache_url, host)
         common = [parse_source(text, host) for text in (*entry.shared_events, *self.shared_events)]
         own = [parse_source(text, host) for text in entry.events]
-        if (
-            entry.peer_port is not None
-            and entry.peer_port + entry.data_parallel_size > _MAX_PORT + 1
-        ):
+        if (entry.peer_port or 0) + entry.data_parallel_size > _MAX_PORT + 1:
             raise reject(_PEER_PORT, entry.peer_port, "leaves no port for the last rank")
-        if entry.data_parallel_size == 1:
-            sources = unique([*own, *common])
-            return (
-                WorkerSpec(
-                    name=base, url=base, sources=sources, cache_url=cache_url,
-                    peer_port=entry.peer_port,
-                ),
-            )  # fmt: skip
+        is_one = entry.data_parallel_size == 1
         return tuple(
             WorkerSpec(
-                name=f"{base}#{rank}",
+                name=base if is_one else f"{base}#{rank}",
                 url=base,
-                data_parallel_rank=rank,
+                data_parallel_rank=None if is_one else rank,
                 sources=unique([*(of_rank(source, rank) for source in own), *common]),
                 cache_url=cache_url,
                 peer_port=None if entry.peer_port is None else entry.peer_port + rank,

@@ -282,8 +282,7 @@ class ServedCache:
         """
         size = self.config.tokens_per_block
         if self.model.has_states and call.name == "lookup":
-            # As for a get: a state sums up the tokens, so the last one is left to be computed.
-            prompts = [p.up_to(max(0, p.num_tokens - 1) // size) for p in call.prompts]
+            prompts = [prompt.before_last_token(size) for prompt in call.prompts]
             call = msgspec.structs.replace(call, prompts=prompts)
         outcome = self.tasks.control(call, now, session)
         by_tier = {tier.value: count for tier, count in outcome.blocks.items()}

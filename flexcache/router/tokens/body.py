@@ -6,7 +6,7 @@ Fields and their defaults are those of vLLM's OpenAI-compatible API.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from email.message import Message
 from email.parser import BytesHeaderParser
@@ -43,7 +43,6 @@ COMPLETION_PATH = "/v1/completions"
 MESSAGES_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
 CHAT_PATHS = (CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH)
-_MARKED_PATHS = (CHAT_PATH, MESSAGES_PATH)
 
 TOKENS_PER_MEDIUM = 576
 """For estimates: an image of 336 by 336 pixels in patches of 14."""
@@ -299,11 +298,9 @@ class _MarkedBody(msgspec.Struct):
     system: str | list[_Marked] | None = None
     tools: list[_Marked] | None = None
     messages: list[_Marked] = []
-    kv_transfer_params: dict[str, msgspec.Raw] | None = None
 
 
 _read_marked = msgspec.json.Decoder(_MarkedBody).decode
-_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 MARKER = b'"cache_control"'
 _PIN = "flexcache_pin_ttl_s"
 _TTLS = {None: 300, "5m": 300, "1h": 3600}
@@ -320,20 +317,14 @@ def with_pin(target: str, body: bytes) -> bytes:
         target: Path of the request.
         body: One that has `MARKER`.
     """
-    if target.partition("?")[0] not in _MARKED_PATHS:
+    if target.partition("?")[0] not in (CHAT_PATH, MESSAGES_PATH):
         return body
     try:
-        marked = _read_marked(body)
-        ttl_s = max(map(_ttl_s, _markers(marked)), default=0)
-        params = marked.kv_transfer_params or {}
-        if not ttl_s or _PIN in params:
-            return body
-        fields = _fields.decode(body)
-        pin = {**params, _PIN: msgspec.Raw(b"%d" % ttl_s)}
-        fields["kv_transfer_params"] = msgspec.Raw(msgspec.json.encode(pin))
-        return msgspec.json.encode(fields)
-    except (msgspec.DecodeError, UnicodeError, RecursionError):  # the engine says what is wrong
+        markers = _markers(_read_marked(body))
+        ttl_s = max((_TTLS.get(marker.ttl, 0) for marker in markers), default=0)
+    except _UNREADABLE:
         return body
+    return _with_param(body, _PIN, ttl_s, lambda params: _PIN not in params) if ttl_s else body
 
 
 def _markers(marked: _MarkedBody) -> Iterator[_Marker]:
@@ -347,10 +338,6 @@ def _markers(marked: _MarkedBody) -> Iterator[_Marker]:
             yield part.cache_control
         if isinstance(part.content, list):
             waiting += part.content
-
-
-def _ttl_s(marker: _Marker) -> int:
-    return _TTLS.get(marker.ttl, 0)
 
 
 _MOST_PARTS = 64
@@ -410,7 +397,25 @@ def _parts(raw: bytes, delimiter: bytes) -> Iterator[bytes]:
 
 
 _TRANSFER, _OURS = "kv_transfer_params", "flexcache_"
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _params = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
+_UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)  # the engine says what is wrong
+
+
+def _with_param(
+    body: bytes, name: str, value: Any, admits: Callable[[Collection[str]], bool]
+) -> bytes:
+    """Add a field to a body's ``kv_transfer_params``, if those that are there admit it. Never
+    raises."""
+    try:
+        fields = _fields.decode(body)
+        params = _params.decode(fields.get(_TRANSFER, b"null")) or {}
+    except _UNREADABLE:
+        return body
+    if not admits(params):
+        return body
+    fields[_TRANSFER] = msgspec.Raw(msgspec.json.encode({**params, name: value}))
+    return msgspec.json.encode(fields)
 
 
 def with_kv_source(path: str, body: bytes, source: tuple[str, int], request_id: str) -> bytes:
@@ -425,15 +430,8 @@ def with_kv_source(path: str, body: bytes, source: tuple[str, int], request_id: 
     """
     if path.partition("?")[0] not in (CHAT_PATH, COMPLETION_PATH, MESSAGES_PATH):
         return body
-    try:
-        fields = _fields.decode(body)
-        params = _params.decode(fields.get(_TRANSFER, b"null")) or {}
-    except (msgspec.DecodeError, UnicodeError, RecursionError):  # the engine says what is wrong
-        return body
-    if not all(name.startswith(_OURS) for name in params):
-        return body
     host, port = source
     told = {"kv_request_id": request_id, "remote_host": host, "remote_port": port}
-    with_source = {**params, "remote_kv_source": msgspec.Raw(msgspec.json.encode(told))}
-    fields[_TRANSFER] = msgspec.Raw(msgspec.json.encode(with_source))
-    return msgspec.json.encode(fields)
+    return _with_param(
+        body, "remote_kv_source", told, lambda names: all(n.startswith(_OURS) for n in names)
+    )
