@@ -122,7 +122,7 @@ class KVManager:
         self._groups = GroupTable(model_config, size)
         self._prompts = PromptMaker(
             model_config.fingerprint(size), size, lambda: self._transport.prompt_detail,
-            cache_config.model_version or "",
+            cache_config.model_version or "", model_config.engine_keys,
         )  # fmt: skip
         # Called on any thread, before the first match that counts for the new generation.
         self._tasks.renamed = self._prompts.rename

@@ -15,7 +15,9 @@ block, also after a restart, knows whose quota it counts against (`block_pool.Qu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import pickle
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from flexcache.config.model import EngineKeys
 from flexcache.ids import NO_INFO, BlockKey, RequestInfo, RootId
 
 
@@ -174,6 +177,58 @@ class EngineBlockKeys:
         if len(data) != size * stop or any(len(key) != size for key in self._keys[:stop:97]):
             raise ValueError("block_keys must all have the same size to be sent to a server")
         return size, data
+
+
+def hash_as_engine(tokens: Sequence[int], how: EngineKeys, tokens_per_block: int) -> list[BlockKey]:
+    """Return the keys that an engine makes of a prompt's whole blocks.
+
+    Those of a request without images and without the engine's own salt; its adapter is not in them.
+    As in vLLM 0.28 to 0.33 (``vllm/v1/core/kv_cache_utils.py``: ``hash_block_tokens``) and SGLang
+    0.5.23 (``srt/mem_cache/utils.py``: ``get_hash_str``).
+
+    Raises:
+        ValueError: A token is none of the engine's, or the hash needs a package that is not here.
+    """
+    link = _link(how.algorithm)
+    size = how.tokens_per_key
+    keys, key = [], how.root
+    stop = len(tokens) // tokens_per_block * tokens_per_block
+    for start in range(0, stop, size):
+        key = link(key, tokens[start : start + size])
+        if (start + size) % tokens_per_block == 0:
+            keys.append(BlockKey(key))
+    return keys
+
+
+def _link(algorithm: str) -> Callable[[bytes, Sequence[int]], bytes]:
+    """Return what makes a hash of the one before and of the next tokens."""
+    if algorithm == "sglang":
+        return _sglang_link
+    digest = xxhash.xxh3_128_digest if algorithm.startswith("xxhash") else _sha256
+    if not algorithm.endswith("cbor"):
+        return lambda key, tokens: digest(pickle.dumps((key, tuple(tokens), None), _PICKLE))
+    try:
+        import cbor2
+    except ImportError:
+        raise ValueError(
+            f"token_ids: the engine hashes by {algorithm}, for which cbor2 is not installed here; "
+            "give block_keys"
+        ) from None
+    return lambda key, tokens: digest(cbor2.dumps((key, tuple(tokens), None), canonical=True))
+
+
+_PICKLE = 5  # HIGHEST_PROTOCOL of all supported Pythons, which vLLM takes
+
+
+def _sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def _sglang_link(key: bytes, tokens: Sequence[int]) -> bytes:
+    try:
+        return _sha256(key + np.array(tokens, "<u4").tobytes())
+    except OverflowError as error:
+        raise ValueError(f"token_ids: {error}") from None
 
 
 class SampledKeys:

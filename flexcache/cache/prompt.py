@@ -24,8 +24,10 @@ from flexcache.cache.block_keys import (
     PromptContent,
     PromptKeys,
     TokenBlockKeys,
+    hash_as_engine,
     make_root,
 )
+from flexcache.config.model import EngineKeys
 from flexcache.ids import (
     MAX_KEY_BYTES,
     NO_INFO,
@@ -185,15 +187,17 @@ class PromptMaker:
         tokens_per_block: The block size.
         prompt_detail: Returns how much of a prompt the cache's observers need. It may change.
         version: What the weights are called from the start.
+        engine_keys: How the engine makes keys, if it does.
     """
 
     def __init__(
         self, fingerprint: str, tokens_per_block: int, prompt_detail: Callable[[], PromptDetail],
-        version: str = "",
+        version: str = "", engine_keys: EngineKeys | None = None,
     ) -> None:  # fmt: skip
         self.tokens_per_block = tokens_per_block
         self._prompt_detail = prompt_detail
         self._fingerprint = fingerprint
+        self._engine_keys = engine_keys
         self._names = _Names(0, version, {})
         self._masks = TokenMasks()
 
@@ -255,13 +259,39 @@ class PromptMaker:
             adapter,
         )  # fmt: skip
 
-    def named(self, token_ids: Tokens | None, options: PromptName) -> list[Prompt]:
-        """Make the prompt that a user's call is about, if it is about one. ``block_keys`` alone
-        name it too, since only the number of tokens matters."""
-        block_keys = options.get("block_keys")
-        if token_ids is None and block_keys is not None:
-            token_ids = range(len(block_keys) * self.tokens_per_block)
-        return [] if token_ids is None else [self.make(TaskKind.GET, token_ids, **options)]
+    def named(
+        self, token_ids: Tokens | None, options: PromptName, kind: TaskKind = TaskKind.GET
+    ) -> list[Prompt]:
+        """Make the prompt that a user's call is about, if it is about one.
+
+        ``block_keys`` alone name it too, since only the number of tokens matters. Without them it
+        is named as the engine names its own.
+
+        Raises:
+            TypeError: An option is none that names a prompt, ``session_id`` for one.
+            ValueError: An argument has the wrong shape, type or size.
+        """
+        if others := options.keys() - PromptName.__annotations__.keys():
+            raise TypeError(f"a prompt is not named by {', '.join(sorted(others))}")
+        keys = options.get("block_keys")
+        if token_ids is None and keys is not None:
+            token_ids = range(len(keys) * self.tokens_per_block)
+        if token_ids is None:
+            return []
+        if keys is None and (how := self._engine_keys) is not None:
+            tokens = _as_tokens(token_ids).tolist()
+            keys = hash_as_engine(tokens, how, self.tokens_per_block)
+        place = self._place(options.get("namespace"))
+        adapter = options.get("adapter", "")
+        return [self.make(kind, token_ids, namespace=place, block_keys=keys, adapter=adapter)]
+
+    def _place(self, namespace: Namespace) -> Namespace:
+        """Return the namespace of prompts that the engine has under a user's."""
+        if self._engine_keys is None:
+            return namespace
+        own = self._engine_keys.namespace
+        parts = _parts(namespace)
+        return parts if parts[-len(own) :] == own else (*parts, *own)
 
     def roots(self, namespace: Namespace, adapter: str = "") -> tuple[str | None, list[RootId]]:
         """Return what the keys of a namespace begin with: the tenant, if the namespace is one, or
@@ -271,8 +301,8 @@ class PromptMaker:
             ValueError: It is no namespace, or has no parts.
         """
         names = self._names
-        roots = [self._root(namespace, adapter, kind, names) for kind in (TOKEN_KEYS, ENGINE_KEYS)]
-        parts = (namespace,) if isinstance(namespace, str) else tuple(namespace or ())
+        parts, place = _parts(namespace), self._place(namespace)
+        roots = [self._root(place, adapter, kind, names) for kind in (TOKEN_KEYS, ENGINE_KEYS)]
         if not parts:  # by a slip, say: these are the roots of all prompts without a namespace
             raise ValueError("namespace must have at least one part")
         is_tenant = len(parts) == 1 and not adapter
@@ -300,25 +330,17 @@ class PromptMaker:
             num_blocks = len(token_ids) // self.tokens_per_block
             parent = None if parent_key is None else BlockKey(parent_key)
             return EngineBlockKeys(root, block_keys, num_blocks, content, parent)
-        tokens = np.asarray(token_ids)
-        if tokens.ndim != 1 or (tokens.dtype.kind not in "iu" and len(tokens)):
-            raise _no_tokens(f"{tokens.ndim}-D of {tokens.dtype}")
-        as_int64 = tokens.astype(np.int64, copy=False)
-        if isinstance(token_ids, list | tuple) or as_int64 is not tokens:
-            as_int64.flags.writeable = False  # it is not the caller's
+        tokens = _as_tokens(token_ids)
         return TokenBlockKeys(
-            self._root(*place, TOKEN_KEYS, names), as_int64, self.tokens_per_block, content
+            self._root(*place, TOKEN_KEYS, names), tokens, self.tokens_per_block, content
         )
 
     def _root(self, namespace: Namespace, adapter: str, kind: str, names: _Names) -> RootId:
         if namespace is not None and not isinstance(namespace, str | tuple):
-            if not isinstance(namespace, Sequence):
-                raise ValueError(f"namespace must be a string or strings, not {namespace!r}")
-            namespace = tuple(namespace)
+            namespace = _parts(namespace)
         root = names.roots.get((namespace, adapter, kind))
         if root is None:
-            parts = () if namespace is None else namespace
-            parts = (parts,) if isinstance(parts, str) else parts
+            parts = _parts(namespace)
             if not all(isinstance(part, str) for part in parts):
                 raise ValueError(f"namespace must be a string or strings, not {namespace!r}")
             # Namespaces come from requests (a cache salt), so the table needs a bound.
@@ -351,6 +373,24 @@ class PromptMaker:
         last = num_tokens if run[length] else first + length
         start = -(-first // size)
         return start, max(start, last // size)
+
+
+def _parts(namespace: Namespace) -> tuple[str, ...]:
+    if namespace is None or isinstance(namespace, str):
+        return () if namespace is None else (namespace,)
+    if not isinstance(namespace, Sequence):
+        raise ValueError(f"namespace must be a string or strings, not {namespace!r}")
+    return tuple(namespace)
+
+
+def _as_tokens(token_ids: Tokens) -> npt.NDArray[np.int64]:
+    tokens = np.asarray(token_ids)
+    if tokens.ndim != 1 or (tokens.dtype.kind not in "iu" and len(tokens)):
+        raise _no_tokens(f"{tokens.ndim}-D of {tokens.dtype}")
+    as_int64 = tokens.astype(np.int64, copy=False)
+    if isinstance(token_ids, list | tuple) or as_int64 is not tokens:
+        as_int64.flags.writeable = False  # it is not the caller's
+    return as_int64
 
 
 def _no_tokens(what: str) -> ValueError:

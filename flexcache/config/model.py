@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import xxhash
@@ -166,6 +166,38 @@ class UnitShape:
 LAYOUT_VERSION = 1
 """Increases when FlexCache stores other bytes for the same KV."""
 
+KeyAlgorithm = Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor", "sglang"]
+_MAX_NAME_PARTS, _MAX_NAME_LENGTH, _MAX_DIGEST_BYTES = 4, 64, 64
+
+
+@dataclass(frozen=True)
+class EngineKeys:
+    """How an engine makes the keys of a prompt's blocks: hashes of its tokens, in a chain.
+
+    Args:
+        algorithm: The hash: one of vLLM's ``--prefix-caching-hash-algo``, or SGLang's.
+        tokens_per_key: Tokens of one hash. A block of several has the last one's.
+        namespace: What the engine's adapter adds to the namespace of each prompt.
+        root: What the first hash continues, as vLLM's ``NONE_HASH``.
+    """
+
+    algorithm: KeyAlgorithm
+    tokens_per_key: int
+    namespace: tuple[str, ...]
+    root: bytes = b""
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in get_args(KeyAlgorithm):
+            raise reject("algorithm", self.algorithm, f"one of {get_args(KeyAlgorithm)}")
+        if self.tokens_per_key < 1 or len(self.root) > _MAX_DIGEST_BYTES:
+            raise reject(
+                "tokens_per_key", self.tokens_per_key, "must be at least 1, and root short"
+            )
+        parts = self.namespace
+        if len(parts) > _MAX_NAME_PARTS or any(len(each) > _MAX_NAME_LENGTH for each in parts):
+            raise reject("namespace", parts, "must have few and short parts")
+
+
 _COUNTS = (
     "num_layers", "num_kv_heads", "head_size", "tp_size", "dp_size", "pp_size", "cp_size",
 )  # fmt: skip
@@ -221,6 +253,8 @@ class ModelConfig:
             from the shape: pipeline stages, context parallelism, pages of different size.
         groups: Groups of layers with tables of their own in the engine, in its order; layers, heads
             and head size are then those of one group. Empty: all layers share one table.
+        engine_keys: How the engine makes ``block_keys``, if it gives these. Calls that name a
+            prompt by its tokens (`KVManager.lookup` and the like) then find what it has stored.
     """
 
     model_id: str
@@ -236,6 +270,7 @@ class ModelConfig:
     kv_replicas: int | None = None
     sized_by_ranks: bool = False
     groups: tuple[KVGroup, ...] = ()
+    engine_keys: EngineKeys | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.model_id, str) or not self.model_id:

@@ -28,7 +28,7 @@ import msgspec
 from flexcache.cache.block_keys import unpack_keys
 from flexcache.cache.control import CacheCall, CallName
 from flexcache.cache.prompt import Prompt
-from flexcache.config.model import KVGroup, ModelConfig, read_dtype
+from flexcache.config.model import EngineKeys, KVGroup, ModelConfig, read_dtype
 from flexcache.errors import ConfigError
 from flexcache.ids import (
     MAX_KEY_BYTES,
@@ -99,6 +99,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     kv_replicas: int | None = None
     sized_by_ranks: bool = False
     groups: tuple[KVGroup, ...] = ()
+    engine_keys: EngineKeys | None = None
 
     @classmethod
     def of(cls, model: ModelConfig, tokens_per_block: int) -> ModelSpec:
@@ -106,7 +107,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
             model.model_id, model.num_layers, model.num_kv_heads, model.head_size,
             str(model.dtype).removeprefix("torch."), model.use_mla, model.tp_size, tokens_per_block,
             model.pp_size, model.cp_size, model.kv_replicas, model.sized_by_ranks,
-            model.groups,
+            model.groups, model.engine_keys,
         )  # fmt: skip
 
     def model(self) -> ModelConfig:
@@ -121,7 +122,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
         return ModelConfig(
             self.model_id, self.num_layers, self.num_kv_heads, self.head_size, dtype,
             self.use_mla, self.tp_size, 1, self.pp_size, self.cp_size, self.kv_replicas,
-            self.sized_by_ranks, groups=self.groups,
+            self.sized_by_ranks, groups=self.groups, engine_keys=self.engine_keys,
         )  # fmt: skip
 
 

@@ -239,6 +239,7 @@ class Greeter:
         scratch = Scratch.open(hello.pid, hello.scratch_fd, MAX_FRAME_BYTES)
         # While the scheduler is not known here: it learns by the Welcome.
         weights = state.weights.greeted(name, hello.client, hello.weights, hello.heard, now)
+        state.names_keys_by(name, hello.model.engine_keys)
         scheduler = Scheduler(
             identity, hello.calls, name, hello.client, hello.pid, session, scratch, now
         )

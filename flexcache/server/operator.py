@@ -5,14 +5,22 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from flexcache.cache.control import CacheCall, Pin
-from flexcache.cache.prompt import Prompt, PromptMaker, check_hint, check_version, random_version
+from flexcache.cache.prompt import (
+    Prompt,
+    PromptMaker,
+    PromptName,
+    check_hint,
+    check_version,
+    random_version,
+)
 from flexcache.cache.tiers import IndexedKeys, find_prefix
+from flexcache.config.model import EngineKeys
 from flexcache.errors import AmbiguousEngineError, ClosedError, RegistrationError
 from flexcache.events.wire import low_64_bits
 from flexcache.ids import (
@@ -259,9 +267,9 @@ class Operator:
         tenant, roots = None, list[RootId]()
         if not prompts and namespace is not None:
             cache = self._require_cache()
-            for version in self._versions():
-                tenant, of_version = _maker(cache, version).roots(namespace)
-                roots += of_version
+            for naming in self._namings():
+                tenant, named = _maker(cache, naming).roots(namespace)
+                roots += named
         call = CacheCall(
             name="delete", prompts=prompts, session_id=session_id, tenant=tenant, roots=roots
         )
@@ -278,17 +286,17 @@ class Operator:
         block_keys: Sequence[bytes] | None,
         namespace: str | Sequence[str] | None,
     ) -> tuple[list[Prompt], list[list[str]]]:
-        """Make a prompt, if one is given, under each name of weights; and return the engines that
-        have these weights."""
+        """Make a prompt, if one is given, under each name that engines have for it; and return the
+        engines that do."""
         cache = self._require_cache()
         if token_ids is not None and block_keys is not None:
             raise ValueError("give either token_ids or block_keys")
-        versions = self._versions() if token_ids is not None or block_keys is not None else {}
-        # All of them: who asks by HTTP knows no version, and means the text.
-        prompts = [
-            _prompt(cache, token_ids, block_keys, namespace, version) for version in versions
-        ]
-        return prompts, list(versions.values())
+        if token_ids is None and block_keys is None:
+            return [], []
+        # All of them: who asks by HTTP knows neither, and means the text.
+        namings = self._namings()
+        prompts = [_prompt(cache, token_ids, block_keys, namespace, each) for each in namings]
+        return prompts, list(namings.values())
 
     def session_hint(
         self, session_id: str, over: bool = False, returns_in_s: float | None = None
@@ -328,15 +336,18 @@ class Operator:
         with self._server.lock:
             return [name for name, _, _ in self._server.state.engines_in_session()]
 
-    def _versions(self) -> dict[str, list[str]]:
-        """What the weights of engines in session are called, with the engines; the configured name
-        without any."""
-        versions: dict[str, list[str]] = {}
+    def _namings(self) -> dict[_Naming, list[str]]:
+        """How engines in session name prompts, with the engines. Without any: as those before did,
+        under the configured name of the weights."""
+        found: dict[_Naming, list[str]] = {}
         with self._server.lock:
-            weights = self._server.state.weights
+            state = self._server.state
             for name in self._engines():
-                versions.setdefault(weights.of(name).version, []).append(name)
-        return versions or {self._server.config.model_version or "": []}
+                naming = _Naming(state.weights.of(name).version, state.engine_keys.get(name))
+                found.setdefault(naming, []).append(name)
+            before = set(state.engine_keys.values()) or {None}
+        version = self._server.config.model_version or ""
+        return found or {_Naming(version, how): [] for how in before}
 
     def _find_published(self, cache: ServedCache, block_hash: int) -> IndexedKeys | None:
         """Return the prefix that ends with a block below DRAM, by its hash in KV events."""
@@ -362,11 +373,18 @@ class Operator:
         return cache
 
 
+class _Naming(NamedTuple):
+    """What engines call their weights, and how they make keys."""
+
+    version: str
+    engine_keys: EngineKeys | None
+
+
 def _maker(
-    cache: ServedCache, version: str, detail: PromptDetail = PromptDetail.NOTHING
+    cache: ServedCache, naming: _Naming, detail: PromptDetail = PromptDetail.NOTHING
 ) -> PromptMaker:
     size = cache.config.tokens_per_block
-    return PromptMaker(cache.fingerprint, size, lambda: detail, version)
+    return PromptMaker(cache.fingerprint, size, lambda: detail, *naming)
 
 
 def _prompt(
@@ -374,23 +392,20 @@ def _prompt(
     token_ids: Sequence[int] | None,
     block_keys: Sequence[bytes] | None,
     namespace: str | Sequence[str] | None,
-    version: str,
+    naming: _Naming,
 ) -> Prompt:
     """A prompt as it comes by HTTP: lists of anything."""
     # Made as engines make theirs (`cache.prompt`), so that it finds what they have stored.
-    size = cache.config.tokens_per_block
     detail = PromptDetail.NOTHING if token_ids is None else PromptDetail.TOKENS
-    kind = TaskKind.PREFETCH
-    maker = _maker(cache, version, detail)
-    if block_keys is not None:
-        if any(not 0 < len(key) <= MAX_KEY_BYTES for key in block_keys):
-            raise ValueError(f"block_keys must have 1 to {MAX_KEY_BYTES} bytes each")
-        tokens = range(len(block_keys) * size)  # only their number matters
-        return maker.make(kind, tokens, namespace=namespace, block_keys=block_keys)
+    if any(not 0 < len(key) <= MAX_KEY_BYTES for key in block_keys or ()):
+        raise ValueError(f"block_keys must have 1 to {MAX_KEY_BYTES} bytes each")
+    options: PromptName = {"namespace": namespace, "block_keys": block_keys}
     try:
-        return maker.make(kind, np.array(token_ids, dtype=np.int64), namespace=namespace)
+        tokens = None if token_ids is None else np.array(token_ids, dtype=np.int64)
     except (OverflowError, TypeError) as error:
         raise ValueError(f"token_ids: {error}") from None
+    [prompt] = _maker(cache, naming, detail).named(tokens, options, TaskKind.PREFETCH)
+    return prompt
 
 
 def open_http(server: KVServer) -> HttpService:

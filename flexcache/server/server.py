@@ -197,6 +197,7 @@ class KVServer:
                     self.state.slot.expect(self._model, self.config.tokens_per_block, owner)
                     if owner is not None:
                         ids = self.state.open_local(owner, answers)
+                        self.state.names_keys_by(owner, self._model.engine_keys)
             if self.config.http_endpoint is not None:
                 self._observers.open_http(partial(open_http, self))
         except BaseException:

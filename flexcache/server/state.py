@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from flexcache.config import CacheConfig, ModelConfig
+from flexcache.config.model import EngineKeys
 from flexcache.errors import InternalError
 from flexcache.ids import MAX_TASK_ID, SessionId, TaskId, TaskIds, make_session, new_epoch
 from flexcache.protocol.fence import Fence, Scratch
@@ -30,6 +31,7 @@ from flexcache.storage.shards import Shards
 from flexcache.tasks.instructions import TaskResult, device
 
 _NUM_REPLAYED = 1024
+_MAX_NAMING_ENGINES = 64
 
 
 class Answers(Protocol):
@@ -138,6 +140,7 @@ class ServerState:
         ranks: By executor.
         sessions: Their callers: connected schedulers, and those in this process.
         ending: Sessions that are over except for copies under way, with their engines.
+        engine_keys: How the engines that have been here make keys; the last ones to come.
     """
 
     def __init__(
@@ -164,6 +167,7 @@ class ServerState:
         self.ranks: dict[str, Rank] = {}
         self.sessions: dict[SessionId, Scheduler | LocalCaller] = {}
         self.ending: dict[SessionId, str] = {}
+        self.engine_keys: dict[str, EngineKeys | None] = {}
         self.session_numbers = itertools.count(1)
 
     # -- clients ---------------------------------------------------------------------------------
@@ -239,6 +243,14 @@ class ServerState:
         session = self.open_session(engine)
         self.sessions[session] = LocalCaller(engine, answers)
         return TaskIds(session)
+
+    def names_keys_by(self, engine: str, how: EngineKeys | None) -> None:
+        """Note how an engine makes keys. It is remembered when that has left: what it has stored
+        can still be looked up, or deleted."""
+        self.engine_keys.pop(engine, None)
+        self.engine_keys[engine] = how
+        if len(self.engine_keys) > _MAX_NAMING_ENGINES:
+            del self.engine_keys[next(iter(self.engine_keys))]
 
     def engines_in_session(self) -> Iterator[tuple[str, int, SessionId]]:
         """Name, process and session of every engine, the one in this process included."""

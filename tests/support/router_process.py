@@ -68,7 +68,7 @@ class RouterProcess:
         proxies: int = 0,
         wait: bool = True,
         descriptors: tuple[int, int] | None = None,
-        constants: Mapping[str, float] | None = None,
+        constants: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         self.port, control_port = free_ports(2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import shutil
 import time
 from collections.abc import Iterator
@@ -12,14 +12,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from cluster import WAIT_S, Cluster, running_cluster, until
+from control_calls import ControlCalls
 from ports import free_port
 from tailed_engine import STATE_LIKE, STATES_ONLY, tailed_engine
 from typer.testing import CliRunner
 
-from flexcache import KVGroup, KVStatus, Pin
+from flexcache import KVGroup, KVStatus, ModelConfig
+from flexcache.cache.block_keys import hash_as_engine
 from flexcache.cache.journal import Medium, Removed
 from flexcache.cli import app
+from flexcache.config.model import EngineKeys
 from flexcache.protocol.endpoints import private_endpoint
 
 SIZE = 16
@@ -33,63 +37,34 @@ def tokens_of(prompt: int) -> np.ndarray:
     return np.arange(NUM_BLOCKS * SIZE) + 10_000 * prompt
 
 
-class Caller:
-    """A cluster whose cache is called in one of the ways that there are."""
+class Caller(ControlCalls):
+    """Calls of a cluster's cache."""
 
-    def __init__(self, cluster: Cluster, way: str, port: int) -> None:
+    def __init__(self, cluster: Cluster, port: int | None) -> None:
+        super().__init__(cluster.manager, port)
         self.cluster = cluster
-        self._way = way
-        self._port = str(port)
-
-    def lookup(self, tokens: np.ndarray) -> dict[str, int]:
-        if self._way != "command":
-            return self.cluster.manager.lookup(tokens)
-        found: dict[str, int] = self._command("lookup", tokens=tokens)["tokens"]
-        return found
-
-    def pin(self, tokens: np.ndarray | None = None, **options: Any) -> Pin | None:
-        if self._way != "command":
-            return self.cluster.manager.pin(tokens, **options)
-        given = ["--ttl", str(options["ttl_s"])]
-        given += ["--session", options["session_id"]] if "session_id" in options else []
-        pinned = self._command("pin", *given, tokens=tokens)["pin"]
-        return None if pinned is None else Pin(**pinned)
-
-    def unpin(self, pin_id: str) -> bool:
-        if self._way != "command":
-            return self.cluster.manager.unpin(pin_id)
-        return bool(self._command("unpin", pin_id)["unpinned"])
-
-    def delete(self, tokens: np.ndarray | None = None, **options: Any) -> dict[str, int]:
-        if self._way != "command":
-            return self.cluster.manager.delete(tokens, **options)
-        given = ["--session", options["session_id"]] if "session_id" in options else []
-        given += ["--namespace", options["namespace"]] if "namespace" in options else []
-        deleted: dict[str, int] = self._command("delete", *given, tokens=tokens)["deleted_blocks"]
-        return deleted
-
-    def _command(self, call: str, *options: str, tokens: np.ndarray | None = None) -> Any:
-        arguments = ["cache", call, "--json", "--endpoint", self._port, *options]
-        text = ""
-        if tokens is not None:
-            arguments += ["--tokens", "-"]
-            text = json.dumps(tokens.tolist())
-        done = CliRunner().invoke(app, arguments, input=text)
-        assert done.exit_code in (0, 2), done.output
-        return json.loads(done.stdout)
 
 
-@pytest.fixture(params=["in process", "at a server", "command"])
-def caller(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Caller]:
-    """A command goes by HTTP."""
+WAYS = ["in process", "at a server", "command"]
+"""A command goes by HTTP."""
+
+
+@contextlib.contextmanager
+def called(way: str, ssd_dir: Path, model: ModelConfig | None = None) -> Iterator[Caller]:
     port = free_port()
     settings: dict[str, Any] = {"num_cpu_blocks": 3 * NUM_BLOCKS}
-    if request.param == "at a server":
+    if way == "at a server":
         settings["endpoint"] = private_endpoint()
-    elif request.param == "command":
+    elif way == "command":
         settings["http_endpoint"] = str(port)
-    with running_cluster([tmp_path], **settings) as cluster:
-        yield Caller(cluster, request.param, port)
+    with running_cluster([ssd_dir], model=model, **settings) as cluster:
+        yield Caller(cluster, port if way == "command" else None)
+
+
+@pytest.fixture(params=WAYS)
+def caller(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Caller]:
+    with called(request.param, tmp_path) as caller:
+        yield caller
 
 
 def test_a_look_up_tells_what_each_tier_could_supply(caller: Caller) -> None:
@@ -276,6 +251,37 @@ def test_engine_keys_and_namespaces_name_a_prompt_too() -> None:
             manager.pin(tokens, ttl_s=-1.0)
         with pytest.raises(ValueError, match="array of integers"):
             manager.lookup([0.5])  # type: ignore[list-item]
+        with pytest.raises(TypeError, match="session_id"):
+            manager.lookup(tokens, session_id="a")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_name_what_an_engine_with_keys_of_its_own_has_stored(
+    way: str, tmp_path: Path
+) -> None:
+    how = EngineKeys("sglang", SIZE, ("sglang", "sha256"))
+    model = ModelConfig("test", 3, 4, 32, torch.bfloat16, engine_keys=how)
+    tokens = tokens_of(0)
+    with called(way, tmp_path, model) as caller:
+        manager, slots = caller.cluster.manager, caller.cluster.slots(range(NUM_BLOCKS))
+        for namespace in (how.namespace, ("team", *how.namespace), ("team", "a", *how.namespace)):
+            task, _ = manager.put_async(
+                tokens, slots, namespace=namespace,
+                block_keys=hash_as_engine(tokens.tolist(), how, SIZE),
+            )  # fmt: skip
+            manager.wait([task], WAIT_S, completely=True)
+        assert caller.lookup(tokens)["CPU"] == NUM_BLOCKS * SIZE
+        pin = caller.pin(tokens, ttl_s=60)
+        assert pin is not None
+        assert pin.num_tokens == NUM_BLOCKS * SIZE
+        assert manager.lookup(tokens, namespace="team")["CPU"] == NUM_BLOCKS * SIZE
+        assert manager.lookup(tokens, namespace="other")["CPU"] == 0
+        assert caller.delete(tokens)["CPU"] == NUM_BLOCKS
+        assert not caller.unpin(pin.id)
+        assert manager.delete(namespace=["team", "a"])["CPU"] == NUM_BLOCKS
+        assert manager.lookup(tokens, namespace="team")["CPU"] == NUM_BLOCKS * SIZE
+        assert caller.delete(namespace="team")["CPU"] == NUM_BLOCKS
+        assert manager.stats()["tiers"]["CPU"]["indexed"] == 0
 
 
 def test_a_command_says_what_is_wrong(tmp_path: Path) -> None:

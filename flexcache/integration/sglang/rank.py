@@ -23,6 +23,7 @@ import torch
 from flexcache.cache.block_keys import PromptContent
 from flexcache.client.rank import KVTPClient
 from flexcache.config import CacheConfig, ModelConfig
+from flexcache.config.model import EngineKeys
 from flexcache.config.values import reject
 from flexcache.errors import FlexCacheError
 from flexcache.integration.adapter import COUNTERS, increases, read_counters, safely
@@ -147,7 +148,8 @@ class RankCache:
         """Generation of the weights that SGLang's own cache is of; None while that is empty."""
         self._reported: Mapping[str, float] = {}
         self._report_due_s = 0.0
-        self.manager = KVManager(model, config)
+        keys = EngineKeys("sglang", self.page_size, _NAMESPACE)
+        self.manager = KVManager(replace(model, engine_keys=keys), config)
         try:
             self.manager.start()
             self.client = KVTPClient(

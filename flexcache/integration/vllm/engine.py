@@ -25,12 +25,20 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.platforms import current_platform
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
 
 from flexcache.client.transport import local_endpoint
 from flexcache.config import CacheConfig, ModelConfig
+from flexcache.config.model import EngineKeys
 from flexcache.config.sources import Layer, read_environment, require_block_size
 from flexcache.errors import ConfigError
-from flexcache.integration.vllm.groups import layer_specs, read_groups
+from flexcache.integration.vllm.groups import (
+    layer_specs,
+    read_groups,
+    read_keys_per_position,
+    read_position,
+)
 from flexcache.protocol.endpoints import private_endpoint
 
 
@@ -172,6 +180,7 @@ def read_model_config(vllm_config: Any, kv_cache_config: Any) -> ModelConfig:
         kv_replicas=_read_replicas(vllm_config, kv_cache_config),
         sized_by_ranks=True,
         groups=read_groups(vllm_config, kv_cache_config),
+        engine_keys=_read_engine_keys(vllm_config, kv_cache_config),
     )
 
 
@@ -192,6 +201,21 @@ def _read_replicas(vllm_config: Any, kv_cache_config: Any) -> int | None:
 def read_key_namespace(vllm_config: Any) -> tuple[str, ...]:
     """Name what vLLM's block hashes depend on besides tokens, LoRA, salt and images."""
     return ("vllm", str(vllm_config.cache_config.prefix_caching_hash_algo))
+
+
+def _read_engine_keys(vllm_config: Any, kv_cache_config: Any) -> EngineKeys | None:
+    """Return how vLLM makes block hashes of tokens; None if their root is drawn at random, which
+    the connector cannot see: vLLM draws it later."""
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    seed = os.environ.get("PYTHONHASHSEED")
+    if seed is None and algorithm.startswith("sha256"):
+        seed = getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None)
+    if seed is None:
+        return None
+    root = get_hash_fn_by_name(algorithm)(seed)
+    per_position = read_keys_per_position(vllm_config, kv_cache_config)
+    size = read_position(vllm_config, kv_cache_config) // per_position
+    return EngineKeys(algorithm, size, read_key_namespace(vllm_config), root)
 
 
 def _refuse_before_033(vllm_config: Any) -> None:
