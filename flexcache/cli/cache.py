@@ -21,6 +21,7 @@ app = typer.Typer(no_args_is_help=True, help="What is cached: look it up, pin it
 
 _TIMEOUT_S = 60.0
 _MOST_BYTES = 1 << 20
+_REFUSED = 3
 
 _Endpoint = Annotated[
     str | None,
@@ -71,7 +72,7 @@ def pin(
 ) -> None:
     """Keep what is cached of a prompt, or of a session, from eviction for a time.
 
-    The exit status is 2 if it is refused: nothing is cached, or there is no room for more pins.
+    The exit status is 3 if it is refused: nothing is cached, or there is no room for more pins.
     """
     with user_errors():
         body = _named(tokens, keys, namespace, session)
@@ -82,7 +83,7 @@ def pin(
         text = f"pin {made['id']} holds {made['num_tokens']:,} tokens until {until}"
     typer.echo(json.dumps(found) if as_json else text)
     if made is None:
-        raise typer.Exit(2)
+        raise typer.Exit(_REFUSED)  # 2 is a wrong option
 
 
 @app.command()

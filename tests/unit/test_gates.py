@@ -118,7 +118,7 @@ def test_the_package_stays_below_its_ceilings(package: list[Module]) -> None:
     lines, files = lines_and_files(ROOT, "flexcache")
     of_cache, of_router = settings(ROOT)
     found = {
-            "lines of the package": lines,
+        "lines of the package": lines,
         "files of the package": files,
         "lines of the router": lines_and_files(ROOT, "flexcache/router")[0],
         "modules under 120 lines with one importer": len(single_importers(package, 120)),

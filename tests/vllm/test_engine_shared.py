@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 from api_server import ApiServer, serving
@@ -83,6 +84,26 @@ def test_data_parallel_ranks_share_what_one_has_stored(
     while list((runtime_dir / f"flexcache-{os.getuid()}").iterdir()):
         assert time.monotonic() < deadline, "the server that the ranks shared outlives them"
         time.sleep(0.1)
+
+
+@pytest.mark.whole
+def test_an_engine_killed_in_mid_answer_finds_it_on_ssd(tmp_path: Path, probe_dir: Path) -> None:
+    from probe_connector import compare_probes
+
+    life: dict[str, Any] = {
+        "num_cpu_blocks": 256, "num_ssd_blocks": 256, "ssd_cache_dirs": [str(tmp_path / "ssd")],
+        "answer_interval_tokens": INTERVAL, "skip_slow_loads": False,
+    }  # fmt: skip
+    environment, prompt = {"KV_PROBE_DIR": str(probe_dir)}, make_prompt(NUM_TOKENS, 8)
+    one = start_server(tmp_path / "one", environment, **life)
+    with serving(one):
+        seen = list(islice(one.stream(prompt, max_tokens=1000), 3 * INTERVAL + 28))
+        one.kill()
+    again = start_server(tmp_path / "again", environment, **life)
+    with serving(again):
+        _, cached = again.complete([*prompt, *seen])
+    assert cached >= CACHED + 3 * INTERVAL > NUM_TOKENS + len(seen) - INTERVAL
+    assert compare_probes(probe_dir)["different"] == []
 
 
 def test_separate_engines_share_a_server_started_by_hand_and_can_come_again(

@@ -78,6 +78,19 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
             server.stop()
 
 
+def compacted(target: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return what a client asks once a summary stands for the conversation so far."""
+    text = (
+        "The session goes on from one that was too long. Summary: the change is made, tests pass."
+    )
+    if target == MESSAGES:
+        reminder = body["messages"][0]["content"][0]
+        said = {"role": "user", "content": [reminder, {"type": "text", "text": text}]}
+        return {**body, "messages": [said]}
+    said = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
+    return {**body, "input": [*body["input"][:2], said]}
+
+
 def ask(router: RouterProcess, target: str, body: dict[str, Any]) -> tuple[str, int, int, int]:
     """Return the worker, the predicted and the reported cached tokens, and the prompt's tokens."""
     few = {"max_tokens": 4} if target == MESSAGES else {"max_output_tokens": 4}
@@ -140,6 +153,11 @@ def test_sessions_of_both_clients_find_their_kv(options: list[str]) -> None:
             worker, predicted, cached, total = ask(router, target, {**bodies[-1], "stream": False})
             assert (worker, predicted) == (last[target], cached) and cached > 0
             assert cached == (total - 1) // BLOCK * BLOCK
+            shorter = compacted(target, bodies[-1])
+            length, _ = foreseen(router, target, shorter)
+            worker, predicted, cached, total = ask(router, target, shorter)
+            assert (worker, predicted, length) == (last[target], cached, total)
+            assert cached > 0, "instructions and tools are the same"
     assert same_length == turns == 40
     assert exact >= 0.99 * turns and found >= 38, (exact, found)
     assert moved <= 0.05 * turns, moved

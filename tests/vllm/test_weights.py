@@ -376,6 +376,10 @@ class AtStore:
         assert answer == (expected, CACHED), stats["remote"]
         assert stats["hit_blocks"]["REMOTE"] - before == CACHED // 32
 
+    def load(self, adapter: str) -> None:
+        """Have the ranks load an adapter: nothing is found for the request that makes them."""
+        self.engine.generate(make_prompt(40, 98), adapter=adapter)
+
     def update(self, checkpoint: Path, version: str | None = None) -> None:
         self.engine.update(str(checkpoint))
         if version is not None:
@@ -428,6 +432,7 @@ def test_what_engines_find_in_a_store_is_of_their_weights(
             a.put(SHARED[0], old[0])
             b.get(SHARED[0], old[0])
             a.put(PROMPT, tuned[0], adapter=ours)
+            b.load(theirs)
             b.get(PROMPT, tuned[0], adapter=theirs)
             # An adapter that is trained again, and loaded again.
             retrain(adapter)
@@ -435,6 +440,7 @@ def test_what_engines_find_in_a_store_is_of_their_weights(
             a.put(PROMPT, tuned[1], adapter=ours, reloads=True)
             a.get(PROMPT, tuned[1], adapter=ours)
             b.get(PROMPT, tuned[0], adapter=theirs)
+            b.load(ours)
             b.get(PROMPT, tuned[1], adapter=ours)
             # A is updated, B not yet; without a name, and then with one.
             a.update(after)
@@ -465,6 +471,7 @@ def test_what_engines_find_in_a_store_is_of_their_weights(
             a.get(SHARED[0], old[0])
             a.put(SHARED[3], old[3])
             a.put(PROMPT, tuned[2], adapter=ours)
+            a.load(theirs)
             a.get(PROMPT, tuned[0], adapter=theirs)
             a.update(after, "v2")
             a.get(SHARED[3], new[3])
