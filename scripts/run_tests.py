@@ -31,6 +31,7 @@ NOTHING_SELECTED = 5  # pytest's exit status
 NOT_SET_UP = 77
 OVERDUE = 124
 LANE_S = 2700.0  # a lane that hangs is ended while CI has time for the others
+IN_ALL = 4  # times as long: nothing waits for `all`
 TO_END_S = 30.0
 CLOSING_LINE = re.compile(r"^.* in \d[\d.]*s\b.*$", re.MULTILINE)
 
@@ -114,15 +115,16 @@ def main(arguments: list[str]) -> int:
             checks, commands = CHECKS, commands_for([*CHANGE, "--durations=20"], lanes)
         case _:
             commands = commands_for(arguments, TESTS)
+    limit_s = LANE_S * (IN_ALL if arguments == ["all"] else 1)
     outcomes: list[Outcome] = []
     beside = [Run(lane, command, is_shown=False) for lane, command in checks.items()]
     try:
         for lane, command in commands.items():
-            outcomes.append(run(lane, command))
+            outcomes.append(run(lane, command, limit_s))
             while beside:
-                outcomes.append(beside.pop(0).finish())
+                outcomes.append(beside.pop(0).finish(limit_s))
         while beside:
-            outcomes.append(beside.pop(0).finish())
+            outcomes.append(beside.pop(0).finish(limit_s))
     except KeyboardInterrupt:
         print("\ninterrupted")
         return 128 + signal.SIGINT
@@ -177,11 +179,11 @@ def selected_in(directories: Sequence[str], paths: Sequence[str]) -> list[str]:
     return selected
 
 
-def run(lane: str, command: Sequence[str]) -> Outcome:
+def run(lane: str, command: Sequence[str], limit_s: float = LANE_S) -> Outcome:
     if not Path(command[0]).exists():
         print(f"\n=== {lane}\nskipped: there is no {command[0]}; `bash scripts/test.sh` sets it up")
         return Outcome(lane, NOT_SET_UP, 0.0)
-    return Run(lane, command).finish()
+    return Run(lane, command).finish(limit_s)
 
 
 class Run:
@@ -211,17 +213,17 @@ class Run:
         self._output = Output(self._process.stdout, is_shown)
         self._output.start()
 
-    def finish(self) -> Outcome:
+    def finish(self, limit_s: float) -> Outcome:
         """Wait until it has ended; it is ended itself if it takes too long."""
         process, output = self._process, self._output
         try:
-            status = process.wait(LANE_S)
+            status = process.wait(limit_s)
             output.join(TO_END_S)
         except KeyboardInterrupt:
             self.end()
             raise
         except subprocess.TimeoutExpired:
-            print(f"\nended: {self._lane} was not done within {LANE_S:.0f} s", flush=True)
+            print(f"\nended: {self._lane} was not done within {limit_s:.0f} s", flush=True)
             self.end()
             status = OVERDUE
         if output.is_alive():  # a process that a test has left running holds the pipe

@@ -1,6 +1,6 @@
 """kill -9 at random moments under load, again and again, seeded.
 
-    CHAOS_KILLS=240 CHAOS_SEED=7 pytest tests/system/test_chaos.py -s
+    CHAOS_KILLS=240 CHAOS_SEED=7 pytest -o faulthandler_timeout=0 tests/system/test_chaos.py -s
 
 One engine survives, in this process; another, a scheduler and a rank in processes of their own, is
 killed piece by piece, and so are the disk worker and the server. After each kill the survivor's
