@@ -2,12 +2,13 @@
 vllm-router; predicted against actual cached tokens.
 
     python benchmarks/router/bench_engines.py [--seeds 3] [--load 0.6] [--venvs DIR] [--json FILE]
+    python benchmarks/router/bench_engines.py --agents --load 0.5 --sessions 12 --model tiny
 
 The engines run on the CPU, with one thread each. Conversations of several turns arrive at random
 (Poisson) at a share of the rate that round robin reaches when an engine never waits for the next
 request. All routers get the same conversations at the same times, one router after the other, and
 each seed has conversations of its own. Those of one seed need 1.5 times the GPU blocks of an
-engine.
+engine. With ``--agents`` they are sessions of Claude Code and Codex, of 20 requests each.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ from typing import Annotated
 
 import router_path  # noqa: F401
 import typer
+from agent_conversations import AgentConversations
 from api_server import ApiServer, serving
 from conversations import Answer, Conversations, Session, Shape
 from engines import FLEXCACHE
 from make_models import make_model
+from make_tokenizers import make_tokenizer
 from paths import MODELS
 from ports import free_port, free_ports
 from rich.console import Console
@@ -44,6 +47,7 @@ BLOCK = 32  # the only size of the CPU backend
 WORKING_SET = 1.5  # in GPU caches of one engine
 DRAM_GB = 1.0
 READY_S = 120.0
+AGENT_TOKENS = 4500  # of a session's last request
 OURS, ROUND_ROBIN, PEER = "FlexCache", "round robin", "vllm-router cache_aware"
 
 
@@ -60,7 +64,9 @@ class Fleet:
 
 
 @contextmanager
-def running_fleet(directory: Path, model: str, session_tokens: int) -> Iterator[Fleet]:
+def running_fleet(
+    directory: Path, model: str, session_tokens: int, options: Sequence[str]
+) -> Iterator[Fleet]:
     """Start the engines, with caches for so many tokens of conversations."""
     gpu_bytes = int(session_tokens / WORKING_SET) * kv_bytes_per_token(model)
     engines, events = [], []
@@ -70,7 +76,8 @@ def running_fleet(directory: Path, model: str, session_tokens: int) -> Iterator[
         engines.append(
             ApiServer(
                 directory / f"engine-{number}.log",
-                arguments=["--max-model-len", "2048"],
+                {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"},
+                options,
                 model=model,
                 transfer=transfer,
                 kv_events={
@@ -112,12 +119,12 @@ def running_router(command: Sequence[str], port: int, log: Path) -> Iterator[str
         process.wait(30)
 
 
-def our_command(fleet: Fleet, port: int, policy: str) -> list[str]:
+def our_command(fleet: Fleet, port: int, policy: str, tokenizer: str | None) -> list[str]:
     command = [sys.executable, "-m", "flexcache.cli", "router", "--port", str(port)]
     command += ["--control-port", str(free_port()), "--policy", policy]
     for url, events in zip(fleet.urls, fleet.events, strict=True):
         command += ["--worker", url, "--events", f"{url}={events}"]
-    return command
+    return command if tokenizer is None else [*command, "--tokenizer", tokenizer]
 
 
 def peer_command(fleet: Fleet, port: int, python: str) -> list[str]:
@@ -161,12 +168,20 @@ def prediction_errors(answers: Sequence[Answer]) -> tuple[int, list[Answer]]:
     return len(both), [a for a in both if a.predicted != a.cached]
 
 
-def ask(
-    url: str, model: str, shape: Shape, seed: int, text_seed: int, rate: float | None
-) -> tuple[list[Answer], float]:
-    conversations = Conversations(url, model, shape, seed, text_seed)
+def ask(conversations: Conversations, rate: float | None) -> tuple[list[Answer], float]:
     took_s = asyncio.run(conversations.run(rate))
     return conversations.answers, took_s
+
+
+def share_that_stayed(answers: Sequence[Answer]) -> float:
+    """Return the share of later turns that went to the engine of their session's turn before."""
+    last: dict[int, str] = {}
+    stayed = []
+    for answer in sorted(answers, key=lambda each: each.turn):
+        if answer.turn:
+            stayed.append(last[answer.session] == answer.worker)
+        last[answer.session] = answer.worker
+    return sum(stayed) / max(1, len(stayed))
 
 
 def show(seen: Sequence[Seen], console: Console) -> None:
@@ -192,6 +207,9 @@ def show(seen: Sequence[Seen], console: Console) -> None:
     )
     if num:
         console.print(f"cached tokens predicted exactly: {num - len(wrong)} of {num} requests")
+        shares = [share_that_stayed(each.answers) for each in seen if each.router == OURS]
+        shown = ", ".join(f"{share:.3f}" for share in shares)
+        console.print(f"turns on the engine of the turn before: {shown}")
         for answer in wrong[:10]:
             console.print(
                 f"  session {answer.session} turn {answer.turn}: predicted {answer.predicted}, "
@@ -207,6 +225,7 @@ def main(
     first_words: Annotated[int, typer.Option(help="Words of a first prompt.")] = 800,
     next_words: Annotated[int, typer.Option(help="Words that each later turn adds.")] = 120,
     model: Annotated[str, typer.Option(help="A model of `make_models`.")] = "mid",
+    agents: Annotated[bool, typer.Option(help="Sessions of Claude Code and Codex.")] = False,
     only_ours: Annotated[bool, typer.Option(help="Leave out the other routers.")] = False,
     venvs: Annotated[
         Path | None, typer.Option(help="Environments of peers; without, no vllm-router.")
@@ -221,10 +240,17 @@ def main(
     )
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        fleet = stack.enter_context(running_fleet(directory, model, session_tokens(model, shape)))
+        kind, tokenizer, options = Conversations, None, ["--max-model-len", "2048"]
+        num_tokens = session_tokens(model, shape)
+        if agents:
+            kind, tokenizer = AgentConversations, str(make_tokenizer(directory, "chatml"))
+            num_tokens = sessions * AGENT_TOKENS
+            options = ["--max-model-len", "8192", "--tokenizer", tokenizer]
+            options += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+        fleet = stack.enter_context(running_fleet(directory, model, num_tokens, options))
         commands: dict[str, Callable[[int], list[str]]] = {
-            ROUND_ROBIN: lambda port: our_command(fleet, port, "round_robin"),
-            OURS: lambda port: our_command(fleet, port, "ours"),
+            ROUND_ROBIN: lambda port: our_command(fleet, port, "round_robin", tokenizer),
+            OURS: lambda port: our_command(fleet, port, "ours", tokenizer),
         }
         if venvs is not None and not only_ours:
             python = peer_python(venvs, "vllm-router")
@@ -234,7 +260,7 @@ def main(
             port = free_port()
             log = directory / f"{name.replace(' ', '-')}.log"
             urls[name] = stack.enter_context(running_router(command(port), port, log))
-        warm_up, took_s = ask(urls[ROUND_ROBIN], model, shape, 0, 0, None)
+        warm_up, took_s = ask(kind(urls[ROUND_ROBIN], model, shape, 0, 0), None)
         capacity = len(warm_up) / took_s
         console.print(
             f"capacity of round robin: {capacity:.2f} requests/s; arrivals {load:.0%} of it"
@@ -247,7 +273,8 @@ def main(
             for name in names:
                 # Other texts for each router, so that none finds what another left behind.
                 text_seed = len(seen) + 1
-                answers, _ = ask(urls[name], model, shape, seed, text_seed, capacity * load)
+                conversations = kind(urls[name], model, shape, seed, text_seed)
+                answers, _ = ask(conversations, capacity * load)
                 seen.append(Seen(name, seed, answers))
                 console.print(f"seed {seed}, {name}: {seen[-1].summary()}")
     show(sorted(seen, key=lambda each: (each.router, each.seed)), console)

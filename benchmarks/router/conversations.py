@@ -100,11 +100,7 @@ class Conversations:
                 waits for no answer. None: as many as ``concurrency`` at a time.
         """
         arrivals = random.Random(self.seed)
-        sessions = [
-            Session(i, random.Random(self.text_seed * 1_000_003 + i), self.shape)
-            for i in range(self.shape.num_sessions)
-        ]
-        idle, running = list(sessions), set[asyncio.Task[Session]]()
+        idle, running = list(self._sessions()), set[asyncio.Task[Session]]()
         began = due = time.monotonic()
         timeout = aiohttp.ClientTimeout(total=600)
         async with aiohttp.ClientSession(timeout=timeout) as client:
@@ -120,6 +116,12 @@ class Conversations:
                     session = idle.pop(arrivals.randrange(len(idle)))
                     running.add(asyncio.create_task(self._ask(client, session)))
         return time.monotonic() - began
+
+    def _sessions(self) -> Sequence[Session]:
+        return [
+            Session(i, random.Random(self.text_seed * 1_000_003 + i), self.shape)
+            for i in range(self.shape.num_sessions)
+        ]
 
     @staticmethod
     def _collect(running: set[asyncio.Task[Session]]) -> Sequence[Session]:

@@ -238,6 +238,7 @@ def test_no_look_up_holds_back_what_a_sibling_serves(
         )
         answer = connector.get_num_new_matched_tokens(request, 0)
         side.gets._requests.clear()
+        side._cache.names.ended(request)
         return answer
 
     assert ask({"do_remote_prefill": True}) == (None, False)  # alone: no other can serve it

@@ -1,19 +1,14 @@
-"""Claude Code and Codex through the router to two engines of vLLM.
-
-`agent_transcripts.json` has the last of 20 requests of a session with either command line
-(2.1.332 and 0.171.0), whose model was a script. Texts are made up or shortened. The requests before
-were its beginnings, but for the place of the ``cache_control`` marker.
-"""
+"""Claude Code and Codex through the router to two engines of vLLM."""
 
 from __future__ import annotations
 
 import json
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_sessions import TRANSCRIPTS, compacted, of_length, requests_of, usage_of
 from api_server import ApiServer
 from make_models import make_model
 from make_tokenizers import make_tokenizer
@@ -25,28 +20,7 @@ from router_process import RouterProcess, until
 
 pytestmark = pytest.mark.whole
 
-TRANSCRIPTS = json.loads((Path(__file__).parent / "agent_transcripts.json").read_text())
-MESSAGES, RESPONSES = TRANSCRIPTS
 BLOCK = 32
-ENDS = ("message_delta", "response.completed", "response.incomplete")
-OF_THE_MODEL = ("reasoning", "function_call")
-
-
-def requests_of(target: str) -> list[dict[str, Any]]:
-    """Return the bodies of a session, as the client sent them."""
-    body = TRANSCRIPTS[target]["body"]
-    field = "messages" if target == MESSAGES else "input"
-    items = body[field]
-    said = [each.get("role") == "assistant" or each.get("type") in OF_THE_MODEL for each in items]
-    ends = [i for i in range(1, len(items)) if said[i] and not said[i - 1]]
-    made = [json.loads(json.dumps({**body, field: items[:end]})) for end in [*ends, len(items)]]
-    if target == MESSAGES:
-        for each in made:
-            last = each[field][-1]
-            if isinstance(last["content"], str):
-                last["content"] = [{"type": "text", "text": last["content"]}]
-            last["content"][-1]["cache_control"] = {"type": "ephemeral"}
-    return made
 
 
 @pytest.fixture(scope="module")
@@ -78,39 +52,15 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
             server.stop()
 
 
-def compacted(target: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Return what a client asks once a summary stands for the conversation so far."""
-    text = (
-        "The session goes on from one that was too long. Summary: the change is made, tests pass."
-    )
-    if target == MESSAGES:
-        reminder = body["messages"][0]["content"][0]
-        said = {"role": "user", "content": [reminder, {"type": "text", "text": text}]}
-        return {**body, "messages": [said]}
-    said = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
-    return {**body, "input": [*body["input"][:2], said]}
-
-
 def ask(router: RouterProcess, target: str, body: dict[str, Any]) -> tuple[str, int, int, int]:
     """Return the worker, the predicted and the reported cached tokens, and the prompt's tokens."""
-    few = {"max_tokens": 4} if target == MESSAGES else {"max_output_tokens": 4}
-    raw = json.dumps({**body, **few, "model": "tiny"}).encode()
+    raw = json.dumps({**body, **of_length(target, 4), "model": "tiny"}).encode()
     headers = {"Content-Type": "application/json", **TRANSCRIPTS[target]["headers"]}
     request = urllib.request.Request(router.url + target, raw, headers)
     with urllib.request.urlopen(request, timeout=300) as answer:
         fields, text = answer.headers, answer.read().decode()
-    if body["stream"]:
-        events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
-        last = [each for each in events if each["type"] in ENDS][-1]
-    else:
-        last = json.loads(text)
-    usage = last.get("response", last)["usage"]
     worker, predicted = fields["x-flexcache-worker"], int(fields["x-flexcache-matched-tokens"])
-    if target == MESSAGES:
-        cached = usage["cache_read_input_tokens"]
-        new = usage["input_tokens"] + usage.get("cache_creation_input_tokens", 0)
-        return worker, predicted, cached, cached + new
-    return worker, predicted, usage["input_tokens_details"]["cached_tokens"], usage["input_tokens"]
+    return worker, predicted, *usage_of(target, text)
 
 
 def foreseen(
