@@ -13,6 +13,8 @@ import aiohttp
 from agent_sessions import TRANSCRIPTS, of_length, session_of, usage_of
 from conversations import Answer, Conversations, Session, Shape
 
+from flexcache.router.proxy.answers import OutputWatch
+
 TURNS = 20
 """Requests of a session of either client."""
 
@@ -58,9 +60,9 @@ class AgentConversations(Conversations):
             answer.worker = response.headers.get("x-flexcache-worker", "")
             predicted = response.headers.get("x-flexcache-matched-tokens")
             answer.predicted = None if predicted is None else int(predicted)
-            lines = []
+            lines, output = list[str](), OutputWatch(target, is_stream=True)
             async for line in response.content:
-                if line.startswith(b"data: {") and not answer.ttft_s:
+                if not answer.ttft_s and output.sees(line):
                     answer.ttft_s = time.monotonic() - began
                 lines.append(line.decode())
         answer.e2e_s = time.monotonic() - began

@@ -266,7 +266,7 @@ class Chooser(Protocol):
         ...
 
     def first_token(self, request_id: str, *, tells_time: bool = True) -> None:
-        """Note that the first byte of the answer's body came.
+        """Note that the first of what the engine generates came (`answers.OutputWatch`).
 
         Args:
             tells_time: False: it came after all tokens had been generated, because the answer is

@@ -57,7 +57,7 @@ def compacted(target: str, body: dict[str, Any]) -> dict[str, Any]:
     if target == MESSAGES:
         reminder = body["messages"][0]["content"][0]
         said = {"role": "user", "content": [reminder, {"type": "text", "text": text}]}
-        return {**body, "messages": [said]}
+        return {**body, "messages": [said, body["messages"][1]]}  # the second is the system's
     said = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
     return {**body, "input": [*body["input"][:2], said]}
 

@@ -73,9 +73,9 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 74_160,
+    "lines of the package": 74_200,
     "files of the package": 256,
-    "lines of the router": 15_949,
+    "lines of the router": 16_000,
     "modules under 120 lines with one importer": 2,
     "class names that several classes have": 2,
     "functions with too many parameters": 5,

@@ -20,6 +20,7 @@ from flexcache.router.chooser import UNKNOWN, Usage
 from flexcache.router.proxy import answers
 from flexcache.router.proxy.answers import (
     AnswerReader,
+    OutputWatch,
     headers_to_client,
     headers_to_engine,
     is_request_id,
@@ -281,3 +282,26 @@ def test_errors_have_openais_form() -> None:
         "param": None,
         "code": 503,
     }
+
+
+RESPONSES_STREAM = (
+    b'event: response.created\ndata: {"response":{"instructions":"event: x"}}\n\n'
+    b'event: response.in_progress\ndata: {"sequence_number":1}\n\n'
+    b'event: response.output_item.added\ndata: {"item":{}}\n\n'
+)
+
+
+def test_an_answer_begins_with_what_the_engine_generates() -> None:
+    before = RESPONSES_STREAM.index(b"\n", RESPONSES_STREAM.index(b"output_item"))
+    for size in range(1, len(RESPONSES_STREAM), 7):
+        watch, seen = OutputWatch("/v1/responses?x=1", is_stream=True), 6
+        assert not watch.sees(RESPONSES_STREAM[:6])
+        while not watch.sees(RESPONSES_STREAM[seen : seen + size]):
+            seen += size
+        assert seen <= before < seen + size
+    for path, is_stream, first in (
+        ("/v1/messages", True, RESPONSES_STREAM),
+        ("/v1/responses", False, b"{"),
+        ("/v1/responses", True, b'data: {"choices":[]}\n\n'),
+    ):
+        assert OutputWatch(path, is_stream).sees(first)

@@ -25,6 +25,7 @@ from flexcache.router.proxy.answers import (
     ROUTING_HEADERS,
     WORKER_HEADER,
     AnswerReader,
+    OutputWatch,
 )
 from flexcache.router.proxy.clients import BodyRefused, Room
 from flexcache.router.stored import id_reader
@@ -259,7 +260,7 @@ class Exchange:
         self._choice: Choice | None = None
         self._destinations: tuple[str, ...] = ()
         self._outcome = Outcome.ABORTED
-        self._reader = AnswerReader()
+        self._reader, self._output = AnswerReader(), OutputWatch("", is_stream=False)
         self._has_first_token = self._is_error = self._tells_time = False
         self._has_ended = False
         self._takers: dict[Stage, dict[str | None, Callable[[ProcessingRequest], _Replies]]] = {
@@ -386,7 +387,9 @@ class Exchange:
         status, content_type = fields.get(":status", ""), fields.get("content-type", "")
         is_passed = self._answer_mode != ProcessingMode.NONE
         self._is_error = status[:1] in ("4", "5")
-        self._tells_time = content_type.startswith(_STREAM) and is_passed
+        is_stream = content_type.startswith(_STREAM)
+        self._tells_time = is_stream and is_passed
+        self._output = OutputWatch(self._headers.get(":path", ""), is_stream)
         if not self._is_error:
             found = partial(self._chooser.stored, choice.url)
             ids = id_reader(found, self._headers.get(":path", ""), content_type, None)
@@ -404,7 +407,8 @@ class Exchange:
     def _take_answer_body(self, message: ProcessingRequest) -> _Replies:
         chunk = message.response_body
         if chunk.body:
-            self._note_first_token()
+            if not self._has_first_token and self._output.sees(chunk.body):
+                self._note_first_token()
             self._reader.feed(chunk.body)
         if chunk.end_of_stream:
             self._reader.end()

@@ -186,6 +186,40 @@ class AnswerReader:
         return UNKNOWN
 
 
+_BEFORE_OUTPUT = frozenset(
+    b"event: response." + name for name in (b"created", b"in_progress", b"queued")
+)
+_LINE_BYTES = 64  # of these; the lines with the data are far longer
+
+
+class OutputWatch:
+    """Tells when an answer has the first of what the engine has generated: with its first piece.
+
+    But streams of ``/v1/responses`` begin with events that the request was taken, which come before
+    the prompt is computed (OpenAI's API reference, "Streaming events").
+
+    Args:
+        path: The request's.
+        is_stream: Whether the answer is one of events.
+    """
+
+    __slots__ = ("_is_late", "_line")
+
+    def __init__(self, path: str, is_stream: bool) -> None:
+        self._is_late = is_stream and path.partition("?")[0].endswith("/responses")
+        self._line: bytes | None = None  # how the last one begins, which is not whole
+
+    def sees(self, chunk: bytes) -> bool:
+        """Take the next bytes; whether they have some of it."""
+        if not self._is_late or (self._line is None and not chunk.startswith(b"event:")):
+            return True
+        *lines, last = ((self._line or b"") + chunk).split(b"\n")
+        self._line = last[:_LINE_BYTES]
+        return any(
+            line.startswith(b"event:") and line.rstrip() not in _BEFORE_OUTPUT for line in lines
+        )
+
+
 def _read_at(tail: bytes, position: int) -> Usage | None:
     """Return the usage behind the key; None if there is none: ``null``, or text of the model."""
     text = tail[position:].decode(errors="replace").lstrip()

@@ -86,7 +86,7 @@ async def relay(
     transport: asyncio.WriteTransport,
     *,
     feed: Callable[[bytes], None],
-    first_byte: Callable[[], None],
+    begins: Callable[[bytes], bool],
     stall_s: float,
 ) -> None:
     """Pass the body of an answer on.
@@ -95,7 +95,7 @@ async def relay(
         response: Prepared.
         transport: The client's.
         feed: Is given each piece before the client is.
-        first_byte: Called when the first piece has come.
+        begins: Is given each piece before that, until it returns True.
         stall_s: How long the client may leave data unread.
 
     Raises:
@@ -105,7 +105,7 @@ async def relay(
     """
     read, write = answer.content.readany, response.write
     most_unread = transport.get_write_buffer_limits()[1] - _FRAMING_BYTES
-    is_first = True
+    has_begun = False
     while True:
         try:
             chunk = await read()
@@ -113,9 +113,7 @@ async def relay(
             raise EngineBroke(type(error).__name__) from error
         if not chunk:
             return
-        if is_first:
-            first_byte()
-            is_first = False
+        has_begun = has_begun or begins(chunk)
         feed(chunk)
         if transport.get_write_buffer_size() + len(chunk) < most_unread:
             await write(chunk)  # does not wait

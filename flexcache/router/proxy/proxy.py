@@ -28,6 +28,7 @@ from flexcache.router.proxy.answers import (
     SERVER,
     WORKER_HEADER,
     AnswerReader,
+    OutputWatch,
     broken_stream,
     error_answer,
     headers_to_client,
@@ -87,8 +88,12 @@ class RequestLife:
         self.choice = choice
         self.workers[choice.worker] = None
 
-    def first_byte(self, *, tells_time: bool) -> None:
-        self._chooser.first_token(self.request_id, tells_time=tells_time)
+    def begins(self, output: OutputWatch, tells_time: bool, chunk: bytes) -> bool:
+        """Take the next bytes of the answer; whether they have some of its output."""
+        has_begun = output.sees(chunk)
+        if has_begun:
+            self._chooser.first_token(self.request_id, tells_time=tells_time)
+        return has_begun
 
     def end(self, outcome: Outcome, usage: Usage = UNKNOWN) -> None:
         self.choice = None
@@ -375,14 +380,15 @@ class Proxy:
             return response
         is_short = request.method != "HEAD" and 0 < (answer.content_length or 0) <= SMALL_BYTES
         is_stream = answer.content_type == _STREAM
-        reader, first_byte = AnswerReader(), _ignore
+        reader, begins = AnswerReader(), _ignore
         if answer.status < _FIRST_ERROR:
             reader = self._reader(request, life, answer)
-            first_byte = partial(life.first_byte, tells_time=is_stream and not is_short)
+            output = OutputWatch(request.raw_path, is_stream)
+            begins = partial(life.begins, output, is_stream and not is_short)
         try:
             if is_short:
                 body = await read_whole(answer)
-                first_byte()
+                begins(body)
                 reader.feed(body)
                 response = web.Response(**head, body=body)
                 await response.prepare(request)
@@ -390,9 +396,8 @@ class Proxy:
             else:
                 await response.prepare(request)
                 await relay(
-                    answer, response, transport, feed=reader.feed, first_byte=first_byte,
-                    stall_s=stall_s,
-                )  # fmt: skip
+                    answer, response, transport, feed=reader.feed, begins=begins, stall_s=stall_s
+                )
                 reader.end()
                 await response.write_eof()
             life.end(Outcome.DONE, reader.usage())
@@ -434,8 +439,9 @@ class Proxy:
         return AnswerReader(id_reader(found, request.raw_path, answer.content_type, size))
 
 
-def _ignore() -> None:
+def _ignore(chunk: bytes) -> bool:
     """An error is no answer to the prompt: the time that it took says nothing."""
+    return True
 
 
 def _not_routed(refused: NotRouted) -> web.Response:
