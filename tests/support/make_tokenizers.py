@@ -174,10 +174,11 @@ def make_tokenizer(directory: Path, name: str) -> Path:
     target.mkdir(parents=True, exist_ok=True)
     tokenizer, config = _MAKERS[name]()
     tokenizer.save(str(target / "tokenizer.json"))
-    config = {
+    defaults: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-    } | config
+    }
+    config = defaults | config
     template = config.pop("chat_template")
     if name == "headers":  # newer models have it in a file of its own
         (target / "chat_template.jinja").write_text(template)

@@ -75,7 +75,7 @@ def stand_in(**model: Any) -> Any:
     }  # fmt: skip
     return SimpleNamespace(
         model_config=SimpleNamespace(**{**defaults, **model}),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
+        cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
         load_config=SimpleNamespace(load_format="auto"),
         speculative_config=None,
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
