@@ -11,12 +11,9 @@ from typing import Any
 
 import aiohttp
 from agent_sessions import TRANSCRIPTS, of_length, session_of, usage_of
-from conversations import Answer, Conversations, Session, Shape
+from conversations import Answer, Conversations, Session
 
 from flexcache.router.proxy.answers import OutputWatch
-
-TURNS = 20
-"""Requests of a session of either client."""
 
 
 @dataclass(slots=True)
@@ -27,18 +24,21 @@ class AgentSession(Session):
     bodies: list[dict[str, Any]] = field(default_factory=list)
     target: str = ""
 
+    @property
+    def is_over(self) -> bool:
+        return self.num_asked == len(self.bodies)
+
 
 class AgentConversations(Conversations):
     """Asks one server the requests of many agents."""
 
     def _sessions(self) -> Sequence[Session]:
-        shape, targets = Shape(num_turns=TURNS), list(TRANSCRIPTS)
-        made = []
+        targets, made = list(TRANSCRIPTS), []
         for number in range(self.shape.num_sessions):
             target = targets[number % len(targets)]
             headers, bodies = session_of(target, f"{self.text_seed}-{number}")
             made.append(
-                AgentSession(number, random.Random(), shape, "", 0, headers, bodies, target)
+                AgentSession(number, random.Random(), self.shape, "", 0, headers, bodies, target)
             )
         return made
 
@@ -56,10 +56,7 @@ class AgentConversations(Conversations):
                 "Content-Type": "application/json", **session.headers,
             },
         ) as response:  # fmt: skip
-            answer.status = response.status
-            answer.worker = response.headers.get("x-flexcache-worker", "")
-            predicted = response.headers.get("x-flexcache-matched-tokens")
-            answer.predicted = None if predicted is None else int(predicted)
+            answer.take_head(response)
             lines, output = list[str](), OutputWatch(target, is_stream=True)
             async for line in response.content:
                 if not answer.ttft_s and output.sees(line):

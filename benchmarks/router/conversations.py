@@ -45,6 +45,13 @@ class Answer:
     cached: int | None = None
     text: str = ""
 
+    def take_head(self, response: aiohttp.ClientResponse) -> None:
+        """Note the status, and what a router says in the header."""
+        self.status = response.status
+        self.worker = response.headers.get("x-flexcache-worker", "")
+        predicted = response.headers.get("x-flexcache-matched-tokens")
+        self.predicted = None if predicted is None else int(predicted)
+
 
 @dataclass(slots=True)
 class Session:
@@ -150,10 +157,7 @@ async def complete(
     began = time.monotonic()
     answer = Answer(-1, -1, 0, 0.0, 0.0)
     async with client.post(f"{url}/v1/completions", json=body) as response:
-        answer.status = response.status
-        answer.worker = response.headers.get("x-flexcache-worker", "")
-        predicted = response.headers.get("x-flexcache-matched-tokens")
-        answer.predicted = None if predicted is None else int(predicted)
+        answer.take_head(response)
         async for line in response.content:
             if not line.startswith(b"data: {"):
                 continue

@@ -217,7 +217,7 @@ def _link(algorithm: str) -> Callable[[bytes, Sequence[int]], bytes]:
     return lambda key, tokens: digest(cbor2.dumps((key, tuple(tokens), None), canonical=True))
 
 
-_PICKLE = 5  # HIGHEST_PROTOCOL of all supported Pythons, which vLLM takes
+_PICKLE = 5  # HIGHEST_PROTOCOL of supported Pythons, as vLLM takes: hashed, never read
 
 
 def _sha256(data: bytes) -> bytes:

@@ -188,11 +188,12 @@ class EngineKeys:
 
     def __post_init__(self) -> None:
         if self.algorithm not in get_args(KeyAlgorithm):
-            raise reject("algorithm", self.algorithm, f"one of {get_args(KeyAlgorithm)}")
-        if self.tokens_per_key < 1 or len(self.root) > _MAX_DIGEST_BYTES:
-            raise reject(
-                "tokens_per_key", self.tokens_per_key, "must be at least 1, and root short"
-            )
+            allowed = f"must be one of {', '.join(get_args(KeyAlgorithm))}"
+            raise reject("algorithm", self.algorithm, allowed)
+        if self.tokens_per_key < 1:
+            raise reject("tokens_per_key", self.tokens_per_key, "must be at least 1")
+        if len(self.root) > _MAX_DIGEST_BYTES:
+            raise reject("root", self.root, f"must have at most {_MAX_DIGEST_BYTES} bytes")
         parts = self.namespace
         if len(parts) > _MAX_NAME_PARTS or any(len(each) > _MAX_NAME_LENGTH for each in parts):
             raise reject("namespace", parts, "must have few and short parts")

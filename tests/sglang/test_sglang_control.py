@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from control_calls import ControlCalls
@@ -35,7 +36,7 @@ def flood(engine: TinyEngine, first: int) -> None:
 
 def check_calls(directory: str, way: str) -> None:
     path, port = Path(directory), free_port()
-    settings = {"num_cpu_blocks": NUM_CPU_BLOCKS, "num_ssd_blocks": 400}
+    settings: dict[str, Any] = {"num_cpu_blocks": NUM_CPU_BLOCKS}
     if way == "at a server":
         settings["endpoint"] = f"ipc://{path}/cache.sock"
     elif way == "command":

@@ -14,13 +14,15 @@ from typing import Any
 TRANSCRIPTS = json.loads((Path(__file__).parent / "agent_transcripts.json").read_text())
 MESSAGES, RESPONSES = TRANSCRIPTS
 ENDS = ("message_delta", "response.completed", "response.incomplete")
+ITEMS = {MESSAGES: "messages", RESPONSES: "input"}
+"""The field with the conversation."""
 OF_THE_MODEL = ("reasoning", "function_call")
 
 
 def requests_of(target: str) -> list[dict[str, Any]]:
     """Return the bodies of a session, as the client sent them."""
     body = TRANSCRIPTS[target]["body"]
-    field = "messages" if target == MESSAGES else "input"
+    field = ITEMS[target]
     items = body[field]
     said = [each.get("role") == "assistant" or each.get("type") in OF_THE_MODEL for each in items]
     ends = [i for i in range(1, len(items)) if said[i] and not said[i - 1]]
@@ -41,7 +43,7 @@ def session_of(target: str, name: str) -> tuple[dict[str, str], list[dict[str, A
         if "session" in field.lower() or "thread" in field:
             headers[field] = name
     for body in bodies:
-        items = body["messages" if target == MESSAGES else "input"]
+        items = body[ITEMS[target]]
         asked = next(item for item in items if item.get("role") == "user")
         asked["content"][-1]["text"] += f" for {name}"
         if "prompt_cache_key" in body:

@@ -141,6 +141,15 @@ class ApiServer:
             self.kill()
 
 
+def call(url: str, body: Any = None) -> Any:
+    """POST a body, or GET without one; returns the answer, which may be empty."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=READY_S) as answer:
+        content = answer.read()
+    return json.loads(content) if content else None
+
+
 def serve(options: Sequence[str]) -> None:
     """Run a server in this process."""
     sys.argv = [SERVER, *options]

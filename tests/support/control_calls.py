@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 from flexcache import Pin
 from flexcache.cli import app
 
+_OPTIONS = {"session_id": "--session", "namespace": "--namespace"}
+
 
 class ControlCalls:
     """Looks up, pins and deletes.
@@ -36,9 +38,8 @@ class ControlCalls:
         if self._port is None:
             pin: Pin | None = self._manager.pin(tokens, **options)
             return pin
-        given = ["--ttl", str(options["ttl_s"])]
-        given += ["--session", options["session_id"]] if "session_id" in options else []
-        pinned = self._command("pin", *given, tokens=tokens)["pin"]
+        ttl = str(options.pop("ttl_s"))
+        pinned = self._command("pin", "--ttl", ttl, *_named(options), tokens=tokens)["pin"]
         return None if pinned is None else Pin(**pinned)
 
     def unpin(self, pin_id: str) -> bool:
@@ -51,9 +52,7 @@ class ControlCalls:
         if self._port is None:
             deleted = self._manager.delete(tokens, **options)
             return deleted
-        given = ["--session", options["session_id"]] if "session_id" in options else []
-        given += ["--namespace", options["namespace"]] if "namespace" in options else []
-        deleted = self._command("delete", *given, tokens=tokens)["deleted_blocks"]
+        deleted = self._command("delete", *_named(options), tokens=tokens)["deleted_blocks"]
         return deleted
 
     def _command(self, call: str, *options: str, tokens: Sequence[int] | None = None) -> Any:
@@ -65,3 +64,8 @@ class ControlCalls:
         done = CliRunner().invoke(app, arguments, input=text)
         assert done.exit_code in (0, 3), done.output
         return json.loads(done.stdout)
+
+
+def _named(options: dict[str, str]) -> list[str]:
+    """Return the options of the command for those of the manager, with their values."""
+    return [word for name, value in options.items() for word in (_OPTIONS[name], value)]

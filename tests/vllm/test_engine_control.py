@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from api_server import ApiServer, serving
+from api_server import ApiServer, call, serving
 from control_calls import ControlCalls
 from engines import FLEXCACHE, Engine, make_prompt
 from make_models import make_model
@@ -95,6 +93,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ApiServer
         cache.wait()
 
 
+def flood(server: ApiServer, first: int) -> None:
+    """Store more prompts than DRAM has room for."""
+    for seed in range(first, first + 12):
+        server.complete(make_prompt(SIZE, seed))
+
+
 @pytest.mark.whole
 def test_a_prompt_is_looked_up_pinned_and_deleted_by_command(
     served: tuple[ApiServer, int, Path],
@@ -107,21 +111,12 @@ def test_a_prompt_is_looked_up_pinned_and_deleted_by_command(
     assert calls.lookup(prompt) == {"CPU": CACHED}
     pin = calls.pin(prompt, ttl_s=600)
     assert pin is not None
-    for seed in range(820, 832):
-        server.complete(make_prompt(SIZE, seed))
+    flood(server, 820)
     assert calls.lookup(prompt) == {"CPU": CACHED}
     assert calls.lookup(make_prompt(SIZE, 820)) == {"CPU": 0}
     assert calls.unpin(pin.id)
     assert calls.delete(prompt)["CPU"] == CACHED // BLOCK
     assert calls.lookup(prompt) == {"CPU": 0}
-
-
-def post(url: str, body: Any) -> Any:
-    request = urllib.request.Request(
-        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=300) as answer:
-        return json.load(answer)
 
 
 @pytest.mark.whole
@@ -135,13 +130,10 @@ def test_a_prompt_with_a_marker_stays_and_its_usage_is_the_engines(
     lives = {"tokens.body._TTLS": {"5m": 20, "1h": 600}}
     text = "the cache has a block of the text " * 20
 
-    def cached() -> int:
-        stats = post(f"http://127.0.0.1:{port}/cache/lookup", {"token_ids": tokens})
-        return int(stats["tokens"]["CPU"])
+    calls = ControlCalls(None, port)
 
     def pinned() -> int:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/status", timeout=60) as answer:
-            return int(json.load(answer)["tiers"]["CPU"]["pinned"])
+        return int(call(f"http://127.0.0.1:{port}/status")["tiers"]["CPU"]["pinned"])
 
     with RouterProcess(
         (), f"--worker={server.url}", f"--tokenizer={tokenizer}", constants=lives
@@ -152,19 +144,17 @@ def test_a_prompt_with_a_marker_stays_and_its_usage_is_the_engines(
         body = {
             "model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": [part]}],
         }  # fmt: skip
-        tokens = post(f"{server.url}/tokenize", {**body, "add_generation_prompt": True})["tokens"]
-        cold = post(f"{router.url}/v1/messages", body)["usage"]
+        tokens = call(f"{server.url}/tokenize", {**body, "add_generation_prompt": True})["tokens"]
+        cold = call(f"{router.url}/v1/messages", body)["usage"]
         server.complete(make_prompt(40, 898))
         until(lambda: pinned() == len(tokens) // BLOCK)
-        for seed in range(840, 852):
-            server.complete(make_prompt(SIZE, seed))
-        assert cached() == len(tokens) // BLOCK * BLOCK
-        ours = post(f"{router.url}/v1/messages", body)["usage"]
-        theirs = post(f"{server.url}/v1/messages", body)["usage"]
+        flood(server, 840)
+        assert calls.lookup(tokens)["CPU"] == len(tokens) // BLOCK * BLOCK
+        ours = call(f"{router.url}/v1/messages", body)["usage"]
+        theirs = call(f"{server.url}/v1/messages", body)["usage"]
         until(lambda: pinned() == 0)  # its time is over
-        for seed in range(852, 864):
-            server.complete(make_prompt(SIZE, seed))
-        until(lambda: cached() == 0)
+        flood(server, 852)
+        until(lambda: calls.lookup(tokens)["CPU"] == 0)
     assert cold["cache_read_input_tokens"] == 0
     assert cold["input_tokens"] + cold["cache_creation_input_tokens"] == len(tokens)
     assert ours == theirs

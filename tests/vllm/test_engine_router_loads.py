@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +10,7 @@ pytest.importorskip("aiohttp", reason="the proxy needs the extra `router`")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from api_server import ApiServer, serving
+from api_server import ApiServer, call, serving
 from engines import FLEXCACHE, make_prompt
 from make_models import make_model
 from paths import MODELS
@@ -26,15 +23,6 @@ pytestmark = pytest.mark.whole
 NUM_BLOCKS = 20
 PROMPT = make_prompt(NUM_BLOCKS * 32 + 1, 31)
 SALT = "alice"
-
-
-def call(url: str, body: Any = None) -> Any:
-    """POST a body, or GET without one; returns the answer, which may be empty."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=300) as answer:
-        content = answer.read()
-    return json.loads(content) if content else None
 
 
 def num_cached(router: RouterProcess, salt: str) -> int:
