@@ -1,4 +1,4 @@
-"""Parts that the engines' adapters share: calls about tasks, loads by layer, counters."""
+"""Parts that the engines' adapters share: hints, calls about tasks, loads by layer, counters."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from flexcache.cache.control import LONGEST_PIN_S
 from flexcache.client.arguments import GroupBlocks
 from flexcache.errors import ConfigError, FlexCacheError
 from flexcache.ids import KVStatus
@@ -27,6 +28,55 @@ def safely(call: Callable[..., Any], *arguments: Any, if_failed: Any = None, **o
     except (FlexCacheError, TimeoutError, ValueError, KeyError) as error:
         log_event(logger, logging.WARNING, "call_failed", call=call.__name__, error=error)
         return if_failed
+
+
+_warned: set[str] = set()
+
+
+def read_hint(
+    params: Mapping[str, Any], request_id: str, name: str, convert: Callable[[Any], Any]
+) -> Any:
+    """Return a hint of a request's sender; None if there is none, or it makes no sense."""
+    hint = params.get(f"flexcache_{name}")
+    try:
+        return None if hint is None else convert(hint)
+    except (TypeError, ValueError, OverflowError) as error:
+        hint_ignored(request_id, name, error)
+        return None
+
+
+def hint_ignored(request_id: str, name: str, reason: object) -> None:
+    """Log a hint that makes no sense; the first of each name as a warning."""
+    level = logging.DEBUG if name in _warned else logging.WARNING
+    _warned.add(name)
+    log_event(
+        logger, level, "hint_ignored", request=request_id, hint=f"flexcache_{name}", reason=reason
+    )
+
+
+def as_bool(hint: Any) -> bool:
+    if not isinstance(hint, bool):
+        raise TypeError("must be true or false")
+    return hint
+
+
+def is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def as_count(hint: Any) -> int:
+    if not is_count(hint):
+        raise TypeError("must be a whole number of at least 0")
+    return int(hint)
+
+
+def as_pin_ttl_s(hint: Any) -> float:
+    if isinstance(hint, bool):
+        raise TypeError("must be a number")
+    seconds = float(hint)
+    if not 0 < seconds <= LONGEST_PIN_S:
+        raise ValueError(f"must be above 0 and at most {LONGEST_PIN_S:,.0f} s")
+    return seconds
 
 
 _ANSWER_PATIENCE_S = 0.1

@@ -18,6 +18,7 @@ from sglang_engine import (
     manager_of,
     prompt,
     remember,
+    settle,
 )
 
 PROMPT = prompt(200)
@@ -80,3 +81,43 @@ def check_calls(directory: str, way: str) -> None:
 )
 def test_a_prompt_is_looked_up_pinned_and_deleted(way: str, tmp_path: Path) -> None:
     apart(check_calls, str(tmp_path), way)
+
+
+def check_hints(directory: str, endpoint: str | None) -> None:
+    ssd = f"{directory}/ssd"
+    engine = engine_with_linker(ssd, num_cpu_blocks=NUM_CPU_BLOCKS, endpoint=endpoint)
+    calls = ControlCalls(manager_of(engine), None)
+    cold = remember(engine, prompt(200, seed=50))
+    forget_gpu(engine, "CPU", "SSD")
+
+    engine.generate(prompt(200, seed=50), custom_params={"flexcache_max_store_tokens": 100})
+    settle(engine)
+    assert calls.lookup(prompt(200, seed=50)) == {"CPU": 96, "SSD": 96}
+    # SGLang's tree has the rest; the next request that may be stored brings it to the tiers.
+    again = engine.generate(prompt(200, seed=50), custom_params={"flexcache_max_store_tokens": -1})
+    assert again.cached_tokens == CACHED
+    settle(engine)
+    assert calls.lookup(prompt(200, seed=50)) == {"CPU": CACHED, "SSD": CACHED}
+    forget_gpu(engine)
+    check_again(engine, prompt(200, seed=50), CACHED, cold)
+    forget_gpu(engine)
+
+    engine.generate(PROMPT, 40, custom_params={"flexcache_pin_ttl_s": 600})
+    settle(engine)
+    stats = manager_of(engine).stats()
+    assert stats["tiers"]["CPU"]["pinned"] == CACHED // 16
+    flood(engine, 1)
+    assert calls.lookup(PROMPT)["CPU"] == CACHED
+    for ignored in (True, -1, "soon", 1e9):
+        engine.generate(prompt(200, seed=60), custom_params={"flexcache_pin_ttl_s": ignored})
+    flood(engine, 1 + FLOOD)
+    assert calls.lookup(prompt(200, seed=60))["CPU"] == 0
+    manager_of(engine).check()
+    linker_of(engine).close()
+
+
+@pytest.mark.parametrize("is_shared", [False, pytest.param(True, marks=pytest.mark.whole)])
+def test_a_request_says_how_much_is_stored_and_how_long_it_is_pinned(
+    is_shared: bool, tmp_path: Path
+) -> None:
+    apart(check_hints, str(tmp_path), f"ipc://{tmp_path}/cache.sock" if is_shared else None)

@@ -16,6 +16,7 @@ the server dies. `parking` brings the rest to DRAM while a request waits.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -73,11 +74,20 @@ class Offloads:
         self._ended: dict[int, bool] = {}
         self._gated: set[int] = set()
         """Tasks whose end the client keeps, with an open gate, until it is taken."""
+        self._cut: set[int | None] = set()
+        self._num_collected = 0
+        self._pins: deque[tuple[int, Callable[[], object]]] = deque()
 
-    def add(self, task_id: int | None) -> None:
+    def add(self, task_id: int | None, is_whole: bool = True) -> None:
         self._tasks.append(task_id)
         if task_id is not None:
             self._gated.add(task_id)
+            if not is_whole:
+                self._cut.add(task_id)
+
+    def pin(self, call: Callable[[], object]) -> None:
+        """Make a call that pins, once all that was added has ended."""
+        self._pins.append((self._num_collected + len(self._tasks), call))
 
     def num_completed(self) -> int:
         """Return how many have ended of those that were added first."""
@@ -94,12 +104,20 @@ class Offloads:
             if task_id is not None and task_id not in self._ended:
                 break
             count += 1
+        self._make_calls(self._num_collected + count)
         return count
 
+    def _make_calls(self, num_ended: int) -> None:
+        while self._pins and self._pins[0][0] <= num_ended:
+            self._pins.popleft()[1]()
+
     def pop(self) -> bool:
-        """Collect the first one; return whether it succeeded."""
+        """Collect the first one; return whether all of its node is stored."""
         task_id = self._tasks.popleft()
-        return True if task_id is None else self._ended.pop(task_id)
+        self._num_collected += 1
+        is_cut = task_id in self._cut
+        self._cut.discard(task_id)
+        return (True if task_id is None else self._ended.pop(task_id)) and not is_cut
 
     def reset(self) -> None:
         """End all of them."""
@@ -107,8 +125,11 @@ class Offloads:
         safely(self._manager.wait, running, _FLUSH_PATIENCE_S)
         safely(self._manager.cancel, running)
         safely(self._manager.wait, running)
+        self._num_collected += len(self._tasks)
+        self._make_calls(self._num_collected)
         self._tasks.clear()
         self._ended.clear()
+        self._cut.clear()
 
 
 def publishes_events(server_args: Any) -> bool:
@@ -213,6 +234,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         num_before: How many pages are before them; set likewise.
         path: Set likewise before an offload that has pages before it: returns their keys, and the
             slots of all pages up to its end.
+        store_limit: How many tokens of the prompt that is being inserted may be stored.
         events: KV events of the cache, for SGLang's own stream.
         layer_done_counter: What the KV pool waits with, before it hands out a layer.
         pools: SGLang's pools that are stored.
@@ -269,6 +291,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.prefill_rate = PrefillRate() if config.skip_slow_loads else None
         self.parent_key: str | None = None
         self.num_before = 0
+        self.store_limit = sys.maxsize
         self.path: Callable[[], tuple[Sequence[str], torch.Tensor]] | None = None
         self._params = params
         self._has_peers = rank.has_peers
@@ -364,32 +387,49 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     # -- stores ----------------------------------------------------------------------------------
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        """Copy pages off the GPU, those that are not cached yet. SGLang keeps them until then."""
-        task_id = self._store(transfers, session_id) if self._stores else None
+        """Copy pages off the GPU, those that are not cached yet. SGLang keeps them until then.
+
+        False, or later a failure, has SGLang offer the node again with the next prompt that has it.
+        """
+        num_pages = len(_of(PoolName.KV, transfers).keys or ())
+        num_stored = min(num_pages, self.store_limit // self.cache.page_size - self.num_before)
+        if num_stored < num_pages and (num_stored <= 0 or self._tables.has_tails):
+            return False  # a tail is at the end of a node
+        task_id = self._store(transfers, num_stored, session_id) if self._stores else None
         if task_id is not None:
             with self._behind_forward():
                 self.cache.client.open_gates([task_id])
-        self._offloads.add(task_id)
+        self._offloads.add(task_id, num_stored == num_pages)
         return True
 
-    def _store(self, transfers: Sequence[PoolTransfer], session_id: str | None) -> int | None:
-        """Launch a put of a node of SGLang's tree; return its task, None if nothing is to copy."""
+    def pin(self, keys: Sequence[str], ttl_s: float) -> None:
+        """Pin a prompt's pages once what was offloaded until now is stored."""
+        call = partial(self.cache.pin, [bytes.fromhex(key) for key in keys], ttl_s)
+        self._offloads.pin(call)
+
+    def _store(
+        self, transfers: Sequence[PoolTransfer], num_pages: int, session_id: str | None
+    ) -> int | None:
+        """Launch a put of the first pages of a node of SGLang's tree; return its task, None if
+        nothing is to copy."""
         kv = _of(PoolName.KV, transfers)
         pages = self._pages(kv.keys, self.events.describe(), valid_session_id(session_id))
-        end = pages.num_before + len(pages.keys)
+        pages = pages.first(num_pages)
+        end = pages.num_before + num_pages
         slots, path = kv.device_indices, self.path
         if path is not None and self._tables.num_window_pages(end) > len(pages.keys):
             slots = path()[1]
         states = {transfer.name: transfer.device_indices for transfer in transfers}
         tail = self._tables.tail(states, slots, end) if self._tables.has_tails else None
-        task_id = self._calls.put(pages, self._tables.pages(kv.device_indices), tail)
+        blocks = self._tables.pages(kv.device_indices)[:num_pages]
+        task_id = self._calls.put(pages, blocks, tail)
         if task_id is None and path is not None and not self._calls.are_in_dram(pages):
             before, slots = path()  # pages before have left DRAM, which keeps none without
             whole = Pages(
                 [*map(bytes.fromhex, before), *pages.keys],
                 content=self.events.describe(is_whole=True), session_id=pages.session_id,
             )  # fmt: skip
-            task_id = self._calls.put(whole, self._tables.pages(slots), tail)
+            task_id = self._calls.put(whole, self._tables.pages(slots)[:end], tail)
         return task_id
 
     def num_completed_offloads(self) -> int:

@@ -11,6 +11,7 @@ the linker its hooks do nothing. They close what the interface of linkers leaves
   ``enable_lmcache`` set after the tree was made, it asks for the linker as well.
 * How fast the engine computes decides how long requests wait.
 * Sessions have names, and close.
+* Requests say how much of them is stored, and for how long it is pinned.
 
 Hooks need no copy of SGLang's tree, which changes with every release.
 """
@@ -18,6 +19,7 @@ Hooks need no copy of SGLang's tree, which changes with every release.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from functools import wraps
@@ -26,6 +28,7 @@ from typing import Any
 from flexcache.config.values import reject
 from flexcache.errors import ConfigError
 from flexcache.integration.sglang.rank import RankCache
+from flexcache.integration.sglang.requests import pin_ttl_s, store_limit
 from flexcache.integration.sglang.weights import RANK
 
 _TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
@@ -197,6 +200,28 @@ def _offload_node(linker: Any, original: Any, wrapper: Any, node_id: Any, transf
 def _release(linker: Any, original: Any, wrapper: Any, rid: str) -> Any:
     linker.requests.ended(rid)
     return original(wrapper, rid)
+
+
+@_around(f"{_TREE}.checkpoint_into_tree", _of_tree)
+def _request_inserted(
+    linker: Any, original: Any, tree: Any, request: Any, *, up_to: int, **options: Any
+) -> None:
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+    linker.store_limit = store_limit(request)
+    try:
+        original(tree, request, up_to=up_to, **options)
+    finally:
+        linker.store_limit = sys.maxsize
+    ttl_s = pin_ttl_s(request)
+    if ttl_s is not None and up_to >= len(request.origin_input_ids):
+        key = RadixKey(
+            request.origin_input_ids, request.extra_key, is_bigram=tree.tree_core.is_eagle,
+            cache_salt=request.cache_salt,
+        ).page_aligned(tree.page_size)  # fmt: skip
+        if len(key):
+            linker.pin(get_storage_hash_str(key, page_size=tree.page_size), ttl_s)
 
 
 @_around(f"{_TREE}.insert", _of_tree)

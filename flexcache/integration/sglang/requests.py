@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from typing import Any
 
 from flexcache.cache.block_keys import PromptContent
 from flexcache.cache.prompt import check_session_id
-from flexcache.integration.adapter import safely
+from flexcache.integration.adapter import as_bool, as_count, as_pin_ttl_s, read_hint, safely
 from flexcache.integration.sglang.loads import PageCalls
 from flexcache.integration.sglang.rank import Pages
 from flexcache.tasks.model import load_patience_s
@@ -83,7 +84,7 @@ class RankRequests:
     def arrived(self, request: Any) -> None:
         """Note the session of SGLang's request: its ``session_id``, or the one it is part of. Keep
         it out of SGLang's tree, whose nodes are what is stored, if it is not to be stored."""
-        request.skip_radix_cache_insert |= not _may_store(request)
+        request.skip_radix_cache_insert |= not store_limit(request)
         session = getattr(request, "session", None)
         if session is not None:
             request.session_id = session.session_id  # SGLang passes it on with what it offloads
@@ -231,10 +232,23 @@ class RankRequests:
             request.prefetch = None
 
 
-def _may_store(request: Any) -> bool:
-    """Return what the request's ``custom_params`` say; by default that it may be stored."""
+def store_limit(request: Any) -> int:
+    """Return how many of a request's tokens may be stored, by its ``custom_params``."""
+    if _hint(request, "store", as_bool) is False:
+        return 0
+    limit = _hint(request, "max_store_tokens", as_count)
+    return sys.maxsize if limit is None else int(limit)
+
+
+def pin_ttl_s(request: Any) -> float | None:
+    """Return how long a request's prompt is pinned, by its ``custom_params``; None: not at all."""
+    ttl_s: float | None = _hint(request, "pin_ttl_s", as_pin_ttl_s)
+    return ttl_s
+
+
+def _hint(request: Any, name: str, convert: Callable[[Any], Any]) -> Any:
     params = getattr(request.sampling_params, "custom_params", None)
-    return not (isinstance(params, dict) and params.get("flexcache_store") is False)
+    return read_hint(params, request.rid, name, convert) if isinstance(params, dict) else None
 
 
 def valid_session_id(session_id: object) -> str | None:

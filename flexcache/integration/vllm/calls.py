@@ -31,12 +31,22 @@ from vllm.distributed.kv_events import (
 )
 from vllm.v1.core import kv_cache_utils
 
-from flexcache.cache.control import LONGEST_PIN_S, Pin
+from flexcache.cache.control import Pin
 from flexcache.cache.journal import Change, Removed, Stored
 from flexcache.cache.prompt import MAX_SESSION_ID_LENGTH, check_hint, check_name
 from flexcache.errors import FlexCacheError
 from flexcache.ids import OpKind, RequestInfo, TierName, check_request_info
-from flexcache.integration.adapter import TaskCalls, read_counters, safely
+from flexcache.integration.adapter import (
+    TaskCalls,
+    as_bool,
+    as_count,
+    as_pin_ttl_s,
+    hint_ignored,
+    is_count,
+    read_counters,
+    read_hint,
+    safely,
+)
 from flexcache.integration.vllm.weights import Names, RequestName
 from flexcache.logs import log_event
 from flexcache.manager import KVManager
@@ -47,8 +57,6 @@ logger = logging.getLogger(__name__)
 _HIGHEST_PRIORITY = 100  # highest priority that a request may set
 _LONGEST_TTL_S = 7 * 86400.0
 _LONGEST_NAMESPACE = 256
-
-_warned: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,49 +90,33 @@ def read_hints(request: Any) -> Hints:
     if not params:
         return _NO_HINTS
 
-    def read(name: str, convert: Callable[[Any], Any]) -> Any:
-        hint = params.get(f"flexcache_{name}")
-        try:
-            return None if hint is None else convert(hint)
-        except (TypeError, ValueError, OverflowError) as error:
-            _ignored(request, name, error)
-            return None
-
+    read = partial(read_hint, params, request.request_id)
     retention = {
         "priority": read("priority", _between(int, -_HIGHEST_PRIORITY, _HIGHEST_PRIORITY)),
         "ttl_s": read("ttl_s", _between(float, 0.0, _LONGEST_TTL_S)),
     }
     session_id, end = read("session_id", _name(MAX_SESSION_ID_LENGTH)), {}
     if session_id is not None:
-        over = read("session_over", _bool) or False
+        over = read("session_over", as_bool) or False
         returns_in_s = read("returns_in_s", _returns_in_s)
         if over and returns_in_s is not None:
-            _ignored(request, "session_over", "flexcache_returns_in_s says that it goes on")
+            reason = "flexcache_returns_in_s says that it goes on"
+            hint_ignored(request.request_id, "session_over", reason)
         elif over or returns_in_s is not None:
             end = {"over": over, "returns_in_s": returns_in_s}
     return Hints(
         read("namespace", _name(_LONGEST_NAMESPACE)), session_id,
         {name: hint for name, hint in retention.items() if hint is not None}, end,
-        _max_store_tokens(read("store", _bool), read("max_store_tokens", _count), params),
-        read("pin_ttl_s", _pin_ttl_s),
+        _max_store_tokens(read("store", as_bool), read("max_store_tokens", as_count), params),
+        read("pin_ttl_s", as_pin_ttl_s),
     )  # fmt: skip
 
 
 def _max_store_tokens(store: bool | None, limit: int | None, params: Mapping[str, Any]) -> int:
     """Return how many tokens may be stored. vLLM's own offloading has a hint for it, too."""
     vllms = params.get("max_offload_tokens")
-    limits = [0 if store is False else limit, vllms if _is_count(vllms) else None]
+    limits = [0 if store is False else limit, vllms if is_count(vllms) else None]
     return min((each for each in limits if each is not None), default=sys.maxsize)
-
-
-def _ignored(request: Any, name: str, reason: object) -> None:
-    """Log a hint that makes no sense; the first of each name as a warning."""
-    level = logging.DEBUG if name in _warned else logging.WARNING
-    _warned.add(name)
-    log_event(
-        logger, level, "hint_ignored", request=request.request_id, hint=f"flexcache_{name}",
-        reason=reason,
-    )  # fmt: skip
 
 
 def _between(kind: Callable[[Any], Any], lowest: Any, highest: Any) -> Callable[[Any], Any]:
@@ -135,31 +127,6 @@ def _between(kind: Callable[[Any], Any], lowest: Any, highest: Any) -> Callable[
         return value
 
     return convert
-
-
-def _bool(hint: Any) -> bool:
-    if not isinstance(hint, bool):
-        raise TypeError("must be true or false")
-    return hint
-
-
-def _pin_ttl_s(hint: Any) -> float:
-    if isinstance(hint, bool):
-        raise TypeError("must be a number")
-    seconds = float(hint)
-    if not 0 < seconds <= LONGEST_PIN_S:
-        raise ValueError(f"must be above 0 and at most {LONGEST_PIN_S:,.0f} s")
-    return seconds
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _count(hint: Any) -> int:
-    if not _is_count(hint):
-        raise TypeError("must be a whole number of at least 0")
-    return int(hint)
 
 
 def _name(longest: int) -> Callable[[Any], Any]:
