@@ -507,7 +507,7 @@ class KVManager:
                 given.
             ServerLostError: The cache is shared and its server is away.
         """
-        if session_id is not None and options:
+        if session_id is not None and any(option is not None for option in options.values()):
             raise ValueError(f"a session is pinned whole: leave out {', '.join(options)}")
         prompts = self._prompts.named(token_ids, options)
         call = CacheCall(name="pin", prompts=prompts, session_id=session_id, ttl_s=ttl_s)

@@ -289,9 +289,10 @@ class PromptMaker:
         """Return the namespace of prompts that the engine has under a user's."""
         if self._engine_keys is None:
             return namespace
-        own = self._engine_keys.namespace
-        parts = _parts(namespace)
-        return parts if parts[-len(own) :] == own else (*parts, *own)
+        own, parts = self._engine_keys.namespace, _parts(namespace)
+        # It may be there already, also before parts that the adapter appends.
+        windows = (parts[i : i + len(own)] for i in range(len(parts)))
+        return parts if own in windows else (*parts, *own)
 
     def roots(self, namespace: Namespace, adapter: str = "") -> tuple[str | None, list[RootId]]:
         """Return what the keys of a namespace begin with: the tenant, if the namespace is one, or

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Sequence
@@ -294,9 +295,16 @@ class Operator:
         if token_ids is None and block_keys is None:
             return [], []
         # All of them: who asks by HTTP knows neither, and means the text.
-        namings = self._namings()
-        prompts = [_prompt(cache, token_ids, block_keys, namespace, each) for each in namings]
-        return prompts, list(namings.values())
+        prompts, engines, error = list[Prompt](), list[list[str]](), None
+        for naming, names in self._namings().items():
+            try:
+                prompts.append(_prompt(cache, token_ids, block_keys, namespace, naming))
+                engines.append(names)
+            except ValueError as problem:  # a hash that cannot be made here, say
+                error = problem
+        if error is not None and not prompts:
+            raise error
+        return prompts, engines
 
     def session_hint(
         self, session_id: str, over: bool = False, returns_in_s: float | None = None
@@ -337,8 +345,8 @@ class Operator:
             return [name for name, _, _ in self._server.state.engines_in_session()]
 
     def _namings(self) -> dict[_Naming, list[str]]:
-        """How engines in session name prompts, with the engines. Without any: as those before did,
-        under the configured name of the weights."""
+        """How engines in session name prompts, with the engines; and how those before would have,
+        under the same names of the weights, or without any under the configured one."""
         found: dict[_Naming, list[str]] = {}
         with self._server.lock:
             state = self._server.state
@@ -346,8 +354,10 @@ class Operator:
                 naming = _Naming(state.weights.of(name).version, state.engine_keys.get(name))
                 found.setdefault(naming, []).append(name)
             before = set(state.engine_keys.values()) or {None}
-        version = self._server.config.model_version or ""
-        return found or {_Naming(version, how): [] for how in before}
+        versions = {each.version for each in found} or {self._server.config.model_version or ""}
+        for version, how in itertools.product(versions, before):
+            found.setdefault(_Naming(version, how), [])
+        return found
 
     def _find_published(self, cache: ServedCache, block_hash: int) -> IndexedKeys | None:
         """Return the prefix that ends with a block below DRAM, by its hash in KV events."""

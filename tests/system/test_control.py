@@ -207,7 +207,8 @@ def test_a_delete_removes_objects_and_is_told_as_an_event(tmp_path: Path) -> Non
         removed = [change for change in manager.take_changes() if isinstance(change, Removed)]
         assert {change.medium for change in removed} == {Medium.CPU, Medium.STORAGE}
         assert sum(len(change.keys) for change in removed) == 2 * NUM_BLOCKS
-        until(lambda: not [path for path in store.rglob("*") if path.is_file()])
+        blocks = "v2/" + "?" * 32 + "/*/*"
+        until(lambda: not list(store.rglob(blocks)))
         _, mask = manager.get_match(tokens_of(0))
         assert not mask.any()
 
@@ -282,6 +283,37 @@ def test_tokens_name_what_an_engine_with_keys_of_its_own_has_stored(
         assert manager.lookup(tokens, namespace="team")["CPU"] == NUM_BLOCKS * SIZE
         assert caller.delete(namespace="team")["CPU"] == NUM_BLOCKS
         assert manager.stats()["tiers"]["CPU"]["indexed"] == 0
+
+
+def test_what_an_engine_with_another_hash_has_left_is_named_too() -> None:
+    port = free_port()
+    settings: dict[str, Any] = {
+        "endpoint": private_endpoint(), "http_endpoint": str(port), "num_cpu_blocks": 3 * NUM_BLOCKS
+    }  # fmt: skip
+    models = [
+        ModelConfig("test", 3, 4, 32, torch.bfloat16, engine_keys=EngineKeys(algorithm, SIZE, own))
+        for algorithm, own in (("sglang", ("sglang", "sha256")), ("sha256", ("vllm", "sha256")))
+    ]
+    tokens = tokens_of(0)
+    with running_cluster(model=models[0], **settings) as stays:
+        calls = ControlCalls(stays.manager, port)
+        with running_cluster(model=models[1], **settings) as leaves:
+            how = models[1].engine_keys
+            assert how is not None
+            keys = hash_as_engine(tokens.tolist(), how, SIZE)
+            slots, own = leaves.slots(range(NUM_BLOCKS)), ("team", *how.namespace, "part")
+            for namespace in (how.namespace, own):
+                task, _ = leaves.manager.put_async(
+                    tokens, slots, namespace=namespace, block_keys=keys
+                )
+                leaves.manager.wait([task], WAIT_S, completely=True)
+            assert leaves.manager.lookup(tokens, namespace=own)["CPU"] == NUM_BLOCKS * SIZE
+        assert stays.manager.lookup(tokens)["CPU"] == 0, "it is about what it has stored itself"
+        assert calls.lookup(tokens)["CPU"] == NUM_BLOCKS * SIZE
+        pin = calls.pin(tokens, ttl_s=60)
+        assert pin is not None
+        assert calls.delete(tokens)["CPU"] == NUM_BLOCKS
+        assert not calls.unpin(pin.id)
 
 
 def test_a_command_says_what_is_wrong(tmp_path: Path) -> None:

@@ -296,7 +296,7 @@ def test_an_answer_begins_with_what_the_engine_generates() -> None:
     for size in range(1, len(RESPONSES_STREAM), 7):
         watch, seen = OutputWatch("/v1/responses?x=1", is_stream=True), 6
         assert not watch.sees(RESPONSES_STREAM[:6])
-        while not watch.sees(RESPONSES_STREAM[seen : seen + size]):
+        while seen < len(RESPONSES_STREAM) and not watch.sees(RESPONSES_STREAM[seen : seen + size]):
             seen += size
         assert seen <= before < seen + size
     for path, is_stream, first in (
