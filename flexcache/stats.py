@@ -278,6 +278,10 @@ class LookUpStats(Counters):
     late: Annotated[int, counter(
         "late_remote_lookups", "Remote lookups that were not answered in time."
     )] = 0  # fmt: skip
+    other_layouts: Annotated[int, gauge(
+        "remote_other_layouts",
+        "Other layouts in which the remote store was given this model: they are not found.",
+    )] = 0  # fmt: skip
 
 
 class RemoteStats(Counters):

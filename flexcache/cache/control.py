@@ -41,7 +41,7 @@ from flexcache.cache.prompt import Prompt, check_session_id
 from flexcache.cache.prompt_sessions import End, PromptSessions
 from flexcache.cache.tail_index import Tail, last_tail_key, tail_keys
 from flexcache.cache.tier import Tier
-from flexcache.cache.tiers import RemoteTier, Tiers
+from flexcache.cache.tiers import ABSENT_TTL_S, RemoteTier, Tiers
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId, TierName
 from flexcache.stats import ControlStats
@@ -469,7 +469,8 @@ class CacheControl:
         gone.blocks[tier.name] += len(keys)
         if isinstance(tier, RemoteTier) and keys:
             gone.objects.setdefault(root, []).extend(keys)
-            tier.learn_absent(root, key, self._tiers.now)  # until its object is gone
+            # until its object is gone
+            tier.learn_absent(root, key, self._tiers.now, ABSENT_TTL_S)
 
     def _delete_tails(self, gone: _Gone, root: RootId, keys: Iterable[BlockKey]) -> None:
         for tier in self._tiers:
@@ -478,7 +479,8 @@ class CacheControl:
                 gone.blocks[tier.name] += count
                 if isinstance(tier, RemoteTier) and count:
                     gone.objects.setdefault(root, []).extend(tail_keys(key, count))
-                    tier.learn_absent(root, last_tail_key(key, count), self._tiers.now)
+                    last = last_tail_key(key, count)
+                    tier.learn_absent(root, last, self._tiers.now, ABSENT_TTL_S)
 
     def expire(self, now: float) -> None:
         """End the pins whose time is over."""

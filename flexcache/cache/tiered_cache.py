@@ -27,7 +27,7 @@ from flexcache.cache.restore import Records, Restoration, RestoreReport, Seconds
 from flexcache.cache.store_plan import DirectStores, StorePlanner
 from flexcache.cache.tail_index import TAIL_FIRST, last_tail_key
 from flexcache.cache.tier import BlockIds, Tier
-from flexcache.cache.tiers import RemoteTier, Tiers
+from flexcache.cache.tiers import ABSENT_TTL_S, RemoteTier, Tiers
 from flexcache.cache.write_back import DirtyQueue, WriteBudget
 from flexcache.config import CacheConfig
 from flexcache.config.model import UnitShape
@@ -137,7 +137,7 @@ class TieredCache:
             key = plan.load_keys[position - plan.load_start]
             tier.discard(plan.root, key)
         if isinstance(tier, RemoteTier):
-            tier.learn_absent(plan.root, key, self.tiers.now)
+            tier.learn_absent(plan.root, key, self.tiers.now, ABSENT_TTL_S)
 
     def finish(self, plan: Plan) -> None:
         """End the plan and free all that it held: every op has ended or was never started."""

@@ -34,7 +34,10 @@ _MAX_PLAIN = 65_536
 
 
 ABSENT_TTL_S = 5.0
-"""How long a block that the store did not have is assumed to stay missing."""
+"""How long a block that is missing again and again is not asked for, at most."""
+UNKNOWN_TTL_S = 0.1
+"""How long a block is not asked for that was missing once, since another host may be storing it, or
+about which the store has not answered."""
 
 
 class RemoteTier(Tier):
@@ -44,8 +47,8 @@ class RemoteTier(Tier):
     last queried, read or written", and evicting means forgetting. It may be wrong either way. A
     block that turns out to be missing costs one failed read and is then forgotten (`discard`). A
     block that other nodes have stored since is found by asking: `first_unknown` returns the first
-    to ask about, `learn` takes the answer, and a missing block is not asked about again for a
-    while.
+    to ask about, `learn` takes the answer. A missing block is not asked about again for 0.1 s, and
+    each time that it is still missing then for twice as long, up to `ABSENT_TTL_S`.
 
     Args:
         capacity: Blocks to remember at most; the least recently used are forgotten first.
@@ -54,7 +57,8 @@ class RemoteTier(Tier):
 
     def __init__(self, capacity: int, retention_s: float | None = None) -> None:
         super().__init__(TierName.REMOTE, capacity, retention_s=retention_s)
-        self._absent: OrderedDict[tuple[RootId, BlockKey], float] = OrderedDict()
+        self._absent: OrderedDict[tuple[RootId, BlockKey], tuple[float, float]] = OrderedDict()
+        """Until when a block is not asked about, and how long that is; kept for a while after."""
         self._salt = b""
         self._plain: dict[RootId, None] = {}
         self.num_clears = 0
@@ -85,12 +89,8 @@ class RemoteTier(Tier):
         return None if self.is_absent(keys.root, keys.key(position), now) else position
 
     def is_absent(self, root: RootId, key: BlockKey, now: float) -> bool:
-        """Whether a block is known to be missing."""
-        until = self._absent.get((root, key))
-        if until is not None and until <= now:
-            del self._absent[root, key]
-            return False
-        return until is not None
+        """Whether a block is assumed to be missing still."""
+        return self._absent.get((root, key), (now, 0.0))[0] > now
 
     def learn(
         self,
@@ -122,11 +122,21 @@ class RemoteTier(Tier):
                 self.publish(lease, count)
                 self.release(lease)
 
-    def learn_absent(self, root: RootId, key: BlockKey, now: float) -> None:
-        """Remember that a block is missing, or that nothing could be learned about it."""
+    def learn_absent(
+        self, root: RootId, key: BlockKey, now: float, ttl_s: float | None = None
+    ) -> None:
+        """Remember that a block is missing.
+
+        Args:
+            ttl_s: How long it is not asked about; None: as often as it was missing lately says.
+        """
         # Only absence expires. What was there costs one failed read once it is gone, whereas to ask
         # again each time would cost every hit a round trip.
-        self._absent[root, key] = now + ABSENT_TTL_S
+        if ttl_s is None:
+            until, former_s = self._absent.get((root, key), (0.0, 0.0))
+            is_asked_often = now <= until + former_s
+            ttl_s = min(ABSENT_TTL_S, 2 * former_s) if is_asked_often else 0.0
+        self._absent[root, key] = now + max(ttl_s, UNKNOWN_TTL_S), max(ttl_s, UNKNOWN_TTL_S)
         self._absent.move_to_end((root, key))
         while len(self._absent) > _MAX_ABSENT:
             self._absent.popitem(last=False)
@@ -135,7 +145,7 @@ class RemoteTier(Tier):
         """Remember that what a put brings of a deleted prompt is missing: until its objects are
         removed the store has them."""
         key = lease.keys[-1 if lease.tail is not None else lease.limit]  # which is asked for
-        self.learn_absent(lease.root, key, self._now)
+        self.learn_absent(lease.root, key, self._now, ABSENT_TTL_S)
 
     def void(self, root: RootId, keys: set[BlockKey] | None) -> list[Lease]:
         self._num_deletes[root] = self.num_deletes(root) + 1

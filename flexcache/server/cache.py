@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -28,10 +28,11 @@ from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.machine import check_pool_fits
 from flexcache.storage.pool_directory import DirectFilesRef
 from flexcache.storage.remote import check_packages
-from flexcache.storage.shards import KVIdentity, ShardLayouts, Shards
+from flexcache.storage.shards import KVIdentity, ShardLayouts, Shards, digest
 from flexcache.storage.slot_index import Records, ages_s
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.model import TaskLimits
+from flexcache.transfer.messages import NoteLayout
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +194,7 @@ class ServedCache:
         ages = ages_s(records["generation"], time.time())
         report = self.tasks.restore(records, ages, started)
         found = pool.identity
-        if found is not None and report.num_restored and found.model == self._identity("").model:
+        if found is not None and report.num_restored and found.model == self.identity("").model:
             self.tasks.adopt_layout(found.layout, started)  # until a rank registers another one
         if report.num_restored or report.num_dropped:
             log_event(
@@ -219,7 +220,8 @@ class ServedCache:
             pool.data_fds, pool.slot_bytes, is_writable=not has_dram, is_choice=is_choice
         )
 
-    def _identity(self, layout: str) -> KVIdentity:
+    def identity(self, layout: str) -> KVIdentity:
+        """Return what blocks of this cache are in a layout."""
         return KVIdentity.of(self.fingerprint, layout)
 
     def adopt_layout(self, layout: str, now: float) -> Clearing[int] | None:
@@ -236,7 +238,7 @@ class ServedCache:
         """
         # It is mixed into roots here, and engines do not know it: a scheduler makes a prompt's root
         # before its ranks have told. A match made just before a change would carry the old one.
-        identity, clearing = self._identity(layout), None
+        identity, clearing = self.identity(layout), None
         if layout == self.layout:
             return None
         pool = self.store.disk_pool
@@ -266,6 +268,19 @@ class ServedCache:
             logger, logging.WARNING, "ssd_layout_cleared", found=former.text, now=identity.text
         )
         return self.clear(ssd.name.value)
+
+    def layouts_noted(self, others: Sequence[str]) -> None:
+        """Note in which other layouts the remote store has the model."""
+        if self.layout is None or not self.tasks.layouts_noted(len(others)):
+            return
+        own = self.identity(self.layout).text.split("|")
+        for other in others:
+            parts = [part for part in other.split("|") if part not in own]
+            log_event(
+                logger, logging.WARNING, "stored_for_another_layout", store="|".join(parts),
+                here="|".join(part for part in own if part not in other.split("|")),
+                effect="what the remote store has of this model in that layout is not found",
+            )  # fmt: skip
 
     def control(self, call: CacheCall, session: SessionId | None, now: float) -> Clearing[Any]:
         """Carry out a user's call about what is cached.
@@ -452,7 +467,15 @@ class CacheSlot:
             return str(error)
         if clearing is not None:  # what a restart may bring back is under its own layout
             self._carry_out(clearing)
+        self.note_layout()
         return None
+
+    def note_layout(self) -> None:
+        """Have the store note which layout the cache keeps blocks in, once that is known."""
+        cache = self.cache
+        if cache is not None and cache.layout is not None and cache.config.remote_url is not None:
+            model = digest(cache.model.model_id)
+            self._outbox.instruct(NoteLayout(model, cache.identity(cache.layout).text))
 
     def erase_deleted(self) -> None:
         """Tasks have let go of blocks that were deleted: erase their records."""

@@ -228,6 +228,8 @@ class Hub:
 
     def worker_up(self, worker: str) -> None:
         self._slot.tasks.executor_up(worker)
+        if worker == REMOTE:
+            self._slot.note_layout()
         self.greeter.readiness_changed()
 
     def worker_down(self, worker: str, reason: str, now: float) -> None:
@@ -241,6 +243,10 @@ class Hub:
         self._slot.tasks.looked_up(
             answer.lookup_id, answer.num_present, answer.error, now, answer.tail
         )
+
+    def layouts_noted(self, others: Sequence[str]) -> None:
+        assert self._slot.cache is not None
+        self._slot.cache.layouts_noted(others)
 
     # -- instructions ----------------------------------------------------------------------------
 

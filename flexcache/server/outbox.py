@@ -32,6 +32,7 @@ from flexcache.transfer.messages import (
     Done,
     Drop,
     Execute,
+    NoteLayout,
     pack_checksums,
     pack_ids,
 )
@@ -49,7 +50,7 @@ PeerMessage = ToClient | RunOp
 """An op for a rank is encoded when it is sent, without the lock."""
 RankMessage = RunOp | Drop | Ended | SessionOver
 """Ops of a rank, and what becomes of tasks."""
-WorkerInstruction = RunOp | DropOp | RunLookUp | DiscardObjects | ReplaceExecutor
+WorkerInstruction = RunOp | DropOp | RunLookUp | DiscardObjects | NoteLayout | ReplaceExecutor
 
 
 class Output(NamedTuple):

@@ -36,7 +36,17 @@ from flexcache.tasks.instructions import (
     RunLookUp,
     RunOp,
 )
-from flexcache.transfer.messages import Discard, Done, Drop, LookedUp, LookUp, Ready, Stop
+from flexcache.transfer.messages import (
+    Discard,
+    Done,
+    Drop,
+    LayoutsNoted,
+    LookedUp,
+    LookUp,
+    NoteLayout,
+    Ready,
+    Stop,
+)
 
 if TYPE_CHECKING:
     from flexcache.server.store import CacheStore
@@ -46,7 +56,7 @@ logger = logging.getLogger(__name__)
 _MAX_MESSAGES_A_TURN = 256
 _DISCARDED_AT_ONCE = 256  # objects; each message has the time of one op
 
-WorkerMessage = Ready | Done | LookedUp
+WorkerMessage = Ready | Done | LookedUp | LayoutsNoted
 _DECODER = msgspec.msgpack.Decoder(WorkerMessage)
 
 
@@ -163,6 +173,8 @@ class WorkerPool:
                 self._owner.worker_up(worker.name)
             case LookedUp() as answer if worker.name == REMOTE:
                 self._owner.looked_up(answer, now)
+            case LayoutsNoted(others) if worker.name == REMOTE:
+                self._owner.layouts_noted(others)
             case Done() as done if (problem := problem_of(done)) is not None:
                 self._refuse(sender, "malformed", problem)
             case Done() as done:
@@ -205,6 +217,8 @@ class WorkerPool:
                 for start in range(0, len(keys), _DISCARDED_AT_ONCE):
                     part = keys[start : start + _DISCARDED_AT_ONCE]
                     self._send(REMOTE, Discard(root, list[bytes](part)))
+            case NoteLayout():
+                self._send(REMOTE, instruction)
             case ReplaceExecutor(executor, reason):
                 log_event(logger, logging.ERROR, "worker_replaced", worker=executor, reason=reason)
                 self._workers[executor].kill()
@@ -272,3 +286,6 @@ class WorkerOwner(Protocol):
 
     def looked_up(self, answer: LookedUp, now: float) -> None:
         """The remote worker has answered a question."""
+
+    def layouts_noted(self, others: Sequence[str]) -> None:
+        """The remote worker has told in which other layouts its store has the model."""

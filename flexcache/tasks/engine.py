@@ -631,6 +631,13 @@ class KVTaskEngine:
 
         self._take_in(change)
 
+    def layouts_noted(self, num_others: int) -> bool:
+        """Note in how many other layouts the remote store has the model; whether that is news."""
+        if self._lookups is None or num_others == self._lookups.counters.other_layouts:
+            return False
+        self._lookups.counters.other_layouts = num_others
+        return True
+
     def restore(self, records: Records, ages_s: Seconds, now: float) -> RestoreReport:
         """Index what the SSD tier was found to hold at startup, written this long ago."""
         with self._change:

@@ -20,7 +20,7 @@ from sortedcontainers import SortedList
 from flexcache.breaker import CircuitBreaker
 from flexcache.cache.block_keys import BlockKeys, PromptContent
 from flexcache.cache.load_plan import AskedTail
-from flexcache.cache.tiers import RemoteTier
+from flexcache.cache.tiers import UNKNOWN_TTL_S, RemoteTier
 from flexcache.ids import BlockKey, RootId
 from flexcache.stats import LookUpStats
 from flexcache.tasks.instructions import Instruction, LookUpEnded, RunLookUp
@@ -156,7 +156,8 @@ class RemoteLookUps:
             question.root, question.parent, present, question.first, question.content
         )
         if num_known < len(question.keys):
-            self._tier.learn_absent(question.root, question.keys[num_known], now)
+            ttl_s = None if error is None else UNKNOWN_TTL_S
+            self._tier.learn_absent(question.root, question.keys[num_known], now, ttl_s)
         if error is None:
             self._learn_tails(question, num_present, tail, now)
 
@@ -213,7 +214,7 @@ class RemoteLookUps:
         question = self._open[lookup_id]
         self._end(lookup_id, instructions)
         if not question.is_trial:
-            self._tier.learn_absent(question.root, question.name, now)
+            self._tier.learn_absent(question.root, question.name, now, UNKNOWN_TTL_S)
 
     def _end(self, lookup_id: int, instructions: list[Instruction]) -> None:
         question = self._open[lookup_id]

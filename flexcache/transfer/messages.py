@@ -93,6 +93,20 @@ class Discard(msgspec.Struct, tag=True, frozen=True):
     keys: list[bytes]
 
 
+class NoteLayout(msgspec.Struct, tag=True, frozen=True):
+    """Note in the remote store that it has a model, by its digest, in the layout that the text
+    names. `LayoutsNoted` answers, once the store can be reached."""
+
+    model: bytes
+    text: str
+
+
+class LayoutsNoted(msgspec.Struct, tag=True, frozen=True):
+    """In which other layouts the remote store has the model."""
+
+    others: list[str]
+
+
 class Stop(msgspec.Struct, tag=True, frozen=True):
     """Finish running transfers and exit."""
 

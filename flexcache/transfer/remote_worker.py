@@ -36,6 +36,7 @@ from flexcache.storage.remote.base import (
     Status,
     StoreUnavailableError,
 )
+from flexcache.storage.remote.layouts import note_layout
 from flexcache.storage.remote.objects import (
     BlockCodec,
     BlockMover,
@@ -50,8 +51,10 @@ from flexcache.transfer.messages import (
     Done,
     Drop,
     Execute,
+    LayoutsNoted,
     LookedUp,
     LookUp,
+    NoteLayout,
     unpack_ids,
 )
 from flexcache.transfer.worker_process import (
@@ -66,6 +69,9 @@ logger = logging.getLogger(__name__)
 _TRANSFER_THREADS = 3  # more threads would only compete for the processors
 # Apart from transfers: a look-up has milliseconds.
 _LOOKUP_THREADS = 2
+_NOTE_AGAIN_S = 5.0
+
+Answer = Done | LookedUp | LayoutsNoted
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +171,8 @@ class RemoteService:
         self._lookups: SimpleQueue[tuple[LookUp, float]] = SimpleQueue()
         self._discards: SimpleQueue[Discard] = SimpleQueue()
         self._num_asked = 0
-        """Look-ups and discards that are not over."""
-        self._answers: deque[Done | LookedUp] = deque()
+        """Calls that are not ops and are not over."""
+        self._answers: deque[Answer] = deque()
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         codecs = [BlockCodec(config.compression) for _ in range(_TRANSFER_THREADS)]
         block_bytes = sum(config.shard_bytes)
@@ -194,7 +200,7 @@ class RemoteService:
         with self._changed:
             return self._worker.is_idle and not (self._num_asked or self._answers)
 
-    def take(self, message: Execute | Drop | LookUp | Discard) -> None:
+    def take(self, message: Execute | Drop | LookUp | Discard | NoteLayout) -> None:
         """Start processing a message. Never blocks."""
         deadline = time.monotonic() + self._config.timeout_s  # includes waiting in the queue
         with self._changed:
@@ -204,6 +210,8 @@ class RemoteService:
             elif isinstance(message, Discard):
                 self._num_asked += 1
                 self._discards.put(message)
+            elif isinstance(message, NoteLayout):
+                self._start_thread("flexcache-remote-layout", self._note_layout, message)
             elif isinstance(message, Execute):
                 try:
                     self._worker.execute(message, deadline)
@@ -213,7 +221,7 @@ class RemoteService:
             elif (done := self._worker.drop(message.op_id)) is not None:
                 self._answer(done)
 
-    def advance(self) -> list[Done | LookedUp]:
+    def advance(self) -> list[Answer]:
         """Return the answers since the last call. Never blocks."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._event)
@@ -226,7 +234,9 @@ class RemoteService:
         """Close the store; the threads must be idle. They end with the process."""
         self._connection.close()
 
-    def _start_thread(self, name: str, target: Callable[..., None], *args: BlockMover) -> None:
+    def _start_thread(
+        self, name: str, target: Callable[..., None], *args: BlockMover | NoteLayout
+    ) -> None:
         # A client cannot be interrupted and might still write into the pool; once its process is
         # dead, nothing can. So the server kills it at an op's deadline.
         # Daemon threads: one that hangs in a native call must not keep the process alive.
@@ -285,7 +295,7 @@ class RemoteService:
             deadline = time.monotonic() + self._config.timeout_s
             try:
                 outcomes = self._connection.store().discard(names, deadline)
-                reasons = [each.reason for each in outcomes if each.status is Status.FAILED]
+                reasons = [each.reason for each in outcomes or () if each.status is Status.FAILED]
             except StoreUnavailableError as error:
                 reasons = [str(error)] * len(names)
             except Exception:
@@ -302,6 +312,28 @@ class RemoteService:
                 self._num_asked -= 1
                 os.eventfd_write(self._event, 1)  # a worker that is to end waits for it
 
+    def _note_layout(self, message: NoteLayout) -> None:
+        others = None
+        while others is None:
+            with self._changed:
+                self._num_asked += 1  # the store must not be closed meanwhile
+            try:
+                deadline = time.monotonic() + self._config.timeout_s
+                store = self._connection.store()
+                others = note_layout(store, message.model, message.text, deadline)
+            except StoreUnavailableError:
+                pass  # not logged: the breaker opens, and that is
+            except Exception:
+                log_event(logger, logging.ERROR, "layout_not_noted", exc_info=True)
+                others = []
+            with self._changed:
+                self._num_asked -= 1
+                if others is not None:
+                    self._answers.append(LayoutsNoted(others))
+                os.eventfd_write(self._event, 1)
+            if others is None:
+                time.sleep(_NOTE_AGAIN_S)
+
     def _find(self, message: LookUp, deadline: float) -> tuple[Presence, int]:
         """Return how many blocks are there, and which tail, or -1."""
         store = self._connection.store()
@@ -317,7 +349,7 @@ class RemoteService:
         at = store.first_present([name for _, name in tails], deadline)
         return found, tails[at][0] if at < len(tails) else -1
 
-    def _answer(self, answer: Done | LookedUp) -> None:
+    def _answer(self, answer: Answer) -> None:
         self._answers.append(answer)
         os.eventfd_write(self._event, 1)
 
@@ -329,7 +361,7 @@ def main() -> None:
     serve(
         config,
         check_remote_url(config.url).name,
-        Execute | Drop | LookUp | Discard,
+        Execute | Drop | LookUp | Discard | NoteLayout,
         service,
     )
     if service.is_idle:  # else a thread is inside the client, which cannot be closed under it

@@ -25,6 +25,7 @@ from flexcache.storage.compression import PACKAGES
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.remote import RemoteStore, open_remote_store
 from flexcache.storage.remote.base import Status
+from flexcache.storage.remote.layouts import note_layout
 from flexcache.storage.remote.memory import MemoryStore
 from flexcache.storage.remote.objects import (
     FORMAT_VERSION,
@@ -155,6 +156,21 @@ def test_an_absent_object_is_missing(store: RemoteStore, memory: Memory) -> None
     assert statuses(store.discard(names, soon()))[0] in (Status.OK, Status.MISSING)
     assert store.count_present([], soon()).num_present == 0
     assert store.read_into([], [], soon()) == store.write_from([], [], soon()) == []
+
+
+def test_layouts_of_a_model_are_noted_once_each(
+    open_store: Callable[..., RemoteStore], store: RemoteStore
+) -> None:
+    model = os.urandom(16)
+    assert note_layout(store, model, "tp=1|block=16", soon()) == []
+    for _ in range(2):
+        assert note_layout(store, model, "tp=2|block=16", soon()) == ["tp=1|block=16"]
+    with closing(open_store(call_bytes=CALL_BYTES, timeout_s=TIMEOUT_S)) as other:
+        assert note_layout(other, model, "é" * 5000, soon()) == ["tp=1|block=16", "tp=2|block=16"]
+    for number in range(40):  # beyond the room for notes
+        others = note_layout(store, model, f"tp={number}", soon())
+        assert 3 <= len(others) <= 16
+    assert note_layout(store, os.urandom(16), "tp=1|block=16", soon()) == []
 
 
 def test_an_object_of_several_parts_comes_back_whole(store: RemoteStore, memory: Memory) -> None:

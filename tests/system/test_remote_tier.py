@@ -160,7 +160,11 @@ def test_compressed_blocks_are_read_by_caches_that_compress_differently(
         until_it_stores(two)
         assert two.get(TOKENS, BLOCKS).mask.all()
         assert two.read(BLOCKS) == expected
-    sizes = {path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()}
+    sizes = {
+        path.stat().st_size
+        for path in tmp_path.rglob("*")
+        if path.is_file() and "models" not in path.parts
+    }
     assert min(sizes) < 1000 < max(sizes)
 
 
@@ -355,6 +359,31 @@ def test_a_store_that_is_killed_and_restarted_under_load_misses_and_is_used_agai
         load.work_until_it_grows("stored_blocks", "read_bytes")
         assert load.engine.seen.wrong == []
         assert load.engine.seen.longest_call_s < NO_HANG_S
+
+
+def num_other_layouts(cluster: Cluster) -> int:
+    return int(cluster.manager.stats()["remote"]["lookups"]["other_layouts"])
+
+
+@pytest.mark.parametrize("url", FILES_AT_EACH_CHANGE, indirect=True)
+def test_a_store_that_has_the_model_in_another_layout_is_named_once(
+    url: str, model: ModelConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caches(url, model) as (one, two):
+        put_into_the_store(one)
+        until_it_stores(two)
+        assert num_other_layouts(one) == 0
+        with caches(url, model, 1, tokens_per_block=32) as (other,):
+            until(lambda: num_other_layouts(other) == 1)
+            worker = other.manager.stats()["workers"]["remote"]
+            os.kill(worker, signal.SIGKILL)  # the next one notes it again
+            until(lambda: other.manager.stats()["workers"].get("remote") not in (None, worker))
+            until(lambda: breaker(other) == "closed")
+        (line,) = [each for each in caplog.messages if "stored_for_another_layout" in each]
+        assert "block=16" in line
+        assert 'here="block=32' in line
+        assert model.model_id not in line
+        assert num_other_layouts(two) == 0
 
 
 @pytest.mark.parametrize("is_shared", [False, True])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+from builders import prompt
 from task_builders import ENGINE, ROOT, World, keys_of
 
 from flexcache.cache.control import CacheCall
@@ -11,6 +14,7 @@ from flexcache.cache.tiers import ABSENT_TTL_S
 from flexcache.ids import KVStatus, OpKind, TaskId, TaskIds, TaskKind, TierName, make_session
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.instructions import DISK, REMOTE, EraseDeleted, device
+from flexcache.tasks.model import DEFAULT_LIMITS
 
 CPU, SSD = TierName.CPU, TierName.SSD
 
@@ -83,15 +87,53 @@ def test_blocks_on_this_machine_are_not_looked_up() -> None:
     assert world.look_up("abcde") is not None
 
 
-def test_absent_blocks_are_not_looked_up_again_for_a_while() -> None:
+def ask_for(world: World, word: str, seconds: float) -> list[float]:
+    """Ask 100 times a second; return when a question went to the store, which answers at once."""
+    asked_s = []
+    for step in range(round(seconds * 100)):
+        if (lookup := world.look_up(word)) is not None:
+            asked_s.append(step / 100)
+            world.answer(lookup)
+        world.tick(0.01)
+    return asked_s
+
+
+def test_blocks_that_stay_absent_are_looked_up_less_and_less_often() -> None:
     world = with_store()
-    lookup = world.look_up("abcd")
-    assert lookup is not None
-    world.answer(lookup)
-    world.tick(ABSENT_TTL_S - 0.1)
-    assert world.look_up("abcd") is None
-    world.tick(0.2)
-    assert world.look_up("abcd") is not None
+    asked_s = ask_for(world, "abcd", 60)
+    gaps = [later - before for before, later in itertools.pairwise(asked_s)]
+    assert gaps == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, *[ABSENT_TTL_S] * 10], abs=0.05)
+
+
+def test_what_another_host_stores_is_found_soon_after_it_was_absent() -> None:
+    world = with_store()
+    ask_for(world, "abcdef", 60)
+    world.tick(3 * ABSENT_TTL_S)  # nobody asks
+    assert ask_for(world, "abcdef", 0.05) == [0.0]
+    world.stored_by_another("abc")
+    world.tick(0.1)
+    assert ask_for(world, "abcdef", 0.05) == [0.0]
+    assert world.cached(TierName.REMOTE, "abcdef") == 3
+    world.stored_by_another("abcdef")
+    world.tick(0.1)  # the block after what was found was not absent before
+    assert get_after_asking(world, "abcdef") == (KVStatus.SUCCESS, 6)
+
+
+def test_what_the_store_has_not_said_is_unknown_not_absent() -> None:
+    world = with_store()
+    world.stored_by_another("abcd")
+    for _ in range(2):  # a third failure would open the circuit
+        assert world.look_up("abcd") is not None
+        world.tick(DEFAULT_LIMITS.lookup_timeout_s)
+        assert world.look_up("abcd") is None, "at once"
+        world.tick(0.1)
+    assert get_after_asking(world, "abcd") == (KVStatus.SUCCESS, 4)
+    assert world.look_up("xyz") is not None
+    world.down(REMOTE)
+    world.tick(0.1)
+    remote = world.cache.tiers.remote
+    assert remote is not None
+    assert remote.first_unknown(prompt("xyz"), 3, world.now) == 0
 
 
 def test_blocks_stored_by_this_node_need_no_look_up() -> None:

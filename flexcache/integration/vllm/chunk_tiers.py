@@ -15,7 +15,7 @@ from flexcache.breaker import CircuitBreaker
 from flexcache.cache.block_keys import BlockKeys, EngineBlockKeys, PromptContent
 from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.tier import Lease, Tier
-from flexcache.cache.tiers import RemoteTier
+from flexcache.cache.tiers import ABSENT_TTL_S, RemoteTier
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, OpId, OpKind, RootId, TaskId
 from flexcache.server.outbox import WorkerInstruction
@@ -213,7 +213,7 @@ class StorePresence:
             self._known.learn(self._root, None, [key])
         else:
             self._known.discard(self._root, key)
-            self._known.learn_absent(self._root, key, now)
+            self._known.learn_absent(self._root, key, now, ABSENT_TTL_S)
 
     def ask(self, now: float) -> None:
         """Ask the store about what was noted."""
