@@ -36,12 +36,12 @@ from flexcache.storage.remote.base import (
     Status,
     StoreUnavailableError,
 )
-from flexcache.storage.remote.layouts import note_layout
 from flexcache.storage.remote.objects import (
     BlockCodec,
     BlockMover,
     BlocksMoved,
     batch_size,
+    note_layout,
     object_name,
     room_bytes,
 )

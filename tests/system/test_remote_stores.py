@@ -25,7 +25,6 @@ from flexcache.storage.compression import PACKAGES
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.remote import RemoteStore, open_remote_store
 from flexcache.storage.remote.base import Status
-from flexcache.storage.remote.layouts import note_layout
 from flexcache.storage.remote.memory import MemoryStore
 from flexcache.storage.remote.objects import (
     FORMAT_VERSION,
@@ -33,6 +32,7 @@ from flexcache.storage.remote.objects import (
     BlockCodec,
     BlockMover,
     BlocksMoved,
+    note_layout,
     object_name,
 )
 

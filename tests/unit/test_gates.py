@@ -73,14 +73,14 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 74_200,
+    "lines of the package": 74_500,
     "files of the package": 256,
     "lines of the router": 16_000,
     "modules under 120 lines with one importer": 2,
     "class names that several classes have": 2,
     "functions with too many parameters": 5,
     "functions more complex than 12": 34,
-    "types of messages": 56,
+    "types of messages": 58,
     "settings of the cache": 50,
     "settings of the router": 33,
     "metrics": 119,

@@ -108,7 +108,7 @@ def test_blocks_that_stay_absent_are_looked_up_less_and_less_often() -> None:
 def test_what_another_host_stores_is_found_soon_after_it_was_absent() -> None:
     world = with_store()
     ask_for(world, "abcdef", 60)
-    world.tick(3 * ABSENT_TTL_S)  # nobody asks
+    world.tick(3 * ABSENT_TTL_S)  # without a question
     assert ask_for(world, "abcdef", 0.05) == [0.0]
     world.stored_by_another("abc")
     world.tick(0.1)

@@ -457,6 +457,9 @@ class ChunkTiers:
             self._presence.answered(answer, now)
             self._sync_store(now)
 
+    def layouts_noted(self, others: Sequence[str]) -> None:
+        """Do nothing: the layouts of chunks are vLLM's, and none is noted."""
+
     def tick(self, now: float) -> None:
         """Let deadlines pass."""
         for lane in self._lanes.values():

@@ -11,6 +11,12 @@
     56   header checksum   uint64    xxh3-64 of the 56 bytes before
     64   the bytes
 
+A model's layouts are noted beside its blocks, each once, at the first free place, by the first
+cache that has it:
+
+    v2/models/MODEL/0    "acme/model|bfloat16|...|tp=1|block=16|... as ..."
+    v2/models/MODEL/1    "acme/model|bfloat16|...|tp=2|block=16|... as ..."
+
 All integers are little endian. An object that differs from this format, or from what the reader
 expects of the block, is recognised and never mistaken for the block.
 """
@@ -243,3 +249,43 @@ class BlockMover:
         if outcome.status is Status.TOO_LARGE:
             raise DamagedObjectError(outcome.reason)
         self._codec.decode(root, key, header, pieces, outcome.num_bytes, outcome.digest)
+
+
+_MOST_LAYOUTS = 16
+_LONGEST_TEXT = 4096  # bytes
+
+
+def note_layout(store: RemoteStore, model: bytes, text: str, deadline: float) -> list[str]:
+    """Note that the store has a model in a layout; return the other layouts that were noted.
+
+    Blocks of another layout have other names: this explains a miss between two fleets. A note is a
+    hint: two caches that begin at the same time may overwrite one, and its blocks may be gone.
+
+    Args:
+        model: Digest that identifies the model's weights.
+        text: Names the layout; what is longer than 4,096 bytes is cut.
+
+    Raises:
+        StoreUnavailableError: The store did not answer, or not in time.
+    """
+    names = [f"v{FORMAT_VERSION}/models/{model.hex()}/{i}" for i in range(_MOST_LAYOUTS)]
+    own = text.encode()[:_LONGEST_TEXT]
+    while True:
+        rooms = [bytearray(_LONGEST_TEXT) for _ in names]
+        found = store.read_into(names, [[memoryview(room)] for room in rooms], deadline)
+        _require_answers(found)
+        # Of what is missing, or not a note of ours, 0 bytes count as read.
+        read = zip(rooms, found, strict=True)
+        noted = {bytes(room[: outcome.num_bytes]) for room, outcome in read} - {b""}
+        statuses = [outcome.status for outcome in found]
+        free = [name for name, s in zip(names, statuses, strict=True) if s is Status.MISSING]
+        if own in noted or not free:
+            return sorted(each.decode(errors="replace") for each in noted - {own})
+        # Then it is looked at again: who came first may stay.
+        _require_answers(store.write_from(free[:1], [[memoryview(own)]], deadline))
+
+
+def _require_answers(outcomes: Sequence[ObjectOutcome]) -> None:
+    for outcome in outcomes:
+        if outcome.status is Status.FAILED:
+            raise StoreUnavailableError(outcome.reason)
