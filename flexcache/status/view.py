@@ -392,10 +392,13 @@ def _remote(remote: RemoteStats) -> Text:
         line.append("not available", "red")
     if breaker.state != "closed":
         line.append(f", breaker {breaker.state.value} ({breaker.last_reason})", "red")
-    return line.append(
+    line.append(
         f", breaker opened {breaker.openings:,} times; {lookups.asked:,} lookups, "
         f"{lookups.late:,} answered late"
     )
+    if lookups.other_layouts:
+        line.append(f"; has the model in {lookups.other_layouts} other layouts")
+    return line
 
 
 def _by_kind(ended: Mapping[str, int]) -> str:

@@ -42,6 +42,7 @@ from flexcache.protocol.messages import HelloEngine, ModelSpec
 from flexcache.server.server import KVServer
 from flexcache.stats import Stats
 from flexcache.storage.pool_directory import DATA_FILE
+from flexcache.storage.shards import digest
 
 NUM_BLOCKS = 24
 TOKENS = np.arange(NUM_BLOCKS * 16)
@@ -146,7 +147,11 @@ def hold_the_disk_worker_up(server: Server, tmp_path: Path) -> None:
 
 
 def hold_the_store_up(server: Server, tmp_path: Path) -> None:
-    """Have the remote worker answer nothing until the store is given up, and then answer again."""
+    """Have the remote worker answer nothing until the store is given up, and then answer again. The
+    store has the model in another layout, too."""
+    notes = tmp_path / "store" / "v2" / "models" / digest(MODEL.model_id).hex()
+    notes.mkdir(parents=True)
+    (notes / "0").write_text("tp=2")
     with running_cluster(
         model=MODEL,
         remote_url=f"file://{tmp_path / 'store'}",
@@ -164,6 +169,7 @@ def hold_the_store_up(server: Server, tmp_path: Path) -> None:
         server.look_until(lambda look: look['breaker_state{state="open"}'] == 1)
         os.kill(pid, signal.SIGCONT)
         server.look_until(lambda look: look['breaker_state{state="closed"}'] == 1)
+        server.look_until(lambda look: look["remote_other_layouts"] == 1)
 
 
 def share_a_server(server: Server, tmp_path: Path) -> None:
@@ -347,6 +353,7 @@ EXPECTED: dict[Callable[[Server, Path], None], Expected] = {
         "remote_lookups_total": 4,
         "late_remote_lookups_total": 4,
         "open_lookups": CHANGES,
+        "remote_other_layouts": Is(1),
         'tier_available{tier="REMOTE"}': CHANGES,
         "breaker_openings_total": CHANGES,  # each trial in vain is another one
         'breaker_state{state="open"}': CHANGES,

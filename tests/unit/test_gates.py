@@ -73,7 +73,7 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 74_500,
+    "lines of the package": 74_530,
     "files of the package": 256,
     "lines of the router": 16_000,
     "modules under 120 lines with one importer": 2,
@@ -83,7 +83,7 @@ CEILINGS = {
     "types of messages": 58,
     "settings of the cache": 50,
     "settings of the router": 33,
-    "metrics": 119,
+    "metrics": 120,
 }
 """What the package has at most. A ceiling falls with the code. It rises only for a feature that
 needs it, with a line in CHANGELOG.md that names the feature."""

@@ -84,7 +84,7 @@ def figures(**changes: Any) -> dict[str, Any]:
         "remote": {
             "available": False,
             "breaker": {"state": "open", "openings": 2, "last_reason": "too slow"},
-            "lookups": {"asked": 11, "late": 1},
+            "lookups": {"asked": 11, "late": 1, "other_layouts": 2},
         },
         "op_seconds": {},
         "task_seconds": {},
@@ -155,7 +155,7 @@ def test_no_rates_are_shown_across_a_restart_or_before_the_first_engine() -> Non
         "ended: get not found 1, success 4; put success 2",
         "waiting + running: disk 3 + 1, device 0 + 2, blocks to store 9",
         "remote store: not available, breaker open (too slow), "
-        "breaker opened 2 times; 11 lookups, 1 answered late",
+        "breaker opened 2 times; 11 lookups, 1 answered late; has the model in 2 other layouts",
         "blocks not stored: remote write failed 8",
         "counters: disk worker deaths 1",
         "KV events: published batches 12, dropped batches 3",
