@@ -148,7 +148,9 @@ def main(
     with ExitStack() as stack:
         # Sockets have short paths only.
         work_dir = Path(
-            stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-", dir=directory))
+            stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="soak-", dir=directory.absolute())
+            )
         )
         store = stack.enter_context(s3_server())
         fleet = Fleet(work_dir, sglang_python, store.url, small_disk)
