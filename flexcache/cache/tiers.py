@@ -134,7 +134,7 @@ class RemoteTier(Tier):
         # again each time would cost every hit a round trip.
         if ttl_s is None:
             until, former_s = self._absent.get((root, key), (0.0, 0.0))
-            is_asked_often = now <= until + former_s
+            is_asked_often = now <= until + ABSENT_TTL_S
             ttl_s = min(ABSENT_TTL_S, 2 * former_s) if is_asked_often else 0.0
         self._absent[root, key] = now + max(ttl_s, UNKNOWN_TTL_S), max(ttl_s, UNKNOWN_TTL_S)
         self._absent.move_to_end((root, key))

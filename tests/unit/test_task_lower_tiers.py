@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 from builders import prompt
@@ -10,7 +11,7 @@ from task_builders import ENGINE, ROOT, World, keys_of
 
 from flexcache.cache.control import CacheCall
 from flexcache.cache.prompt import Prompt
-from flexcache.cache.tiers import ABSENT_TTL_S
+from flexcache.cache.tiers import ABSENT_TTL_S, UNKNOWN_TTL_S, RemoteTier
 from flexcache.ids import KVStatus, OpKind, TaskId, TaskIds, TaskKind, TierName, make_session
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.instructions import DISK, REMOTE, EraseDeleted, device
@@ -103,6 +104,23 @@ def test_blocks_that_stay_absent_are_looked_up_less_and_less_often() -> None:
     asked_s = ask_for(world, "abcd", 60)
     gaps = [later - before for before, later in itertools.pairwise(asked_s)]
     assert gaps == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, *[ABSENT_TTL_S] * 10], abs=0.05)
+
+
+def test_a_store_that_lacks_everything_is_asked_hardly_more_than_with_the_longest_pauses() -> None:
+    """At 100 prompts a second, of as many users as make it likely that one asks again."""
+    num_asked = {}
+    for pause_s in (UNKNOWN_TTL_S, ABSENT_TTL_S):
+        remote, draw = RemoteTier(1000), random.Random(1)
+        users = [prompt(f"{user:c}") for user in range(97, 122)]
+        num_asked[pause_s] = 0
+        for step in range(100 * 60):
+            keys, now = draw.choice(users), step / 100
+            if remote.first_unknown(keys, 1, now) is not None:
+                num_asked[pause_s] += 1
+                is_usual = pause_s == UNKNOWN_TTL_S
+                remote.learn_absent(ROOT, keys.key(0), now, None if is_usual else pause_s)
+    assert num_asked[ABSENT_TTL_S] > 25 * 8
+    assert num_asked[UNKNOWN_TTL_S] < 2 * num_asked[ABSENT_TTL_S]
 
 
 def test_what_another_host_stores_is_found_soon_after_it_was_absent() -> None:
