@@ -496,20 +496,20 @@ class KVManager:
         Args:
             token_ids: The prompt, as for `lookup`; so are the options.
             ttl_s: Seconds, at most a week. A pin that holds already never ends earlier by this.
-            session_id: Instead, all prompts that the session has used whose ends are cached.
+            session_id: Instead, all prompts that the session has used whose ends are cached. With a
+                prompt, the session whose deletion ends the pin.
 
         Returns:
             None if nothing is cached, or there is no room: pins together hold at most
             ``max_pinned_share`` of a tier, and those of a namespace its quota.
 
         Raises:
-            ValueError: An argument is out of range, or not exactly one of prompt and session is
-                given.
+            ValueError: An argument is out of range, or neither prompt nor session is given.
             ServerLostError: The cache is shared and its server is away.
         """
-        if session_id is not None and any(option is not None for option in options.values()):
-            raise ValueError(f"a session is pinned whole: leave out {', '.join(options)}")
         prompts = self._prompts.named(token_ids, options)
+        if session_id is not None and not prompts and options.get("namespace") is not None:
+            raise ValueError("a session is pinned whole: leave out namespace")
         call = CacheCall(name="pin", prompts=prompts, session_id=session_id, ttl_s=ttl_s)
         pinned = self._control(call)
         return None if pinned is None else Pin(*pinned)

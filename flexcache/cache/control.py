@@ -20,9 +20,10 @@ Pure: no I/O, no clock.
 from __future__ import annotations
 
 import heapq
+import secrets
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from numbers import Real
@@ -30,7 +31,6 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import msgspec
-import xxhash
 
 from flexcache.cache.block_keys import BlockKeys, EngineBlockKeys, tag_of, tenant_of
 from flexcache.cache.load_plan import TailLoads
@@ -61,7 +61,8 @@ class CacheCall(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         prompts: What it is about: one prompt, under each name of weights that engines have.
         engines: For each of these, the engines whose weights name it so; empty: the caller's.
-        session_id: Instead of a prompt, all of a session.
+        session_id: Instead of a prompt, all of a session. Beside the prompt of a pin, the session
+            whose deletion ends it.
         ttl_s: How long a pin is to hold.
         pin_id: The pin that is to end.
         tenant: Instead of a prompt, all whose namespace begins with this part.
@@ -85,8 +86,7 @@ class CacheCall(msgspec.Struct, frozen=True, kw_only=True):
             if not isinstance(self.pin_id, str):
                 raise ValueError(f"pin_id = {self.pin_id!r}: must be a string")
         else:
-            of_all = self.name == "delete" and (self.tenant is not None or bool(self.roots))
-            if bool(self.prompts) + (self.session_id is not None) + of_all != 1:
+            if self._num_named() != 1:
                 what = ", or a namespace alone" if self.name == "delete" else ""
                 raise ValueError(
                     f"give either a prompt, by token_ids or block_keys, or a session_id{what}"
@@ -98,13 +98,20 @@ class CacheCall(msgspec.Struct, frozen=True, kw_only=True):
                     f"ttl_s = {self.ttl_s!r}: must be above 0 and at most {LONGEST_PIN_S:,.0f} s"
                 )
 
+    def _num_named(self) -> int:
+        """How many of prompt, session and namespace it is about."""
+        of_all = self.name == "delete" and (self.tenant is not None or bool(self.roots))
+        is_owner = self.name == "pin" and bool(self.prompts)
+        return bool(self.prompts) + (self.session_id is not None and not is_owner) + of_all
+
 
 class Pin(NamedTuple):
     """A pin that holds.
 
     Attributes:
-        id: Ends it (`KVManager.unpin`). The same prompt or session has the same.
-        num_tokens: How many it holds. Blocks that several prompts of a session share count once.
+        id: Ends it (`KVManager.unpin`). While it holds, the same prompt or session has the same.
+        num_tokens: How many it holds of the prompt; of a session, of all its prompts together.
+            Blocks that several of these share count once.
         expires_at: When it ends, in seconds since the epoch.
     """
 
@@ -146,8 +153,10 @@ class _Held:
     """What one pin holds."""
 
     expires_s: float
-    prompts: frozenset[End] = frozenset()
-    """Ends of the prompt that it is for, by each of its names; none for a session."""
+    names: set[End | str]
+    """What it is for: the ends of a prompt, by each of its names, or a session."""
+    owners: set[str | None]
+    """Sessions that made it; None for who named none."""
     stop: int = 0
     """How many blocks of its longest prompt it holds."""
     blocks: list[tuple[Tier, PrefixMatch]] = field(default_factory=list)
@@ -162,6 +171,18 @@ class _Held:
     def roots(self) -> set[RootId]:
         found = {match.run.root for _, match in self.blocks if match.run is not None}
         return found | {tail.root for _, tail in self.tails}
+
+    @property
+    def is_of_prompt(self) -> bool:
+        return not any(isinstance(name, str) for name in self.names)
+
+    def extend(self, former: _Held) -> None:
+        """Hold what another one does, too, in its place."""
+        self.expires_s = max(self.expires_s, former.expires_s)
+        self.blocks += former.blocks
+        self.tails += former.tails
+        self.names = self.names | former.names
+        self.owners = self.owners | former.owners
 
     def count(self, tier: Tier, counted: PinnedBlocks) -> int:
         """Count its blocks of a tier; return how many are counted, each once."""
@@ -192,6 +213,7 @@ class CacheControl:
         self._tails = tails
         self._max_share = max_share
         self._pins: dict[str, _Held] = {}
+        self._by_name: dict[End | str, list[str]] = {}
         self.expiries: list[tuple[float, str]] = []
         self.counters = ControlStats()
 
@@ -211,14 +233,15 @@ class CacheControl:
             return CallOutcome({}, call.pin_id if is_held else "")
         if call.name == "delete":
             return self._delete(call, puts)
-        if call.session_id is None:
+        names: set[End | str]
+        if prompts or call.session_id is None:
             wanted = [(prompt.keys, prompt.stop) for prompt in prompts]
-            held = _Held(now + call.ttl_s, _ends(wanted))
+            names = {*_ends(wanted)}
         else:
             found = self._sessions.prompts_of(call.session_id)
             wanted = [(keys, keys.num_blocks) for keys in found]
-            held = _Held(now + call.ttl_s)
-        return self._pin(_pin_id(wanted, call.session_id), wanted, held)
+            names = {call.session_id}
+        return self._pin(wanted, _Held(now + call.ttl_s, names, {call.session_id}))
 
     # -- look-ups --------------------------------------------------------------------------------
 
@@ -248,28 +271,38 @@ class CacheControl:
 
     # -- pins ------------------------------------------------------------------------------------
 
-    def _pin(
-        self, pin_id: str, wanted: Sequence[tuple[BlockKeys, int]], held: _Held
-    ) -> CallOutcome:
+    def _pin(self, wanted: Sequence[tuple[BlockKeys, int]], held: _Held) -> CallOutcome:
+        pin_id = self._id_of(held.names)
         former = self._pins.get(pin_id)
         has_room = former is not None or len(self._pins) < _MAX_PINS
-        for keys, stop in wanted:
-            has_room = has_room and self._hold(held, keys, stop)
+        has_room = has_room and all(self._hold(held, *each) for each in wanted)
         if not (has_room and held.tiers):
             self._let_go(held)
             self.counters.refused_pins["not_cached" if has_room else "no_room"] += 1
             return CallOutcome({})
-        if former is not None:
-            # Held twice for a moment, so that nothing that it holds is lost between the two.
-            held.expires_s = max(held.expires_s, former.expires_s)
-            self._let_go(former)
-        self._begin(pin_id, held)
         blocks = {t.name: held.count(t, PinnedBlocks(lambda _: 0)) for t in held.tiers}
-        num_blocks = sum(blocks.values()) or held.stop  # of tails alone
-        return CallOutcome(blocks, pin_id, num_blocks, held.expires_s)
+        num_blocks = held.stop if held.is_of_prompt else sum(blocks.values())
+        if former is None:
+            pin_id = secrets.token_hex(16)  # one that has ended must not end a later one
+        else:
+            # Held twice for a moment, so that nothing that it holds is lost between the two.
+            self._let_go(former, {keys.root for keys, _ in wanted})
+            held.extend(former)  # under other names that the prompt has
+        self._begin(pin_id, held)
+        # Without blocks it holds tails alone.
+        return CallOutcome(blocks, pin_id, num_blocks or held.stop, held.expires_s)
+
+    def _id_of(self, names: Iterable[End | str]) -> str:
+        """Return the pin that has one of these names; empty if there is none."""
+        # The same call again means the same pin: an agent that pins the same prefix with every turn
+        # would leave one each time, and a caller that missed the answer could not end its own.
+        return next((self._by_name[name][0] for name in names if name in self._by_name), "")
 
     def _begin(self, pin_id: str, held: _Held) -> None:
+        former = self._pins.get(pin_id)
         self._pins[pin_id] = held
+        for name in held.names if former is None else held.names - former.names:
+            self._by_name.setdefault(name, []).append(pin_id)
         heapq.heappush(self.expiries, (held.expires_s, pin_id))
         # A pin that is extended again and again leaves a stale entry each time.
         if len(self.expiries) > 2 * len(self._pins) + _SPARE_ENTRIES:
@@ -324,11 +357,21 @@ class CacheControl:
         # Beyond its quota a tenant only borrows, and what is borrowed must be given back.
         return tier.quotas is None or tier.pinned.num_of(root) <= tier.quotas.quota(root)
 
-    def _let_go(self, held: _Held) -> None:
-        for tier, match in held.blocks:
+    def _let_go(self, held: _Held, roots: Container[RootId] | None = None) -> None:
+        """Let go of what a pin holds under these roots, or of all."""
+        blocks, tails = held.blocks, held.tails
+        held.blocks, held.tails = [], []
+        for tier, match in blocks:
+            assert match.run is not None
+            if roots is not None and match.run.root not in roots:
+                held.blocks.append((tier, match))
+                continue
             tier.pinned.remove(match)
             tier.unpin(match)
-        for tier, tail in held.tails:
+        for tier, tail in tails:
+            if roots is not None and tail.root not in roots:
+                held.tails.append((tier, tail))
+                continue
             tier.pinned.remove_tail(tail)
             tier.unpin_tail(tail)
 
@@ -337,9 +380,16 @@ class CacheControl:
         held = self._pins.pop(pin_id, None)
         if held is None:
             return False
+        self._unname(pin_id, held.names)
         self._let_go(held)
         self.counters.ended_pins[reason] += 1
         return True
+
+    def _unname(self, pin_id: str, names: Iterable[End | str]) -> None:
+        for name in names:
+            self._by_name[name].remove(pin_id)
+            if not self._by_name[name]:
+                del self._by_name[name]
 
     def end_in(self, name: str | None) -> None:
         """End the pins that hold blocks of a tier that is cleared, or all."""
@@ -348,17 +398,27 @@ class CacheControl:
                 self._end(pin_id, "cleared")
 
     def end_roots(self, roots: Iterable[RootId] | None, reason: str) -> None:
-        """End the pins that hold blocks under any of these roots, or all."""
+        """End the pins that hold blocks under any of these roots, or all. A pin that holds blocks
+        under others too, of an engine with other weights, goes on with those."""
         gone = set(roots or ())
         for pin_id, held in list(self._pins.items()):
-            if roots is None or held.roots & gone:
+            if roots is None or held.roots <= gone:
                 self._end(pin_id, reason)
+            elif held.roots & gone:
+                self._let_go(held, gone)
+                ended = {name for name in held.names if name[0] in gone}
+                self._unname(pin_id, ended)
+                held.names -= ended
 
-    def _end_pins_of(self, prompts: frozenset[End]) -> None:
+    def _end_pins_of(self, prompts: Iterable[End]) -> None:
         """End the pins of prompts that have one of these ends."""
-        # Not by the pin's id: who pins knows the prompt by the names of his engine alone, and who
-        # deletes by HTTP by those of all engines.
-        for pin_id in [i for i, held in self._pins.items() if not prompts.isdisjoint(held.prompts)]:
+        for end in prompts:
+            for pin_id in self._by_name.get(end, [])[:]:
+                self._end(pin_id, "deleted")
+
+    def _end_pins_by(self, session_id: str) -> None:
+        """End the pins that a session alone has made."""
+        for pin_id in [i for i, held in self._pins.items() if held.owners == {session_id}]:
             self._end(pin_id, "deleted")
 
     # -- deletes ---------------------------------------------------------------------------------
@@ -370,8 +430,8 @@ class CacheControl:
         # Blocks dropped on request are not lost, even if they were still to be written back.
         kept, self._tiers.lost = self._tiers.lost, Counter()
         if call.session_id is not None:
-            # Its own pin: who deletes what it has pinned itself does not want to be told of it.
-            self._end(_pin_id((), call.session_id), "deleted")
+            # Its own pins: who deletes what it has pinned itself does not want to be told of it.
+            self._end_pins_by(call.session_id)
             self._delete_session(gone, call.session_id, puts)
         elif call.prompts:
             wanted = [(prompt.keys, prompt.stop) for prompt in call.prompts]
@@ -443,7 +503,9 @@ class CacheControl:
             leases = [plan.staging, *plan.stores.values()]
             stored = [key for lease in leases if lease is not None for key in lease.keys]
             gone.keys.setdefault(plan.root, set()).update(stored)
-        self._sessions.forget(session_id)
+        # What pins of others hold can be deleted once these have ended.
+        if not any(self._sessions.own_ends(session_id, tier) for tier in self._tiers):
+            self._sessions.forget(session_id)
 
     def _delete_roots(self, gone: _Gone, tenant: str | None, roots: Sequence[RootId]) -> None:
         """Delete all that is kept under the roots of a tenant, or under these."""
@@ -498,12 +560,18 @@ class CacheControl:
     def stats(self) -> ControlStats:
         return self.counters.snapshot(pins=len(self._pins))
 
+    def _check_names(self) -> None:
+        named = Counter((name, i) for i, held in self._pins.items() for name in held.names)
+        if named != Counter((name, i) for name, ids in self._by_name.items() for i in ids):
+            raise InternalError("pins and what they are for disagree")
+
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold. O(pinned runs)."""
         if not {(held.expires_s, pin_id) for pin_id, held in self._pins.items()} <= set(
             self.expiries
         ):
             raise InternalError("a pin would not end")
+        self._check_names()
         for tier in self._tiers:
             counted = PinnedBlocks(lambda _: 0)
             for held in self._pins.values():
@@ -515,21 +583,8 @@ class CacheControl:
                 raise InternalError(f"pins hold {counted.num_blocks} blocks of {tier.name.value}")
 
 
-def _pin_id(wanted: Sequence[tuple[BlockKeys, int]], session_id: str | None) -> str:
-    """Name a pin after what it is to hold, so that the same call again means the same pin."""
-    # Not a new name for each call: an agent that pins the same prefix with every turn would leave a
-    # pin each time, and a caller that missed the answer could not end what it has made.
-    digest = xxhash.xxh3_128(b"prompt" if session_id is None else b"session")
-    if session_id is not None:
-        digest.update(session_id.encode())
-        return digest.hexdigest()
-    for keys, stop in wanted:
-        digest.update(keys.root + (keys.key(stop - 1) if stop else b""))
-    return digest.hexdigest()
-
-
-def _ends(wanted: Sequence[tuple[BlockKeys, int]]) -> frozenset[End]:
-    return frozenset((keys.root, keys.key(stop - 1)) for keys, stop in wanted if stop)
+def _ends(wanted: Sequence[tuple[BlockKeys, int]]) -> list[End]:
+    return [(keys.root, keys.key(stop - 1)) for keys, stop in wanted if stop]
 
 
 def _num_shared(tier: Tier, root: RootId, keys: Sequence[BlockKey]) -> int:

@@ -137,12 +137,20 @@ def _named(
 
 
 def _words(path: str) -> list[str]:
-    """Return the numbers or keys in a file, however they are separated."""
+    """Return the numbers or keys in a file, or what an engine's ``/tokenize`` has answered."""
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
-    return [word for word in re.split(r"[\s,\[\]\"']+", text) if word]
+    if text.lstrip().startswith("{"):
+        try:
+            text = " ".join(map(str, json.loads(text)["tokens"]))
+        except (ValueError, LookupError, TypeError):
+            raise ConfigError(f"{path}: a JSON object must have a list of tokens") from None
+    words = [word for word in re.split(r"[\s,\[\]\"']+", text) if word]
+    if not words:
+        raise ConfigError(f"{path} has no numbers or keys")
+    return words
 
 
 def _post(endpoint: str | None, call: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MAX_BODY_BYTES = 4 << 20  # a prompt of half a million tokens
+_MAX_BODY_BYTES = 16 << 20  # a prompt of two million tokens
 _PATIENCE_S = (
     10  # limit for a client to send a request's head, to send its body, to read the answer
 )

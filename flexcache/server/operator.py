@@ -230,12 +230,12 @@ class Operator:
         If engines have different weights, what is cached of the prompt for any of them.
 
         Raises:
-            ValueError: Not exactly one prompt or session is given, or it makes no sense.
+            ValueError: Neither a prompt nor a session is given, or it makes no sense.
             RegistrationError: The model is not known yet.
         """
-        if session_id is not None and namespace is not None:
-            raise ValueError("a session is pinned whole: leave out namespace")
         prompts, engines = self._prompts(token_ids, block_keys, namespace)
+        if session_id is not None and not prompts and namespace is not None:
+            raise ValueError("a session is pinned whole: leave out namespace")
         call = CacheCall(
             name="pin", prompts=prompts, engines=engines, session_id=session_id, ttl_s=ttl_s
         )

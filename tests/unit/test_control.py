@@ -740,8 +740,56 @@ def test_what_a_pin_of_another_holds_outlasts_the_delete_of_its_session_in_every
     pin = served.pin("xy")
     assert served.delete_all(session_id="a") == {"CPU": 2, "SSD": 2}
     assert served.look_up("xyzz") == {"CPU": 2, "SSD": 2}
+    served.put("xy", session_id="a")
+    assert served.delete_all(session_id="a") == {"CPU": 0, "SSD": 0}
     served.unpin(pin.pin_id)
-    assert served.delete("xy") == {"CPU": 2, "SSD": 2}
+    assert served.delete_all(session_id="a") == {"CPU": 2, "SSD": 2}
+    assert not len(served.cache.sessions)
+
+
+def test_a_pin_of_a_sessions_own_ends_with_its_delete_unless_others_have_made_it_too() -> None:
+    served, own = Served(20), CacheCall(name="pin", ttl_s=100.0, session_id="a")
+    for is_shared in (False, True):
+        served.put("xyz", session_id="a")
+        pin = served._call(own, get_of(prompt("xyz")))
+        if is_shared:
+            assert served.pin("xyz").pin_id == pin.pin_id
+        assert served.delete_all(session_id="a") == {"CPU": 0 if is_shared else 3}
+        assert served.unpin(pin.pin_id) is is_shared
+        assert served.delete_all(session_id="a") == {"CPU": 3 if is_shared else 0}
+
+
+def test_a_pin_under_two_names_of_weights_goes_on_under_the_one_that_is_left() -> None:
+    served, roots = Served(20), (ROOT, OTHER_ROOT)
+    served.put("xyz")
+    both = [get_of(prompt("xyz", root)) for root in roots]
+    call = CacheCall(name="pin", ttl_s=100.0)
+    first = served.pin("xyz")
+    assert served._call(call, *both).pin_id == first.pin_id, "the other has nothing"
+    served.put("xyz", OTHER_ROOT)
+    pin = served._call(call, *both)
+    assert (pin.pin_id, pin.num_blocks, pin.blocks[TierName.CPU]) == (first.pin_id, 3, 6)
+    assert served.cache.control.stats().pins == 1
+    served.cache.control.end_roots([OTHER_ROOT], "weights")
+    assert served.cache.tiers.host.pinned.num_blocks == 3
+    served.cache.check()
+    assert served.delete("xyz", OTHER_ROOT) == {"CPU": 3}
+    assert served.pin("xyz").pin_id == pin.pin_id
+    served.cache.control.end_roots([ROOT], "weights")
+    assert not served.unpin(pin.pin_id)
+    assert served.cache.control.stats().ended_pins == {"weights": 1}
+    served.cache.check()
+
+
+def test_the_id_of_a_pin_that_has_ended_does_not_end_a_later_one() -> None:
+    served = Served(20)
+    served.put("xyz")
+    former = served.pin("xyz", ttl_s=1)
+    served.wait(2)
+    later = served.pin("xyz")
+    assert later.pin_id not in ("", former.pin_id)
+    assert not served.unpin(former.pin_id)
+    assert served.unpin(later.pin_id)
 
 
 def test_a_tenant_is_deleted_with_all_its_namespaces_and_pins() -> None:
@@ -792,7 +840,7 @@ def test_with_tails_those_of_a_deleted_prompt_go_too() -> None:
         (CacheCall(name="pin", session_id="a", ttl_s=True), "ttl_s"),
         (CacheCall(name="pin", ttl_s=1.0), "session_id"),
         (CacheCall(name="pin", session_id="", ttl_s=1.0), "session_id"),
-        (CacheCall(name="pin", prompts=[get_of(prompt("x"))], session_id="a", ttl_s=1.0), "either"),
+        (CacheCall(name="delete", prompts=[get_of(prompt("x"))], session_id="a"), "either"),
         (CacheCall(name="lookup"), "either"),
         (CacheCall(name="unpin", pin_id=1), "pin_id"),  # type: ignore[arg-type]
         (CacheCall(name="delete"), "a namespace alone"),

@@ -177,6 +177,7 @@ def test_a_busy_engine_loses_its_conversation_and_one_that_is_gone_too() -> None
 # -- cache_control ---------------------------------------------------------------------------------
 
 PIN = "flexcache_pin_ttl_s"
+EPHEMERAL = {"type": "ephemeral"}
 
 
 def marked(text: str = "x", **marker: Any) -> Body:
@@ -192,7 +193,8 @@ def marked(text: str = "x", **marker: Any) -> Body:
         ({"messages": [], "tools": [{"name": "t", "cache_control": {"type": "ephemeral"}}]}, 300),
         ({"messages": [{"role": "user", "content": [
             {"type": "tool_result", "tool_use_id": "1", "content": [marked(ttl="1h")]}]}]}, 3600),
-        ({"messages": [{"role": "tool", "content": "x", "cache_control": {"ttl": "5m"}}]}, 300),
+        ({"messages": [{"role": "tool", "content": "x", "cache_control": EPHEMERAL}]}, 300),
+        ({"messages": [{"role": "user", "content": "x", "cache_control": {"type": [1]}}]}, None),
         ({"messages": [], "cache_control": {"type": "ephemeral"}}, 300),
         ({"messages": [{"role": "user", "content": [marked(ttl="1y")]}]}, None),
         ({"messages": [{"role": "user", "content": 'says "cache_control": {"ttl": "1h"}'}]}, None),

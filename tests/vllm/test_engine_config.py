@@ -33,8 +33,9 @@ from vllm.v1.kv_cache_interface import (
 from flexcache.config import ModelConfig
 from flexcache.config.model import KVGroup
 from flexcache.errors import ConfigError
+from flexcache.integration import adapter
 from flexcache.integration.adapter import VLLM_COUNTERS
-from flexcache.integration.vllm import calls, groups
+from flexcache.integration.vllm import groups
 from flexcache.integration.vllm.calls import CacheCalls, Hints, read_hints
 from flexcache.integration.vllm.engine import describe_layout, read_model_config
 from flexcache.integration.vllm.groups import (
@@ -378,20 +379,29 @@ def test_the_end_of_a_session(hints: dict[str, Any], end: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("hint", "namespace"),
     [
-        ("team-a", "team-a"),
+        (None, ()),
+        ("team-a", ("team-a",)),
+        (["team-a"], ("team-a",)),
+        (["team-a", "an adapter"], ("team-a", "an adapter")),
         ("", None),
         ("x" * 257, None),
         (7, None),
-        (["a"], None),
+        ([], None),
+        (["a"] * 9, None),
+        (["a", 7], None),
         ("\ud800", None),
     ],
 )
-def test_a_namespace(hint: object, namespace: str | None) -> None:
-    assert read_hints(request_with(namespace=hint)).namespace == namespace
+def test_a_namespace_that_cannot_be_is_no_reason_to_store_it_where_all_do(
+    hint: object, namespace: tuple[str, ...] | None
+) -> None:
+    hints = read_hints(request_with(namespace=hint))
+    assert hints.namespace == (namespace or ())
+    assert hints.max_store_tokens == (0 if namespace is None else sys.maxsize)
 
 
 def test_what_is_ignored_is_logged_once_as_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    calls._warned.clear()
+    adapter._warned.clear()
     for seconds in (-3, "soon"):
         read_hints(request_with(session_id="a", returns_in_s=seconds))
     read_hints(request_with(session_id="a", session_over=True, returns_in_s=3))

@@ -402,10 +402,10 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._offloads.add(task_id, num_stored == num_pages)
         return True
 
-    def pin(self, keys: Sequence[str], ttl_s: float) -> None:
+    def pin(self, keys: Sequence[str], ttl_s: float, session_id: object) -> None:
         """Pin a prompt's pages once what was offloaded until now is stored."""
-        call = partial(self.cache.pin, [bytes.fromhex(key) for key in keys], ttl_s)
-        self._offloads.pin(call)
+        own = [bytes.fromhex(key) for key in keys]
+        self._offloads.pin(partial(self.cache.pin, own, ttl_s, valid_session_id(session_id)))
 
     def _store(
         self, transfers: Sequence[PoolTransfer], num_pages: int, session_id: str | None

@@ -221,7 +221,8 @@ def _request_inserted(
             cache_salt=request.cache_salt,
         ).page_aligned(tree.page_size)  # fmt: skip
         if len(key):
-            linker.pin(get_storage_hash_str(key, page_size=tree.page_size), ttl_s)
+            keys = get_storage_hash_str(key, page_size=tree.page_size)
+            linker.pin(keys, ttl_s, request.session_id)
 
 
 @_around(f"{_TREE}.insert", _of_tree)

@@ -227,10 +227,13 @@ class RankCache:
             "weights": self.weights,
         }
 
-    def pin(self, keys: Sequence[bytes], ttl_s: float) -> None:
+    def pin(self, keys: Sequence[bytes], ttl_s: float, session_id: str | None) -> None:
         """Pin a prompt's pages, those that are cached. What SGLang stored, it would find again."""
         if self.weights == self.manager.weights_generation:
-            safely(self.manager.pin, ttl_s=ttl_s, namespace=_NAMESPACE, block_keys=keys)
+            safely(
+                self.manager.pin, ttl_s=ttl_s, session_id=session_id, namespace=_NAMESPACE,
+                block_keys=keys,
+            )  # fmt: skip
 
     def places(self, pages: Pages) -> Iterator[dict[str, Any]]:
         """Yield the arguments for each place where the pages may be: behind their prefix, behind

@@ -57,6 +57,7 @@ logger = logging.getLogger(__name__)
 _HIGHEST_PRIORITY = 100  # highest priority that a request may set
 _LONGEST_TTL_S = 7 * 86400.0
 _LONGEST_NAMESPACE = 256
+_MOST_PARTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class Hints:
     """What a request says of its blocks and its session.
 
     Attributes:
-        namespace: Where its blocks are kept.
+        namespace: Where its blocks are kept: its parts, none for that of all.
         session_id: The session that it belongs to.
         retention: How long to keep what it stores, as arguments of `KVManager.put_match`.
         session_end: How the session goes on after it, as arguments of `KVManager.session_hint`;
@@ -73,7 +74,7 @@ class Hints:
         pin_ttl_s: How long its prompt is pinned once it is stored; None: not at all.
     """
 
-    namespace: str | None = None
+    namespace: tuple[str, ...] = ()
     session_id: str | None = None
     retention: Mapping[str, Any] = field(default_factory=dict)
     session_end: Mapping[str, Any] = field(default_factory=dict)
@@ -95,21 +96,27 @@ def read_hints(request: Any) -> Hints:
         "priority": read("priority", _between(int, -_HIGHEST_PRIORITY, _HIGHEST_PRIORITY)),
         "ttl_s": read("ttl_s", _between(float, 0.0, _LONGEST_TTL_S)),
     }
-    session_id, end = read("session_id", _name(MAX_SESSION_ID_LENGTH)), {}
-    if session_id is not None:
-        over = read("session_over", as_bool) or False
-        returns_in_s = read("returns_in_s", _returns_in_s)
-        if over and returns_in_s is not None:
-            reason = "flexcache_returns_in_s says that it goes on"
-            hint_ignored(request.request_id, "session_over", reason)
-        elif over or returns_in_s is not None:
-            end = {"over": over, "returns_in_s": returns_in_s}
+    session_id = read("session_id", _name(MAX_SESSION_ID_LENGTH))
+    end = {} if session_id is None else _session_end(read, request.request_id)
+    namespace = read("namespace", _parts)
+    # Its sender counts on it that others do not get it, and that it can be deleted.
+    is_misplaced = namespace is None and params.get("flexcache_namespace") is not None
+    may_store = False if is_misplaced else read("store", as_bool)
     return Hints(
-        read("namespace", _name(_LONGEST_NAMESPACE)), session_id,
-        {name: hint for name, hint in retention.items() if hint is not None}, end,
-        _max_store_tokens(read("store", as_bool), read("max_store_tokens", as_count), params),
+        namespace or (), session_id,
+        {name: hint for name, hint in retention.items() if hint is not None},
+        end, _max_store_tokens(may_store, read("max_store_tokens", as_count), params),
         read("pin_ttl_s", as_pin_ttl_s),
     )  # fmt: skip
+
+
+def _session_end(read: Callable[[str, Callable[[Any], Any]], Any], request_id: str) -> Any:
+    over = read("session_over", as_bool) or False
+    returns_in_s = read("returns_in_s", _returns_in_s)
+    if over and returns_in_s is not None:
+        hint_ignored(request_id, "session_over", "flexcache_returns_in_s says that it goes on")
+        return {}
+    return {"over": over, "returns_in_s": returns_in_s} if over or returns_in_s is not None else {}
 
 
 def _max_store_tokens(store: bool | None, limit: int | None, params: Mapping[str, Any]) -> int:
@@ -135,6 +142,13 @@ def _name(longest: int) -> Callable[[Any], Any]:
         return hint
 
     return convert
+
+
+def _parts(hint: Any) -> tuple[str, ...]:
+    parts = (hint,) if isinstance(hint, str) else hint
+    if not isinstance(parts, list | tuple) or not 0 < len(parts) <= _MOST_PARTS:
+        raise TypeError(f"must be a string, or 1 to {_MOST_PARTS} strings")
+    return tuple(map(_name(_LONGEST_NAMESPACE), parts))
 
 
 def _returns_in_s(hint: Any) -> float:
@@ -306,10 +320,8 @@ class CacheCalls(TaskCalls):
     def _prompt(self, request: Any, hints: Hints = _NO_HINTS) -> dict[str, Any]:
         """Return what names a request's KV, as arguments of the manager."""
         name, namespace = self.names.of(request), self._namespace
-        if hints.namespace is not None:
-            namespace = (hints.namespace, *namespace)
         return {
-            "namespace": namespace,
+            "namespace": (*hints.namespace, *namespace),
             "block_keys": self.keys(request),
             "session_id": hints.session_id,
             "weights": name.weights,
@@ -425,7 +437,8 @@ class CacheCalls(TaskCalls):
         prompt = self._prompt(request, hints)
         num_blocks = request.num_prompt_tokens // self._block_size
         return partial(
-            safely, self.manager.pin, ttl_s=hints.pin_ttl_s, namespace=prompt["namespace"],
+            safely, self.manager.pin, ttl_s=hints.pin_ttl_s, session_id=hints.session_id,
+            namespace=prompt["namespace"],
             block_keys=prompt["block_keys"][:num_blocks], adapter=prompt["adapter"],
         )  # fmt: skip
 

@@ -283,6 +283,7 @@ def _token_ids(data: bytes) -> np.ndarray:
 
 
 class _Marker(msgspec.Struct):
+    type: Any = None
     ttl: str | None = None
 
 
@@ -321,7 +322,8 @@ def with_pin(target: str, body: bytes) -> bytes:
         return body
     try:
         markers = _markers(_read_marked(body))
-        ttl_s = max((_TTLS.get(marker.ttl, 0) for marker in markers), default=0)
+        asked = (_TTLS.get(marker.ttl, 0) for marker in markers if marker.type == "ephemeral")
+        ttl_s = max(asked, default=0)
     except _UNREADABLE:
         return body
     return _with_param(body, _PIN, ttl_s, lambda params: _PIN not in params) if ttl_s else body

@@ -187,7 +187,7 @@ class Tokenizers:
             body = self._parse(path, arrival.body)
             model, adapter = self._registry.find(body.model)
             prompt, way = await self._prompt(model, path, arrival.body, body)
-        except (UnknownPrompt, msgspec.DecodeError, UnicodeError) as error:
+        except (UnknownPrompt, msgspec.DecodeError, UnicodeError, RecursionError) as error:
             why = str(error) if isinstance(error, UnknownPrompt) else "malformed"
         except Exception:  # no body may stop the router
             log_event(logger, logging.ERROR, "router_request_not_read", exc_info=True)
