@@ -74,16 +74,16 @@ class Offloads:
         self._ended: dict[int, bool] = {}
         self._gated: set[int] = set()
         """Tasks whose end the client keeps, with an open gate, until it is taken."""
-        self._cut: set[int | None] = set()
+        self._are_whole: deque[bool] = deque()
+        """Whether they have all pages of their nodes."""
         self._num_collected = 0
         self._pins: deque[tuple[int, Callable[[], object]]] = deque()
 
     def add(self, task_id: int | None, is_whole: bool = True) -> None:
         self._tasks.append(task_id)
+        self._are_whole.append(is_whole)
         if task_id is not None:
             self._gated.add(task_id)
-            if not is_whole:
-                self._cut.add(task_id)
 
     def pin(self, call: Callable[[], object]) -> None:
         """Make a call that pins, once all that was added has ended."""
@@ -113,11 +113,9 @@ class Offloads:
 
     def pop(self) -> bool:
         """Collect the first one; return whether all of its node is stored."""
-        task_id = self._tasks.popleft()
+        task_id, is_whole = self._tasks.popleft(), self._are_whole.popleft()
         self._num_collected += 1
-        is_cut = task_id in self._cut
-        self._cut.discard(task_id)
-        return (True if task_id is None else self._ended.pop(task_id)) and not is_cut
+        return (True if task_id is None else self._ended.pop(task_id)) and is_whole
 
     def reset(self) -> None:
         """End all of them."""
@@ -129,7 +127,7 @@ class Offloads:
         self._make_calls(self._num_collected)
         self._tasks.clear()
         self._ended.clear()
-        self._cut.clear()
+        self._are_whole.clear()
 
 
 def publishes_events(server_args: Any) -> bool:
