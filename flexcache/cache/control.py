@@ -417,9 +417,12 @@ class CacheControl:
                 self._end(pin_id, "deleted")
 
     def _end_pins_by(self, session_id: str) -> None:
-        """End the pins that a session alone has made."""
-        for pin_id in [i for i, held in self._pins.items() if held.owners == {session_id}]:
-            self._end(pin_id, "deleted")
+        """End the pins of a session, unless another one, or a caller without, made them too."""
+        for pin_id, held in list(self._pins.items()):
+            if session_id in held.owners:
+                held.owners.discard(session_id)
+                if not held.owners:
+                    self._end(pin_id, "deleted")
 
     # -- deletes ---------------------------------------------------------------------------------
 
@@ -504,8 +507,8 @@ class CacheControl:
             stored = [key for lease in leases if lease is not None for key in lease.keys]
             gone.keys.setdefault(plan.root, set()).update(stored)
         # What pins of others hold can be deleted once these have ended.
-        if not any(self._sessions.own_ends(session_id, tier) for tier in self._tiers):
-            self._sessions.forget(session_id)
+        is_left = any(self._sessions.own_ends(session_id, tier) for tier in self._tiers)
+        self._sessions.forget(session_id, but_cached=is_left)
 
     def _delete_roots(self, gone: _Gone, tenant: str | None, roots: Sequence[RootId]) -> None:
         """Delete all that is kept under the roots of a tenant, or under these."""

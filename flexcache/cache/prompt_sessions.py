@@ -205,11 +205,23 @@ class PromptSessions:
             if match.run is not None and start < match.run.depth + match.run.num_findable
         ]
 
-    def forget(self, session_id: str) -> None:
-        """Forget a session and the prompts that it has used."""
-        session = self._sessions.pop(session_id, None)
-        if session is not None:
+    def forget(self, session_id: str, but_cached: bool = False) -> None:
+        """Forget a session and the prompts that it has used, or only those that are not cached."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            return
+        if not but_cached:
+            del self._sessions[session_id]
             self._release_all(session_id, session)
+            return
+        self.returns.forget(session_id)
+        indexes = [tier.index for tier in self._tiers]
+        for ends in (session.ends, session.firsts):
+            gone = [end for end in ends if not any(index.contains(*end) for index in indexes)]
+            self._num_ends -= len(gone) if ends is session.ends else 0
+            for end in gone:
+                del ends[end]
+                self._release(end)
 
     def put_ended(self, session_id: str | None) -> None:
         """Note that a put has ended: its session's hint may have come before it had stored all."""

@@ -459,6 +459,7 @@ class CacheSlot:
         layouts.set(shard, layout, is_first)
         if (whole := layouts.whole) is None:
             return None  # the engine does not move anything before all its ranks serve
+        former = self.cache.layout
         try:
             clearing = self.cache.adopt_layout(whole, now)
         except FlexCacheError as error:
@@ -467,7 +468,8 @@ class CacheSlot:
             return str(error)
         if clearing is not None:  # what a restart may bring back is under its own layout
             self._carry_out(clearing)
-        self.note_layout()
+        if former != whole:
+            self.note_layout()
         return None
 
     def note_layout(self) -> None:

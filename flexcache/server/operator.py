@@ -264,7 +264,7 @@ class Operator:
             RegistrationError: The model is not known yet.
             StorageError: As of `KVManager.delete`.
         """
-        prompts, _ = self._prompts(token_ids, block_keys, namespace)
+        prompts, _ = self._prompts(token_ids, block_keys, namespace, is_strict=True)
         tenant, roots = None, list[RootId]()
         if not prompts and namespace is not None:
             cache = self._require_cache()
@@ -286,9 +286,14 @@ class Operator:
         token_ids: Sequence[int] | None,
         block_keys: Sequence[bytes] | None,
         namespace: str | Sequence[str] | None,
+        is_strict: bool = False,
     ) -> tuple[list[Prompt], list[list[str]]]:
         """Make a prompt, if one is given, under each name that engines have for it; and return the
-        engines that do."""
+        engines that do.
+
+        Args:
+            is_strict: Whether one name that cannot be made is an error.
+        """
         cache = self._require_cache()
         if token_ids is not None and block_keys is not None:
             raise ValueError("give either token_ids or block_keys")
@@ -302,7 +307,7 @@ class Operator:
                 engines.append(names)
             except ValueError as problem:  # a hash that cannot be made here, say
                 error = problem
-        if error is not None and not prompts:
+        if error is not None and (is_strict or not prompts):
             raise error
         return prompts, engines
 
@@ -354,9 +359,12 @@ class Operator:
                 naming = _Naming(state.weights.of(name).version, state.engine_keys.get(name))
                 found.setdefault(naming, []).append(name)
             before = set(state.engine_keys.values()) or {None}
-        versions = {each.version for each in found} or {self._server.config.model_version or ""}
-        for version, how in itertools.product(versions, before):
-            found.setdefault(_Naming(version, how), [])
+        versions: dict[str, list[str]] = {}
+        for naming, names in found.items():
+            versions.setdefault(naming.version, []).extend(names)
+        versions = versions or {self._server.config.model_version or "": []}
+        for (version, names), how in itertools.product(versions.items(), before):
+            found.setdefault(_Naming(version, how), names)
         return found
 
     def _find_published(self, cache: ServedCache, block_hash: int) -> IndexedKeys | None:

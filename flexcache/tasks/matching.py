@@ -82,6 +82,14 @@ class Matcher:
     def placed(self, owner: Session | None, call: CacheCall) -> CacheCall:
         """Return a user's call with its prompts and roots under the layout. What names former
         weights can only be deleted."""
+        prompts = self._placed_prompts(owner, call)
+        roots = [self._roots.placed(root) for root in call.roots]
+        # Of a pin with a prompt it is the owner, and does not mean all of the session's.
+        is_lost = call.name == "pin" and bool(call.prompts) and not prompts
+        session_id = None if is_lost else call.session_id
+        return msgspec.structs.replace(call, prompts=prompts, roots=roots, session_id=session_id)
+
+    def _placed_prompts(self, owner: Session | None, call: CacheCall) -> list[Prompt]:
         own = () if owner is None else (owner.engine,)
         prompts: list[Prompt] = []
         for prompt, engines in zip(call.prompts, call.engines or repeat(own), strict=False):
@@ -90,12 +98,10 @@ class Matcher:
                 self._place(prompt.keys, owner if has_weights else None)
                 prompts.append(prompt)
                 # As if they had matched it: what no engine names any more is retired, pins with it.
-                if call.name == "pin":  # it ends when none of them has these weights any more
-                    for engine in engines:
-                        for session in self._sessions.of_engine(engine):
-                            session.uses(prompt.keys.root)
-        roots = [self._roots.placed(root) for root in call.roots]
-        return msgspec.structs.replace(call, prompts=prompts, roots=roots)
+                for engine in engines if call.name == "pin" else ():
+                    for session in self._sessions.of_engine(engine):
+                        session.uses(prompt.keys.root)
+        return prompts
 
     def look_up(self, owner: Session | None, prompt: Prompt, now: float) -> int | None:
         """Ask the remote store what it has of a prompt, where that may matter to a match.

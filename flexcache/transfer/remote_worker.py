@@ -172,6 +172,8 @@ class RemoteService:
         self._discards: SimpleQueue[Discard] = SimpleQueue()
         self._num_asked = 0
         """Calls that are not ops and are not over."""
+        self._note: NoteLayout | None = None
+        """The last one, until it is answered."""
         self._answers: deque[Answer] = deque()
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         codecs = [BlockCodec(config.compression) for _ in range(_TRANSFER_THREADS)]
@@ -211,7 +213,9 @@ class RemoteService:
                 self._num_asked += 1
                 self._discards.put(message)
             elif isinstance(message, NoteLayout):
-                self._start_thread("flexcache-remote-layout", self._note_layout, message)
+                if self._note is None:
+                    self._start_thread("flexcache-remote-layout", self._note_layout)
+                self._note = message
             elif isinstance(message, Execute):
                 try:
                     self._worker.execute(message, deadline)
@@ -234,9 +238,7 @@ class RemoteService:
         """Close the store; the threads must be idle. They end with the process."""
         self._connection.close()
 
-    def _start_thread(
-        self, name: str, target: Callable[..., None], *args: BlockMover | NoteLayout
-    ) -> None:
+    def _start_thread(self, name: str, target: Callable[..., None], *args: BlockMover) -> None:
         # A client cannot be interrupted and might still write into the pool; once its process is
         # dead, nothing can. So the server kills it at an op's deadline.
         # Daemon threads: one that hangs in a native call must not keep the process alive.
@@ -312,27 +314,35 @@ class RemoteService:
                 self._num_asked -= 1
                 os.eventfd_write(self._event, 1)  # a worker that is to end waits for it
 
-    def _note_layout(self, message: NoteLayout) -> None:
-        others = None
-        while others is None:
+    def _note_layout(self) -> None:
+        while True:
             with self._changed:
                 self._num_asked += 1  # the store must not be closed meanwhile
-            try:
-                deadline = time.monotonic() + self._config.timeout_s
-                store = self._connection.store()
-                others = note_layout(store, message.model, message.text, deadline)
-            except StoreUnavailableError:
-                pass  # not logged: the breaker opens, and that is
-            except Exception:
-                log_event(logger, logging.ERROR, "layout_not_noted", exc_info=True)
-                others = []
+                message = self._note
+            assert message is not None
+            others = self._others(message)
             with self._changed:
                 self._num_asked -= 1
-                if others is not None:
+                is_over = others is not None and message is self._note
+                if others is not None and is_over:
+                    self._note = None
                     self._answers.append(LayoutsNoted(others))
                 os.eventfd_write(self._event, 1)
+            if is_over:
+                return
             if others is None:
                 time.sleep(_NOTE_AGAIN_S)
+
+    def _others(self, message: NoteLayout) -> list[str] | None:
+        """Note a layout and return the others; None: the store cannot be reached."""
+        deadline = time.monotonic() + self._config.timeout_s
+        try:
+            return note_layout(self._connection.store(), message.model, message.text, deadline)
+        except StoreUnavailableError:  # not logged: the breaker opens, and that is
+            return None
+        except Exception:
+            log_event(logger, logging.ERROR, "layout_not_noted", exc_info=True)
+            return []
 
     def _find(self, message: LookUp, deadline: float) -> tuple[Presence, int]:
         """Return how many blocks are there, and which tail, or -1."""

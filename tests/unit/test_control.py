@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from tail_world import TailWorld
 from tail_world import keys_of as tailed_keys
+from task_builders import ENGINE, World
+from task_builders import keys_of as world_keys
 
 from flexcache.cache.block_keys import ENGINE_KEYS, make_root
 from flexcache.cache.block_pool import DoomedBlocks
@@ -759,6 +761,29 @@ def test_a_pin_of_a_sessions_own_ends_with_its_delete_unless_others_have_made_it
         assert served.delete_all(session_id="a") == {"CPU": 3 if is_shared else 0}
 
 
+def test_a_pin_of_two_sessions_ends_with_the_delete_of_the_second() -> None:
+    served = Served(20)
+    served.put("xyz")
+    for session in "ab":
+        call = CacheCall(name="pin", ttl_s=100.0, session_id=session)
+        pin = served._call(call, get_of(prompt("xyz")))
+    served.delete_all(session_id="a")
+    assert served.cache.control.stats().pins == 1
+    served.delete_all(session_id="b")
+    assert not served.unpin(pin.pin_id)
+    assert served.look_up("xyz") == {"CPU": 3}
+
+
+def test_what_is_left_of_a_deleted_session_is_no_use_by_another_one() -> None:
+    served = Served(20)
+    served.put("xyzz", session_id="a")
+    served.pin("xy")
+    assert served.delete_all(session_id="a") == {"CPU": 2}
+    served.put("xyzz", session_id="b")
+    assert served.delete_all(session_id="b") == {"CPU": 2}
+    served.cache.check()
+
+
 def test_a_pin_under_two_names_of_weights_goes_on_under_the_one_that_is_left() -> None:
     served, roots = Served(20), (ROOT, OTHER_ROOT)
     served.put("xyz")
@@ -851,3 +876,17 @@ def test_with_tails_those_of_a_deleted_prompt_go_too() -> None:
 def test_a_call_that_makes_no_sense_is_refused(call: CacheCall, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         call.check()
+
+
+def test_a_pin_of_a_prompt_of_former_weights_is_none_of_its_session() -> None:
+    world = World(cpu=20)
+    world.put("abcd")
+    world.finish_all()
+    ids = world.sessions[ENGINE]
+    asked = Prompt(TaskKind.GET, world_keys("abcd"), 0, 4, 64, session_id="a")
+    world.engine.cancel([world.engine.match(ids.next(), asked, world.now).task_id], world.now)
+    stale = Prompt(TaskKind.GET, world_keys("abcd"), 0, 4, 64, weights=7)
+    call = CacheCall(name="pin", prompts=[stale], session_id="a", ttl_s=9.0)
+    assert not world.engine.control(call, world.now, ids.session).pin_id
+    call = CacheCall(name="pin", session_id="a", ttl_s=9.0)
+    assert world.engine.control(call, world.now, ids.session).pin_id

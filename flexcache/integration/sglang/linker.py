@@ -402,8 +402,9 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def pin(self, keys: Sequence[str], ttl_s: float, session_id: object) -> None:
         """Pin a prompt's pages once what was offloaded until now is stored."""
-        own = [bytes.fromhex(key) for key in keys]
-        self._offloads.pin(partial(self.cache.pin, own, ttl_s, valid_session_id(session_id)))
+        if self._stores:  # else another rank does both
+            own = [bytes.fromhex(key) for key in keys]
+            self._offloads.pin(partial(self.cache.pin, own, ttl_s, valid_session_id(session_id)))
 
     def _store(
         self, transfers: Sequence[PoolTransfer], num_pages: int, session_id: str | None

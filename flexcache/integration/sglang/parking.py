@@ -214,8 +214,11 @@ def _request_inserted(
         original(tree, request, up_to=up_to, **options)
     finally:
         linker.store_limit = sys.maxsize
-    ttl_s = pin_ttl_s(request)
-    if ttl_s is not None and up_to >= len(request.origin_input_ids):
+    # Once: at its end it is inserted again, with its answer.
+    if up_to < len(request.origin_input_ids) or getattr(request, "flexcache_is_pinned", False):
+        return
+    request.flexcache_is_pinned = True
+    if (ttl_s := pin_ttl_s(request)) is not None:
         key = RadixKey(
             request.origin_input_ids, request.extra_key, is_bigram=tree.tree_core.is_eagle,
             cache_salt=request.cache_salt,

@@ -270,22 +270,30 @@ def note_layout(store: RemoteStore, model: bytes, text: str, deadline: float) ->
     """
     names = [f"v{FORMAT_VERSION}/models/{model.hex()}/{i}" for i in range(_MOST_LAYOUTS)]
     own = text.encode()[:_LONGEST_TEXT]
-    while True:
-        rooms = [bytearray(_LONGEST_TEXT) for _ in names]
-        found = store.read_into(names, [[memoryview(room)] for room in rooms], deadline)
-        _require_answers(found)
-        # Of what is missing, or not a note of ours, 0 bytes count as read.
-        read = zip(rooms, found, strict=True)
-        noted = {bytes(room[: outcome.num_bytes]) for room, outcome in read} - {b""}
-        statuses = [outcome.status for outcome in found]
-        free = [name for name, s in zip(names, statuses, strict=True) if s is Status.MISSING]
+    noted: set[bytes] = set()
+    for _ in names:
+        noted, free = _read_notes(store, names, deadline)
         if own in noted or not free:
-            return sorted(each.decode(errors="replace") for each in noted - {own})
+            break
         # Then it is looked at again: who came first may stay.
-        _require_answers(store.write_from(free[:1], [[memoryview(own)]], deadline))
+        (written,) = store.write_from(free[:1], [[memoryview(own)]], deadline)
+        if written.status is not Status.OK:
+            break  # it may be full, or ours to read only
+    return sorted(each.decode(errors="replace") for each in noted - {own})
 
 
-def _require_answers(outcomes: Sequence[ObjectOutcome]) -> None:
-    for outcome in outcomes:
+def _read_notes(
+    store: RemoteStore, names: Sequence[str], deadline: float
+) -> tuple[set[bytes], list[str]]:
+    """Return the notes, and the names that are free."""
+    rooms = [bytearray(_LONGEST_TEXT) for _ in names]
+    found = store.read_into(names, [[memoryview(room)] for room in rooms], deadline)
+    for outcome in found:
         if outcome.status is Status.FAILED:
             raise StoreUnavailableError(outcome.reason)
+    # Of what is missing, or no note of ours, 0 bytes count as read.
+    read = zip(rooms, found, strict=True)
+    noted = {bytes(room[: outcome.num_bytes]) for room, outcome in read} - {b""}
+    statuses = [outcome.status for outcome in found]
+    free = [name for name, s in zip(names, statuses, strict=True) if s is Status.MISSING]
+    return noted, free
