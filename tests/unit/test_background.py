@@ -84,7 +84,7 @@ def test_a_flood_of_clears_makes_one_thread_and_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = threading.Event()
-    monkeypatch.setattr(DiskPool, "erase", lambda pool, slots: answers.wait(WAIT_S))
+    monkeypatch.setattr(DiskPool, "erase", lambda *_: answers.wait(WAIT_S))
     config = CacheConfig(
         num_cpu_blocks=16, tokens_per_block=16, num_ssd_blocks=16, ssd_cache_dirs=[str(tmp_path)]
     )
