@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import time
 from collections.abc import Iterator
@@ -328,5 +329,15 @@ def test_a_command_says_what_is_wrong(tmp_path: Path) -> None:
     assert "cannot be read" in output("--endpoint", str(port), "--tokens", str(tmp_path / "none"))
     (tmp_path / "words").write_text("three words here")
     assert "invalid literal" in output("--endpoint", "1", "--tokens", str(tmp_path / "words"))
+    for text, why in (
+        ("{}", "list of tokens"),
+        (" ,[]\n", "no numbers"),
+        ('{"tokens": []}', "no num"),
+    ):
+        (tmp_path / "tokens").write_text(text)
+        assert why in output("--endpoint", "1", "--tokens", str(tmp_path / "tokens"))
     with running_cluster(http_endpoint=str(port)):
         assert "token_ids or block_keys" in output("--endpoint", f"127.0.0.1:{port}")
+        (tmp_path / "tokens").write_text(json.dumps({"count": 9, "tokens": [1, 2, 3]}))
+        call = ["cache", "lookup", "--endpoint", str(port), "--tokens", str(tmp_path / "tokens")]
+        assert CliRunner().invoke(app, call, env=NO_ENDPOINT).exit_code == 0
