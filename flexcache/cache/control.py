@@ -507,7 +507,9 @@ class CacheControl:
             stored = [key for lease in leases if lease is not None for key in lease.keys]
             gone.keys.setdefault(plan.root, set()).update(stored)
         # What pins of others hold can be deleted once these have ended.
-        is_left = any(self._sessions.own_ends(session_id, tier) for tier in self._tiers)
+        is_left = any(
+            self._sessions.own_blocks(session_id, tier, lambda _: 0) for tier in self._tiers
+        )
         self._sessions.forget(session_id, but_cached=is_left)
 
     def _delete_roots(self, gone: _Gone, tenant: str | None, roots: Sequence[RootId]) -> None:

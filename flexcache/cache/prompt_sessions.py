@@ -176,32 +176,14 @@ class PromptSessions:
         """Return where the blocks begin in a tier that a session has stored, and neither another
         one nor a prompt without one has used, nor a pin holds. With a block goes what builds on
         it."""
-        return [
-            (match.run.root, match.run.keys[start - match.run.depth])
-            for match, start in self._own_runs(session_id, tier, num_pinned)
-            if match.run is not None
-        ]
-
-    def own_ends(self, session_id: str, tier: Tier) -> set[End]:
-        """Return all blocks that a session has stored in a tier, and neither another one nor a
-        prompt without one has used, as ends of prompts."""
-        return {
-            (match.run.root, key)
-            for match, start in self._own_runs(session_id, tier, lambda _: 0)
-            if match.run is not None
-            for key in match.run.keys[start - match.run.depth : match.run.num_findable]
-        }
-
-    def _own_runs(
-        self, session_id: str, tier: Tier, num_pinned: Callable[[Run], int]
-    ) -> list[tuple[PrefixMatch, int]]:
         session = self._sessions.get(session_id)
         if session is None:
             return []
         floors = _floors(tier.index, [*session.ends.items(), *session.firsts.items()])
+        is_shared = partial(self._is_shared, session)
         return [
-            (match, start)
-            for match, start in _unshared(floors, partial(self._is_shared, session), num_pinned)
+            (match.run.root, match.run.keys[start - match.run.depth])
+            for match, start in list(_unshared(floors, is_shared, num_pinned))
             if match.run is not None and start < match.run.depth + match.run.num_findable
         ]
 

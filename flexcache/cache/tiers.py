@@ -6,6 +6,7 @@ The first is the host tier (pinned DRAM): everything to or from the GPU passes t
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -133,10 +134,10 @@ class RemoteTier(Tier):
         # Only absence expires. What was there costs one failed read once it is gone, whereas to ask
         # again each time would cost every hit a round trip.
         if ttl_s is None:
-            until, former_s = self._absent.get((root, key), (0.0, 0.0))
+            until, former_s = self._absent.get((root, key), (-math.inf, 0.0))
             is_asked_often = now <= until + ABSENT_TTL_S
-            ttl_s = min(ABSENT_TTL_S, 2 * former_s) if is_asked_often else 0.0
-        self._absent[root, key] = now + max(ttl_s, UNKNOWN_TTL_S), max(ttl_s, UNKNOWN_TTL_S)
+            ttl_s = min(ABSENT_TTL_S, 2 * former_s) if is_asked_often else UNKNOWN_TTL_S
+        self._absent[root, key] = now + ttl_s, ttl_s
         self._absent.move_to_end((root, key))
         while len(self._absent) > _MAX_ABSENT:
             self._absent.popitem(last=False)

@@ -250,8 +250,9 @@ class ServerState:
         self.engine_keys.pop(engine, None)
         self.engine_keys[engine] = how
         if len(self.engine_keys) > _MAX_NAMING_ENGINES:
-            here = {name for name, _, _ in self.engines_in_session()}
-            for gone in [name for name in self.engine_keys if name not in here | {engine}][:1]:
+            here = {engine, *(name for name, _, _ in self.engines_in_session())}
+            gone = next((name for name in self.engine_keys if name not in here), None)
+            if gone is not None:
                 del self.engine_keys[gone]
 
     def engines_in_session(self) -> Iterator[tuple[str, int, SessionId]]:

@@ -323,13 +323,11 @@ class RemoteService:
             others = self._others(message)
             with self._changed:
                 self._num_asked -= 1
-                is_over = others is not None and message is self._note
-                if others is not None and is_over:
+                if others is not None and message is self._note:
                     self._note = None
-                    self._answers.append(LayoutsNoted(others))
-                os.eventfd_write(self._event, 1)
-            if is_over:
-                return
+                    self._answer(LayoutsNoted(others))
+                    return
+                os.eventfd_write(self._event, 1)  # a worker that is to end waits for it
             if others is None:
                 time.sleep(_NOTE_AGAIN_S)
 

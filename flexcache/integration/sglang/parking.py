@@ -206,9 +206,6 @@ def _release(linker: Any, original: Any, wrapper: Any, rid: str) -> Any:
 def _request_inserted(
     linker: Any, original: Any, tree: Any, request: Any, *, up_to: int, **options: Any
 ) -> None:
-    from sglang.srt.mem_cache.radix_cache import RadixKey
-    from sglang.srt.mem_cache.utils import get_storage_hash_str
-
     linker.store_limit = store_limit(request)
     try:
         original(tree, request, up_to=up_to, **options)
@@ -219,6 +216,9 @@ def _request_inserted(
         return
     request.flexcache_is_pinned = True
     if (ttl_s := pin_ttl_s(request)) is not None:
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+        from sglang.srt.mem_cache.utils import get_storage_hash_str
+
         key = RadixKey(
             request.origin_input_ids, request.extra_key, is_bigram=tree.tree_core.is_eagle,
             cache_salt=request.cache_salt,

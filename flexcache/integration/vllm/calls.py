@@ -110,7 +110,9 @@ def read_hints(request: Any) -> Hints:
     )  # fmt: skip
 
 
-def _session_end(read: Callable[[str, Callable[[Any], Any]], Any], request_id: str) -> Any:
+def _session_end(
+    read: Callable[[str, Callable[[Any], Any]], Any], request_id: str
+) -> dict[str, Any]:
     over = read("session_over", as_bool) or False
     returns_in_s = read("returns_in_s", _returns_in_s)
     if over and returns_in_s is not None:
