@@ -33,6 +33,8 @@ class TierName(str, Enum):
     GPU = "GPU"
     CPU = "CPU"
     SSD = "SSD"
+    PEER = "PEER"
+    """DRAM of other hosts."""
     REMOTE = "REMOTE"
 
 
@@ -46,6 +48,7 @@ class OpKind(str, Enum):
     D2H = "D2H"
     DISK2H = "DISK2H"
     H2DISK = "H2DISK"
+    PEER2H = "PEER2H"
     REMOTE2H = "REMOTE2H"
     H2REMOTE = "H2REMOTE"
     DISK2D = "DISK2D"

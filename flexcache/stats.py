@@ -294,6 +294,27 @@ class RemoteStats(Counters):
     lookups: LookUpStats
 
 
+class PeerStats(Counters):
+    """Other hosts' caches, and what is lent to them."""
+
+    TITLE = "Peers"
+
+    up: Annotated[int, gauge("peers_up", "Other hosts' caches that answer.")] = 0
+    open: int = 0
+    """Loans that are not given back; their blocks are the next."""
+    blocks: Annotated[int, gauge(
+        "peer_lent_blocks", "Blocks of DRAM that are pinned while other hosts read them."
+    )] = 0  # fmt: skip
+    lent: Annotated[int, counter(
+        "peer_loans",
+        "Loans to other hosts: lent, refused since too much was lent already, expired since they "
+        "were not given back.",
+        outcome="lent",
+    )] = 0  # fmt: skip
+    refused: Annotated[int, counter("peer_loans", "", outcome="refused")] = 0
+    expired: Annotated[int, counter("peer_loans", "", outcome="expired")] = 0
+
+
 # -- sessions of users -----------------------------------------------------------------------------
 
 
@@ -414,6 +435,7 @@ class CacheStats(Counters):
     retention_s: float | None = None
     """Blocks that were not used for this long are dropped."""
     remote: RemoteStats | None = None
+    peers: PeerStats | None = None
     load_cost: dict[str, LoadCostStats] | None = None
     """By tier, and ``SSD past DRAM``."""
 

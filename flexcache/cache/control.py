@@ -310,8 +310,8 @@ class CacheControl:
 
     def _hold(self, held: _Held, keys: BlockKeys, stop: int) -> bool:
         """Have a pin hold what is cached of a prompt; whether there is room for that."""
-        # A remote store evicts by itself, so nothing can be promised of it.
-        local = [tier for tier in self._tiers if tier.name is not TierName.REMOTE]
+        # A remote store or a peer evicts by itself, so nothing can be promised of it.
+        local = [tier for tier in self._tiers if tier not in self._tiers.beyond]
         stop = self._num_cached(keys, stop, local)
         if not stop:
             return True
@@ -535,7 +535,8 @@ class CacheControl:
         gone.keys.setdefault(root, set()).update(keys)
         gone.blocks[tier.name] += len(keys)
         if isinstance(tier, RemoteTier) and keys:
-            gone.objects.setdefault(root, []).extend(keys)
+            if tier is self._tiers.remote:
+                gone.objects.setdefault(root, []).extend(keys)
             # until its object is gone
             tier.learn_absent(root, key, self._tiers.now, ABSENT_TTL_S)
 
@@ -545,7 +546,8 @@ class CacheControl:
                 count = tier.delete_tail(root, key)
                 gone.blocks[tier.name] += count
                 if isinstance(tier, RemoteTier) and count:
-                    gone.objects.setdefault(root, []).extend(tail_keys(key, count))
+                    if tier is self._tiers.remote:
+                        gone.objects.setdefault(root, []).extend(tail_keys(key, count))
                     last = last_tail_key(key, count)
                     tier.learn_absent(root, last, self._tiers.now, ABSENT_TTL_S)
 

@@ -27,8 +27,8 @@ _KEEP = 0.9  # weight of the past, per op
 _STALE_AFTER_S = 30.0
 _MIN_OPS = 4
 _NAMES = {
-    OpKind.DISK2H: TierName.SSD.value, OpKind.REMOTE2H: TierName.REMOTE.value,
-    OpKind.DISK2D: "SSD past DRAM",
+    OpKind.DISK2H: TierName.SSD.value, OpKind.PEER2H: TierName.PEER.value,
+    OpKind.REMOTE2H: TierName.REMOTE.value, OpKind.DISK2D: "SSD past DRAM",
 }  # fmt: skip
 """What the measured loads are called."""
 
@@ -50,26 +50,29 @@ class _Lane:
 
 
 class LoadCost:
-    """Measured costs of loads, by the kind of the ops that read from a tier."""
+    """Measured costs of loads, by the kind of the ops that read from a tier, and by the peer that
+    they read from."""
 
     def __init__(self) -> None:
-        self._lanes: dict[OpKind, _Lane] = {}
+        self._lanes: dict[tuple[OpKind, str], _Lane] = {}
         self.blocks_ahead: Callable[[OpKind, bool], int] = lambda kind, is_early: 0
         """How many blocks are loaded before those of a new load by an op of this kind: of one that
         a request waits for, or of an early one."""
 
-    def started(self, kind: OpKind, now: float) -> None:
+    def started(self, kind: OpKind, now: float, peer: str = "") -> None:
         """Record that an op has started."""
-        lane = self._lanes.setdefault(kind, _Lane())
+        lane = self._lanes.setdefault((kind, peer), _Lane())
         if lane.running == 0:
             # A load past DRAM waits at its rank for a gate: when its first op began is not known.
             lane.busy_since_s = None if kind.is_direct else now
         lane.running += 1
 
-    def ended(self, kind: OpKind, now: float, num_blocks: int, seconds: float) -> None:
+    def ended(
+        self, kind: OpKind, now: float, num_blocks: int, seconds: float, peer: str = ""
+    ) -> None:
         """Record that an op ended after ``seconds`` with ``num_blocks`` moved."""
         # Over the time in which any was running: ops that overlap share the bandwidth.
-        lane = self._lanes[kind]
+        lane = self._lanes[kind, peer]
         lane.running -= 1
         since, lane.busy_since_s = lane.busy_since_s, now
         if since is None:
@@ -86,10 +89,10 @@ class LoadCost:
         lane.measured_s = now
 
     def seconds(
-        self, kind: OpKind, num_blocks: int, now: float, is_early: bool = False
+        self, kind: OpKind, num_blocks: int, now: float, is_early: bool = False, peer: str = ""
     ) -> float | None:
         """Estimate how long it is until a new load of this many blocks ends; None if unknown."""
-        lane = self._lanes.get(kind)
+        lane = self._lanes.get((kind, peer))
         if lane is None or lane.ops < _MIN_OPS or now - lane.measured_s > _STALE_AFTER_S:
             return None
         if lane.blocks < 0.5:  # nothing arrives: the breaker handles that
@@ -99,7 +102,7 @@ class LoadCost:
 
     def pays(
         self, kind: OpKind, num_blocks: int, prefill_blocks_per_s: float, now: float,
-        wait_s: float | None = None,
+        wait_s: float | None = None, peer: str = "",
     ) -> bool:  # fmt: skip
         """Whether the load is likely to be faster than recomputing the blocks.
 
@@ -107,20 +110,20 @@ class LoadCost:
             prefill_blocks_per_s: Speed of the engine; 0 if unknown.
             wait_s: Of an early load: how long its request is likely to wait before it asks.
         """
-        seconds = self.seconds(kind, num_blocks, now, wait_s is not None)
+        seconds = self.seconds(kind, num_blocks, now, wait_s is not None, peer)
         # Only a load can show how fast loads are.
         if seconds is None:
             return True
         return (seconds - (wait_s or 0.0)) * prefill_blocks_per_s <= num_blocks
 
     def stats(self) -> dict[str, LoadCostStats]:
-        """Return the last measurements, by tier."""
+        """Return the last measurements, by tier, and by peer."""
         return {
-            _NAMES[kind]: LoadCostStats(
+            f"{_NAMES[kind]} {peer}".rstrip(): LoadCostStats(
                 blocks_per_s=lane.blocks / lane.busy_s if lane.busy_s > 0 else 0.0,
                 seconds_per_op=lane.op_s,
             )
-            for kind, lane in self._lanes.items()
+            for (kind, peer), lane in self._lanes.items()
             if lane.ops
         }
 

@@ -17,10 +17,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.load_cost import LoadWay, why_recomputed
+from flexcache.cache.peers import PeerTier
 from flexcache.cache.plan import (
     LOAD_OP,
     EarlyTerms,
@@ -111,14 +113,14 @@ class TailLoads:
                         return FoundTail(position, tier, tail)
         return None
 
-    def unknown(self, keys: BlockKeys, stop: int, now: float) -> list[AskedTail]:
-        """Return the tails to ask the remote store for, the last position first.
+    def unknown(self, keys: BlockKeys, stop: int, now: float, where: RemoteTier) -> list[AskedTail]:
+        """Return the tails to ask the remote store or peers for, the last position first.
 
         Those behind the last one that is known, except those known to be missing.
         """
-        remote = self._tiers.remote
-        assert remote is not None
-        known = self.last(keys, 0, stop, self._tiers)
+        # What a peer has said of tails, it is asked again: none would tell us of their end.
+        known_to = [tier for tier in self._tiers if not isinstance(tier, PeerTier)]
+        known = self.last(keys, 0, stop, known_to if isinstance(where, PeerTier) else self._tiers)
         start = 0 if known is None else known.position
         start = max(start, stop - _MAX_ASKED)
         cached = stop
@@ -130,7 +132,7 @@ class TailLoads:
         ):
             count = self._shape.tail_units(position)
             last_unit = last_tail_key(key, count)
-            if not remote.is_absent(keys.root, last_unit, now):
+            if not where.is_absent(keys.root, last_unit, now):
                 tails.append(AskedTail(position, key, last_unit, count, position <= cached))
         return tails
 
@@ -161,8 +163,11 @@ class TailLoads:
         if plan.kind is TaskKind.GET:
             planned.num_copied = count
         plan.sources.setdefault(tier.name, 0 if plan.has_dense else plan.num_blocks)
-        for chunk in chunks(0, count, self._chunk_blocks):
-            self._add_chunk(plan, planned, tier, found.tail.units, chunk)
+        parts: Iterable[range] = chunks(0, count, self._chunk_blocks)
+        if isinstance(tier, PeerTier):
+            parts = tier.pieces(found.tail.units, parts, 0)
+        for part in parts:
+            self._add_chunk(plan, planned, tier, found.tail.units, part)
         return True
 
     def _add_chunk(
@@ -174,6 +179,9 @@ class TailLoads:
         if tier is not self._host:
             source = at_tier[chunk.start : chunk.stop]
             names = planned.names(tier, plan.root, chunk) if isinstance(tier, RemoteTier) else None
+            if isinstance(tier, PeerTier) and names is not None:
+                peer = tier.peer_of(source[0])
+                names = msgspec.structs.replace(names, peer=peer, tail=planned.key)
             op = next(self._op_ids)
             load = TransferOp(op, LOAD_OP[tier.name], first, source, landing, names=names)
             plan.graph.ops.append(load)
@@ -310,7 +318,10 @@ class LoadPlanner:
             if begin >= end:
                 continue
             # A lower tier may still have more of it, and be worth its time.
-            if not self._is_loaded(plan, tier.name, end - begin):
+            peer = ""
+            if isinstance(tier, PeerTier):
+                peer = tier.peer_of(tier.index.blocks(match, begin)[0])
+            if not self._is_loaded(plan, tier.name, end - begin, peer):
                 plan.skipped[why_recomputed(tier.name)] = end - begin
                 continue
             segments.append(_Segment(tier, match, begin, end))
@@ -334,12 +345,12 @@ class LoadPlanner:
         if segments:
             self._add_loads(plan, keys, on_host, segments, covered)
 
-    def _is_loaded(self, plan: Plan, name: TierName, num_blocks: int) -> bool:
+    def _is_loaded(self, plan: Plan, name: TierName, num_blocks: int, peer: str) -> bool:
         """Whether blocks are loaded, not recomputed; chooses the way of those on SSD."""
         cost, now, rate = self.cost, self._tiers.now, plan.prefill_blocks_per_s
         if not plan.may_go_direct or name is not TierName.SSD:
             wait_s = None if plan.terms is None else plan.terms.wait_s
-            return cost is None or cost.pays(LOAD_OP[name], num_blocks, rate, now, wait_s)
+            return cost is None or cost.pays(LOAD_OP[name], num_blocks, rate, now, wait_s, peer)
         for way in self.ways.choose():
             if cost is None or cost.pays(_SSD_LOAD[way], num_blocks, rate, now):
                 plan.way = way
@@ -395,12 +406,17 @@ class LoadPlanner:
                 continue
             plan.sources[tier.name] = high - low
             slots = tier.index.blocks(match, low)
-            for chunk in chunks(low, high, self._chunk_blocks):
+            parts: Iterable[range] = chunks(low, high, self._chunk_blocks)
+            if isinstance(tier, PeerTier):
+                parts = tier.pieces(slots[: high - low], parts, low)
+            for chunk in parts:
                 source = slots[chunk.start - low : chunk.stop - low]
                 landing = staged[chunk.start - begin : chunk.stop - begin]
                 names = None
                 if isinstance(tier, RemoteTier):
                     names = block_names(tier, keys, chunk.start, chunk.stop)
+                if isinstance(tier, PeerTier) and names is not None:
+                    names = msgspec.structs.replace(names, peer=tier.peer_of(source[0]))
                 op = next(self._op_ids)
                 load = TransferOp(op, LOAD_OP[tier.name], chunk.start, source, landing, names=names)
                 plan.graph.ops.append(load)

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
     from flexcache.cache.admission import Admission, ReuseWatch
     from flexcache.cache.write_back import DirtyQueue, WriteBudget
 
-LOAD_OP = {TierName.SSD: OpKind.DISK2H, TierName.REMOTE: OpKind.REMOTE2H}
+LOAD_OP = {
+    TierName.SSD: OpKind.DISK2H,
+    TierName.PEER: OpKind.PEER2H,
+    TierName.REMOTE: OpKind.REMOTE2H,
+}
 STORE_OP = {TierName.SSD: OpKind.H2DISK, TierName.REMOTE: OpKind.H2REMOTE}
 
 

@@ -434,12 +434,12 @@ class PrefixIndex:
             return NO_BLOCKS
         return pieces[0].copy() if len(pieces) == 1 else np.concatenate(pieces[::-1])
 
-    def path_keys(self, match: PrefixMatch) -> list[BlockKey]:
-        """Return the keys of the matched blocks from the prompt's start. O(blocks)."""
+    def path_keys(self, match: PrefixMatch, start: int = 0) -> list[BlockKey]:
+        """Return the keys of the matched blocks from depth ``start`` on. O(blocks)."""
         pieces: list[Sequence[BlockKey]] = []
         run, length = match.run, match.length
-        while run is not None:
-            pieces.append(run.keys[:length])
+        while run is not None and run.depth + length > start:
+            pieces.append(run.keys[max(0, start - run.depth) : length])
             length, run = run.parent_length, run.parent
         return list(chain.from_iterable(reversed(pieces)))
 

@@ -327,7 +327,7 @@ class StorePlanner:
         plan, keys, cached = supply.plan, supply.prompt.keys, supply.cached
         start, retain_s = supply.prompt.start, supply.prompt.retain_s
         tail_end = 0 if plan.tail is None else plan.tail.position
-        for tier in self._tiers.lower if tiers is None else tiers:
+        for tier in self._tiers.written if tiers is None else tiers:
             begin = tier.match(keys, plan.outlook, retain_s, not plan.is_write_back).num_blocks
             begin += tier.num_in_flight(keys, begin, plan.stop)
             late = self._write_back.get(tier.name) if tiers is None else None

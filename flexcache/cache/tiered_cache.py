@@ -21,6 +21,7 @@ from flexcache.cache.early_loads import EarlyLoads
 from flexcache.cache.eviction_policy import make_policy
 from flexcache.cache.load_cost import LoadCost, LoadWays
 from flexcache.cache.load_plan import LoadPlanner
+from flexcache.cache.peers import PeerTier
 from flexcache.cache.plan import Plan, PlannerSettings, number_ops
 from flexcache.cache.prompt_sessions import PromptSessions
 from flexcache.cache.restore import Records, Restoration, RestoreReport, Seconds
@@ -136,7 +137,7 @@ class TieredCache:
         else:
             key = plan.load_keys[position - plan.load_start]
             tier.discard(plan.root, key)
-        if isinstance(tier, RemoteTier):
+        if isinstance(tier, RemoteTier):  # of a peer for less, whatever it says
             tier.learn_absent(plan.root, key, self.tiers.now, ABSENT_TTL_S)
 
     def finish(self, plan: Plan) -> None:
@@ -344,6 +345,8 @@ def build_cache(
         make_queue = policy.for_tier(sizes.num_slots)
         tiers.append(Tier(TierName.SSD, sizes.num_slots, make_queue, False, quotas, keep_s))
         writes[TierName.SSD] = config.ssd_write_policy
+    if config.has_peers:
+        tiers.append(PeerTier(sizes.num_remembered, keep_s))
     if config.remote_url is not None:
         tiers.append(RemoteTier(sizes.num_remembered, keep_s))
         writes[TierName.REMOTE] = config.remote_write_policy

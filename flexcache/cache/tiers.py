@@ -56,10 +56,14 @@ class RemoteTier(Tier):
         retention_s: As of a `Tier`.
     """
 
-    def __init__(self, capacity: int, retention_s: float | None = None) -> None:
-        super().__init__(TierName.REMOTE, capacity, retention_s=retention_s)
+    def __init__(
+        self, capacity: int, retention_s: float | None = None, name: TierName = TierName.REMOTE
+    ) -> None:
+        super().__init__(name, capacity, retention_s=retention_s)
         self._absent: OrderedDict[tuple[RootId, BlockKey], tuple[float, float]] = OrderedDict()
         """Until when a block is not asked about, and how long that is; kept for a while after."""
+        self.can_be_asked = True
+        """Whether anything would answer."""
         self._salt = b""
         self._plain: dict[RootId, None] = {}
         self.num_clears = 0
@@ -100,11 +104,13 @@ class RemoteTier(Tier):
         keys: Sequence[BlockKey],
         first: int = 0,
         content: PromptContent | None = None,
+        peer: str = "",
     ) -> int:
         """Remember that consecutive blocks are there, behind ``parent`` (None: from the start).
 
         Args:
             first: Position of the first of them in its prompt.
+            peer: Which peer has them, of a tier of peers.
 
         Returns:
             The number of blocks there was room for.
@@ -115,7 +121,7 @@ class RemoteTier(Tier):
         self.release(lease)
         return count
 
-    def learn_tail(self, root: RootId, key: BlockKey, count: int) -> None:
+    def learn_tail(self, root: RootId, key: BlockKey, count: int, peer: str = "") -> None:
         """Remember that the tail of ``count`` units behind the block ``key`` is there."""
         if self.tails.find(root, key) is None:
             lease = self.reserve_tail(root, key, count)
@@ -173,6 +179,9 @@ class RemoteTier(Tier):
         self.num_clears += 1
         return super().clear()
 
+    def forget(self) -> None:
+        """Believe nothing any more, and ask again, where that is known by others than a store."""
+
     def stats(self, **others: Any) -> TierStats:
         return super().stats(known_absent=len(self._absent), **others)
 
@@ -185,6 +194,8 @@ class Tiers:
     """An ordered list of tiers, the host tier first.
 
     Attributes:
+        written: Those below the host that puts go to.
+        beyond: Those of which only is known what they have: peers, the remote store.
         unavailable: Tiers that are currently neither read nor written.
         num_holders: Unfinished plans and withheld leases: while there are none, nothing is leased.
         lost: Blocks lost outside of any plan, by reason.
@@ -198,8 +209,12 @@ class Tiers:
         self.host = tiers[0]
         self.lower = self._tiers[1:]
         self.last = self._tiers[-1]
-        self.remote = self.last if isinstance(self.last, RemoteTier) else None
         self.by_name = {tier.name: tier for tier in tiers}
+        self.beyond = [tier for tier in tiers if isinstance(tier, RemoteTier)]
+        elsewhere = {tier.name: tier for tier in self.beyond}
+        self.remote = elsewhere.get(TierName.REMOTE)
+        self.peer = elsewhere.get(TierName.PEER)
+        self.written = [tier for tier in self.lower if tier is not self.peer]
         self.unavailable: set[TierName] = set()
         self.num_holders = 0
         self.lost: Counter[str] = Counter()
@@ -291,22 +306,29 @@ class Tiers:
         if is_borrowed or len(self._deferred) > _MAX_DEFERRED:
             self.settle()  # to copy a long prompt would take longer
 
+    @property
+    def num_clears(self) -> int:
+        """How often a clear has given roots other names elsewhere."""
+        return sum(tier.num_clears for tier in self.beyond)
+
     def have_locally(self, keys: BlockKeys, stop: int) -> bool:
         """Whether a tier on this machine can supply the first ``stop`` blocks of a prompt."""
         return any(
             tier.index.match(keys).num_blocks >= stop
             for tier in self._tiers
-            if tier.name is not TierName.REMOTE and tier.name not in self.unavailable
+            if tier not in self.beyond and tier.name not in self.unavailable
         )
 
     def keep_journal(self, tokens_per_block: int, *, tells_locality: bool = False) -> None:
         """Record, from now on, what every tier stores and loses."""
         medium_of = WITH_LOCALITY if tells_locality else MEDIUM_OF
         self.journal = Journal(tokens_per_block, medium_of)
-        for tier in self._tiers:
+        # What peers have, they tell themselves.
+        told = [tier for tier in self._tiers if tier.name in medium_of]
+        for tier in told:
             others = [
                 other.index.contains
-                for other in self._tiers
+                for other in told
                 if other is not tier and medium_of[other.name] is medium_of[tier.name]
             ]
             journal = TierJournal(self.journal, tier.name, others)
@@ -331,17 +353,17 @@ class Tiers:
         self.advance(former.now)
         for tier, before in zip(self._tiers, former, strict=True):
             tier.counters = before.counters
-        if self.remote is not None and former.remote is not None:
-            self.remote.num_clears = former.remote.num_clears
-            self.remote.clear()  # other names at the store
+        for tier, was in zip(self.beyond, former.beyond, strict=True):
+            tier.num_clears = was.num_clears
+            tier.clear()  # other names there
         if self.journal is None or former.journal is None:
             return
         for change in former.journal.take():
             self.journal.add(change)
-        mark = len(self.journal)
+        mark, medium_of = len(self.journal), self.journal.medium_of
         for before in former:
-            for root, keys in before.index.keys_by_root():
-                self.journal.add(Removed(self.journal.medium_of[before.name], root, keys))
+            for root, keys in before.index.keys_by_root() if before.name in medium_of else ():
+                self.journal.add(Removed(medium_of[before.name], root, keys))
         self.journal.cleared_since(mark)
 
     def clear(self, name: str | None) -> dict[TierName, BlockIds]:

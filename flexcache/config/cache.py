@@ -17,6 +17,7 @@ from flexcache.config.model import ModelConfig
 from flexcache.config.quotas import check_quotas
 from flexcache.config.remote_url import STORES, check_remote_url
 from flexcache.config.values import (
+    MAX_PORT,
     Count,
     Gigabytes,
     Megabytes,
@@ -25,14 +26,17 @@ from flexcache.config.values import (
     Seconds,
     check_http_endpoint,
     check_writable,
+    is_loopback,
     parse,
     read_endpoint,
     read_fields,
     read_path,
     read_paths,
+    read_peers,
     reject,
     server_of,
     setting,
+    split_tcp,
 )
 from flexcache.ids import PromptDetail
 
@@ -134,6 +138,18 @@ class CacheConfig:
     # prompt, and its breaker opens.
     remote_lookup_timeout_s: Seconds = setting(
         0.25, "How long a match waits to learn what the store has. vLLM's steps do not wait.", "s"
+    )
+    peer_endpoint: str | None = setting(
+        None,
+        "`tcp://HOST:PORT` at which other hosts' caches may read this one's DRAM; PORT + 1 is used "
+        "too. Beyond loopback it needs curve_keys. Unset: none may.",
+    )
+    peers: Sequence[str] = setting(
+        (),
+        "Other hosts' caches, whose DRAM is read before the remote store: `tcp://HOST:PORT`, or "
+        "`dns://NAME:PORT` for all addresses of a name (separated by `,` in the environment). This "
+        "cache itself may be among them.",
+        read=read_peers,
     )
     skip_slow_loads: bool = setting(
         True,
@@ -330,7 +346,12 @@ class CacheConfig:
     @property
     def has_workers(self) -> bool:
         """Whether a tier is served by a worker process."""
-        return self.has_ssd_tier or self.remote_url is not None
+        return self.has_ssd_tier or self.remote_url is not None or self.has_peers
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether other hosts read this cache's DRAM, or it reads theirs."""
+        return self.peer_endpoint is not None or bool(self.peers)
 
     def cpu_blocks_for(self, block_bytes: int) -> int:
         """Capacity of the DRAM tier in blocks of ``block_bytes`` (over all ranks)."""
@@ -445,6 +466,10 @@ def _check_without_dram(config: CacheConfig) -> None:
     if config.remote_url is not None:
         hint = "a remote store is written from DRAM: set num_cpu_blocks above 0, or cpu_cache_gb"
         raise reject("remote_url", config.remote_url, hint)
+    if config.has_peers:
+        name = "peers" if config.peers else "peer_endpoint"
+        hint = "peers read from DRAM to DRAM: set num_cpu_blocks above 0, or cpu_cache_gb"
+        raise reject(name, getattr(config, name), hint)
     if config.ssd_write_policy == "write_back":
         raise reject("ssd_write_policy", "write_back", "there is no DRAM tier to write back from")
     if config.ssd_past_dram == "never":
@@ -468,6 +493,7 @@ def _check_ssd_directories(config: CacheConfig) -> None:
 def _check_endpoints(config: CacheConfig) -> None:
     if config.remote_url is not None:
         check_remote_url(config.remote_url)
+    _check_peers(config)
     token = config.http_token
     if token is not None and not (token and all("!" <= character <= "~" for character in token)):
         allowed = "must be visible ASCII characters, no spaces; one at least"
@@ -480,6 +506,24 @@ def _check_endpoints(config: CacheConfig) -> None:
         raise reject("kv_events_replay_endpoint", replay, hint)
 
 
+def _check_peers(config: CacheConfig) -> None:
+    """Raise `ConfigError` for addresses of peers that cannot or must not be used."""
+    if config.peer_endpoint is not None:
+        try:
+            host, port = split_tcp(config.peer_endpoint)
+        except ValueError as error:
+            raise reject("peer_endpoint", config.peer_endpoint, str(error)) from None
+        if port == MAX_PORT:
+            raise reject("peer_endpoint", config.peer_endpoint, "the next port is used too")
+        if config.curve_keys is None and not is_loopback(host):
+            raise reject("peer_endpoint", config.peer_endpoint, _NEEDS_KEYS)
+    for peer in config.peers:
+        host, _ = split_tcp("tcp://" + peer.partition("://")[2])
+        if config.curve_keys is None and not is_loopback(host):
+            raise reject("peers", peer, _NEEDS_KEYS)
+
+
+_NEEDS_KEYS = "beyond loopback curve_keys must be set, the same on all hosts"
 _IDLE_EXIT_S = 15.0
 _IdleExit = Annotated[float, Meta(ge=0)] | None
 

@@ -31,7 +31,7 @@ _SEVERAL = re.compile(r"[,;\s]\s*[/~]")
 _MARK = "#engine="
 _TCP = re.compile(r"tcp://(?:\[([^\[\]]+)\]|([^:\[\]]+)):([0-9]{1,5})", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
-_MAX_PORT = 65_535
+MAX_PORT = 65_535
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -158,6 +158,27 @@ def read_paths(name: str, value: object) -> tuple[str, ...]:
     return paths
 
 
+def read_peers(name: str, value: object) -> tuple[str, ...]:
+    """Return the addresses of other hosts' caches, each once. Text lists them with ``,`` between.
+
+    Raises:
+        ConfigError: One is neither ``tcp://HOST:PORT`` nor ``dns://NAME:PORT``.
+    """
+    items = value.split(",") if isinstance(value, str) else value
+    if isinstance(items, bytes) or not isinstance(items, Sequence):
+        raise reject(name, value, "must be a list of addresses")
+    peers = dict.fromkeys(parse(name, item, str).strip() for item in items)
+    for peer in peers:
+        scheme, _, rest = peer.partition("://")
+        try:
+            host, port = split_tcp(f"tcp://{rest}")
+        except ValueError:
+            host, port = "*", 0
+        if scheme not in ("tcp", "dns") or host == "*" or port == 0:
+            raise reject(name, peer, "must be tcp://HOST:PORT or dns://NAME:PORT")
+    return tuple(peers)
+
+
 def _identity(path: str) -> object:
     """Return what two paths of one directory have in common, also behind links and mounts."""
     try:
@@ -232,7 +253,7 @@ def split_tcp(endpoint: str) -> tuple[str, int]:
     """
     found = _TCP.fullmatch(endpoint)
     host = "" if found is None else (found[1] or found[2]).lower()
-    if found is None or not is_host(host) or int(found[3]) > _MAX_PORT:
+    if found is None or not is_host(host) or int(found[3]) > MAX_PORT:
         raise ValueError("must be tcp://HOST:PORT")
     if (found[1] is not None) != (":" in host):
         raise ValueError("must be tcp://HOST:PORT with an address of IPv6 in brackets")
@@ -257,7 +278,7 @@ def check_http_endpoint(endpoint: str, has_token: bool) -> tuple[str, int]:
     """
     host, _, port = endpoint.rpartition(":")
     host = host.strip("[]") or "127.0.0.1"
-    if not port.isdecimal() or int(port) > _MAX_PORT:
+    if not port.isdecimal() or int(port) > MAX_PORT:
         raise reject("http_endpoint", endpoint, "must be HOST:PORT, or a port on loopback")
     if not is_loopback(host) and not has_token:
         raise reject("http_endpoint", endpoint, "beyond loopback http_token must be set")

@@ -286,6 +286,7 @@ class PrefillRate:
 COUNTERS = {
     "dram_hit_tokens": "Prompt tokens whose KV came from DRAM.",
     "ssd_hit_tokens": "Prompt tokens whose KV came from SSD.",
+    "peer_hit_tokens": "Prompt tokens whose KV came from another host's DRAM.",
     "remote_hit_tokens": "Prompt tokens whose KV came from the remote store.",
     "missed_tokens": "Prompt tokens that were looked up and not found.",
     "stored_tokens": "Tokens whose KV was copied off the GPU.",
@@ -295,6 +296,7 @@ COUNTERS = {
     "store_seconds": "Time that copies off the GPU took, summed over copies.",
     "ssd_read_bytes": "Bytes read from SSD.",
     "ssd_written_bytes": "Bytes written to SSD.",
+    "peer_read_bytes": "Bytes read from other hosts' DRAM.",
     "remote_read_bytes": "Bytes read from the remote store.",
     "remote_written_bytes": "Bytes written to the remote store.",
     "skipped_blocks": "Blocks cached and not loaded: computing is faster, or DRAM is full.",
@@ -308,7 +310,7 @@ VLLM_COUNTERS = {
     "cancelled_look_ups": "Requests that went away before vLLM asked about them.",
 }
 
-_LOADS = ("H2D", "DISK2H", "REMOTE2H", "DISK2D")
+_LOADS = ("H2D", "DISK2H", "PEER2H", "REMOTE2H", "DISK2D")
 
 
 def increases(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
@@ -324,6 +326,7 @@ def read_counters(stats: Mapping[str, Any], tokens_per_block: int) -> dict[str, 
     return {
         "dram_hit_tokens": hits.get("CPU", 0) * tokens_per_block,
         "ssd_hit_tokens": hits.get("SSD", 0) * tokens_per_block,
+        "peer_hit_tokens": hits.get("PEER", 0) * tokens_per_block,
         "remote_hit_tokens": hits.get("REMOTE", 0) * tokens_per_block,
         "missed_tokens": mine.missed_blocks * tokens_per_block,
         "stored_tokens": (ops["D2H"].blocks + ops["D2DISK"].blocks) * tokens_per_block,
@@ -333,6 +336,7 @@ def read_counters(stats: Mapping[str, Any], tokens_per_block: int) -> dict[str, 
         "store_seconds": ops["D2H"].seconds + ops["D2DISK"].seconds,
         "ssd_read_bytes": ops["DISK2H"].bytes + ops["DISK2D"].bytes,
         "ssd_written_bytes": ops["H2DISK"].bytes + ops["D2DISK"].bytes,
+        "peer_read_bytes": ops["PEER2H"].bytes,
         "remote_read_bytes": ops["REMOTE2H"].bytes,
         "remote_written_bytes": ops["H2REMOTE"].bytes,
         "skipped_blocks": sum(mine.skipped_blocks.values()),

@@ -14,6 +14,10 @@ understand increments PROTOCOL_VERSION.
       Ping -> Pong,  Stop <-,  Goodbye ->       the same
 
 A Hello may be repeated while the server is still considering it.
+
+    peer: another host's server, and its peer worker
+      FindBlocks -> FoundBlocks
+      AskLoan -> Loan,  GiveBack ->
 """
 
 from __future__ import annotations
@@ -505,6 +509,66 @@ class Greeting(msgspec.Struct, frozen=True):
     version: int
 
 
+# -- between servers ------------------------------------------------------------------------------
+
+
+class FindBlocks(msgspec.Struct, tag=True, frozen=True):
+    """Ask how many consecutive blocks of a prompt are in DRAM, from the first on, and which tail.
+
+    ``keys`` are those of the blocks, of ``key_bytes`` each; without any only a sign of life is
+    asked for. ``tails``: the last positions first, of each how many of the blocks must be there for
+    it to be of use, the key of the block behind which it is, and its number of units.
+    """
+
+    request_id: int
+    root: bytes = b""
+    keys: bytes = b""
+    key_bytes: int = 0
+    tails: list[tuple[int, bytes, int]] = []
+
+
+class FoundBlocks(msgspec.Struct, tag=True, frozen=True):
+    """So many of them can be read, and the tail of this number; -1 for none. ``cache`` identifies
+    who answers, so that a cache knows itself among its peers."""
+
+    request_id: int
+    cache: bytes
+    num_blocks: int = 0
+    tail: int = -1
+
+
+class AskLoan(msgspec.Struct, tag=True, frozen=True):
+    """Ask to keep consecutive blocks in place while they are read.
+
+    ``tail``: they are units of the tail behind this block, ``first`` the position of the first of
+    them from `TAIL_FIRST` on.
+    """
+
+    request_id: int
+    root: bytes
+    keys: bytes
+    key_bytes: int
+    tail: bytes = b""
+    first: int = 0
+
+
+class Loan(msgspec.Struct, tag=True, frozen=True):
+    """They are kept for so many ``seconds`` from before this was sent, and can be read with the
+    token at this TCP port of the same host. Without a token they are not there."""
+
+    request_id: int
+    token: bytes = b""
+    port: int = 0
+    seconds: float = 0.0
+
+
+class GiveBack(msgspec.Struct, tag=True, frozen=True):
+    """What the token is for has been read. Not answered."""
+
+    token: bytes
+
+
+FromPeer = FindBlocks | AskLoan | GiveBack
 SessionRequest = Match | Promise | Clear | Control | SessionHint | NewWeights | CheckInvariants
 """Requests that need a session."""
 Request = SessionRequest | GetStats

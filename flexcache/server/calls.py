@@ -58,12 +58,14 @@ _MAX_PARKED_BYTES = 256 << 20
 
 
 class _Parked(NamedTuple):
-    """A match that waits for a look-up."""
+    """A match that waits for look-ups."""
 
     caller: Scheduler
     request: Match
     prompt: Prompt
     num_bytes: int
+    lookups: list[int]
+    """All of them."""
 
 
 class SessionCalls:
@@ -76,7 +78,7 @@ class SessionCalls:
         self._unasked: set[TaskId] = set()
         """Tasks that were cancelled before their launch: their clients need no answer."""
         self._parked: dict[int, list[_Parked]] = {}
-        """Matches by the look-up that they wait for, one of a session at most."""
+        """Matches by the first look-up that they wait for, one of a session at most."""
         self._parked_bytes = 0
 
     def answer(self, caller: Scheduler, request: SessionRequest, data: Buffer, now: float) -> None:
@@ -162,10 +164,9 @@ class SessionCalls:
     ) -> Matched | None:
         _check_owner(caller, request.task_id)
         prompt = self._read_prompt(caller, request, data)
-        lookup, tasks = None, self._slot.tasks
-        if request.look_up:
-            lookup = tasks.look_up(prompt, now, caller.session)
-        is_pending = lookup is not None
+        tasks = self._slot.tasks
+        lookups = tasks.look_up(prompt, now, caller.session) if request.look_up else []
+        is_pending = bool(lookups)
         if request.awaits_loads and not is_pending:
             is_pending = tasks.awaits_load(caller.session, prompt, now)
         if is_pending and not request.may_wait:
@@ -174,10 +175,11 @@ class SessionCalls:
         has_room = self._parked_bytes + num_bytes <= _MAX_PARKED_BYTES
         # Parked, since the event loop must not wait: a caller in this process waits on the server's
         # condition instead. One at most of a session, whose scheduler asks for one at a time.
-        if lookup is not None and has_room and not caller.is_parked:
+        if lookups and has_room and not caller.is_parked:
             keys = self._read_keys(caller, request, data, copies=True)  # it may be overwritten
             own = msgspec.structs.replace(prompt, keys=keys)
-            self._parked.setdefault(lookup, []).append(_Parked(caller, request, own, num_bytes))
+            parked = _Parked(caller, request, own, num_bytes, lookups)
+            self._parked.setdefault(lookups[0], []).append(parked)
             self._parked_bytes += num_bytes
             caller.is_parked = True
             return None
@@ -233,9 +235,15 @@ class SessionCalls:
         )
 
     def look_up_ended(self, lookup_id: int, now: float) -> None:
-        """The remote store has answered, or is late: go on with the matches that waited."""
-        for caller, request, prompt, num_bytes in self._parked.pop(lookup_id, ()):
-            self._parked_bytes -= num_bytes
+        """Peers or the remote store have answered, or are late: go on with the matches that waited
+        and wait for nothing else."""
+        is_open = self._slot.tasks.queries.is_looking_up
+        for parked in self._parked.pop(lookup_id, ()):
+            caller, request, prompt = parked.caller, parked.request, parked.prompt
+            if (other := next(filter(is_open, parked.lookups), None)) is not None:
+                self._parked.setdefault(other, []).append(parked)
+                continue
+            self._parked_bytes -= parked.num_bytes
             caller.is_parked = False
             if self._state.is_connected(caller):
                 self._reply(caller, request, partial(self._make_task, caller, request, prompt, now))

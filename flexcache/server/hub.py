@@ -53,12 +53,15 @@ from flexcache.stats import CacheIdentity, EngineStats, ServerCounters, ServerSt
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.instructions import (
     DISK,
+    PEER,
     REMOTE,
     DiscardObjects,
     DropOp,
+    EndLoan,
     EraseDeleted,
     Forgotten,
     Instruction,
+    Lend,
     LookUpEnded,
     ReplaceExecutor,
     RevokeTask,
@@ -70,7 +73,7 @@ from flexcache.transfer.messages import Done, Drop, LookedUp
 
 logger = logging.getLogger(__name__)
 
-_WORKERS = frozenset((DISK, REMOTE))
+_WORKERS = frozenset((DISK, PEER, REMOTE))
 _DECODER = msgspec.msgpack.Decoder(ToServer)
 # For versions whose other fields are unknown here: no version may change these.
 _GREETING_DECODER = msgspec.msgpack.Decoder(Greeting)
@@ -240,9 +243,7 @@ class Hub:
         self._slot.tasks.op_done(executor, done, now)
 
     def looked_up(self, answer: LookedUp, now: float) -> None:
-        self._slot.tasks.looked_up(
-            answer.lookup_id, answer.num_present, answer.error, now, answer.tail
-        )
+        self._slot.tasks.looked_up(answer, now)
 
     def layouts_noted(self, others: Sequence[str]) -> None:
         assert self._slot.cache is not None
@@ -299,7 +300,7 @@ class Hub:
                 self.outbox.instruct(instruction)
             case RunOp(executor):
                 self._send_to_rank(executor, instruction)
-            case RunLookUp() | DiscardObjects():
+            case RunLookUp() | DiscardObjects() | Lend() | EndLoan():
                 self.outbox.instruct(instruction)
             case EraseDeleted():
                 self._slot.erase_deleted()

@@ -19,10 +19,11 @@ from flexcache.ids import TierName
 from flexcache.logs import log_event
 from flexcache.server.hub import Hub
 from flexcache.server.outbox import BackgroundThread, PeerMessage, make_execute
+from flexcache.server.peers import PeerLinks
 from flexcache.server.reactor import FLUSH_INTERVAL_S, EndReport, Reactor, RouterSocket, Sent
 from flexcache.server.workers import WorkerPool
 from flexcache.tasks.engine import KVTaskEngine
-from flexcache.tasks.instructions import RunOp
+from flexcache.tasks.instructions import PEER, RunLookUp, RunOp
 from flexcache.transfer.messages import Stop
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class EventLoop:
     Args:
         socket: Where clients connect.
         idle_exit: Ends the loop when the server is not needed any more.
+        peers: Lines to other hosts' caches, if there are any.
     """
 
     def __init__(
@@ -53,8 +55,10 @@ class EventLoop:
         pool: WorkerPool,
         background: BackgroundThread,
         idle_exit: IdleExit | None,
+        peers: PeerLinks | None = None,
     ) -> None:
         self._hub = hub
+        self._peers = peers
         self._lock = hub.state.lock
         self._reactor = reactor
         self._socket = socket
@@ -105,6 +109,8 @@ class EventLoop:
         times = [self._pool.next_start()]
         if self._socket.has_unsent or self._pool.has_unsent:
             times.append(now + FLUSH_INTERVAL_S)
+        if self._peers is not None:
+            times.append(self._peers.next_due(now))
         with self._lock:
             if self._hub.state.peers:
                 times.append(self._census_due_s)
@@ -122,6 +128,8 @@ class EventLoop:
             for process_ended in ended:
                 process_ended(now)
             self._pool.receive(now)
+            if self._peers is not None:
+                self._peers.receive(now)
             took_any = self._take_messages(now)
             if now >= self._census_due_s:
                 self._census_due_s = now + self._census_interval_s
@@ -135,7 +143,13 @@ class EventLoop:
         # From here on without the lock: callers in this process wait for it.
         self._socket.flush()
         for instruction in to_workers:
-            self._pool.carry_out(instruction)
+            if isinstance(instruction, RunLookUp) and instruction.executor == PEER:
+                assert self._peers is not None
+                self._peers.ask(instruction, now)
+            else:
+                self._pool.carry_out(instruction)
+        if self._peers is not None:
+            self._peers.send_due(now)
         for job in jobs:
             self._background.begin(job)
         for identity, message in to_peers:

@@ -53,7 +53,7 @@ class LocalSession:
 
     def __init__(self, server: KVServer) -> None:
         self.server = server
-        self._has_store = server.config.remote_url is not None
+        self._asks_others = server.config.has_peers or server.config.remote_url is not None
 
     def match(
         self, prompt: Prompt, look_up: bool = True, may_wait: bool = True,
@@ -66,7 +66,7 @@ class LocalSession:
             with self.server.lock:
                 task_id = self.ids.next()
             return Offer(task_id, prompt.kind, prompt.num_tokens, prompt.start)
-        if look_up and self._has_store and not self._look_up(prompt, may_wait):
+        if look_up and self._asks_others and not self._look_up(prompt, may_wait):
             return None
         with self.server.lock, self.server.session() as tasks:
             now = time.monotonic()
@@ -76,18 +76,18 @@ class LocalSession:
 
     def look_up(self, prompt: Prompt) -> None:
         """Begin to ask the remote store about a prompt; no task is made."""
-        if self._has_store and self.server.is_open:
+        if self._asks_others and self.server.is_open:
             self._look_up(prompt, may_wait=False)
 
     def _look_up(self, prompt: Prompt, may_wait: bool) -> bool:
         """Ask the remote store; whether the match can be made now."""
         with self.server.lock, self.server.session() as tasks:
-            lookup = tasks.look_up(prompt, time.monotonic(), self.ids.session)
-        if lookup is None or not may_wait:
-            return lookup is None
+            lookups = tasks.look_up(prompt, time.monotonic(), self.ids.session)
+        if not lookups or not may_wait:
+            return not lookups
         # On the server's condition: the caller's thread has nothing else to do.
         with self.server.lock, self.server.session() as tasks:
-            while tasks.queries.is_looking_up(lookup):
+            while any(map(tasks.queries.is_looking_up, lookups)):
                 self.server.state.changed.wait()  # it has a deadline
                 if self.server.stopping:
                     raise ClosedError("the cache was shut down")

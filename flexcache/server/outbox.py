@@ -23,6 +23,8 @@ from flexcache.protocol.messages import Ended, SessionOver, ToClient, WeightsCha
 from flexcache.tasks.instructions import (
     DiscardObjects,
     DropOp,
+    EndLoan,
+    Lend,
     ReplaceExecutor,
     RunLookUp,
     RunOp,
@@ -50,7 +52,9 @@ PeerMessage = ToClient | RunOp
 """An op for a rank is encoded when it is sent, without the lock."""
 RankMessage = RunOp | Drop | Ended | SessionOver
 """Ops of a rank, and what becomes of tasks."""
-WorkerInstruction = RunOp | DropOp | RunLookUp | DiscardObjects | NoteLayout | ReplaceExecutor
+WorkerInstruction = (
+    RunOp | DropOp | RunLookUp | DiscardObjects | NoteLayout | Lend | EndLoan | ReplaceExecutor
+)
 
 
 class Output(NamedTuple):

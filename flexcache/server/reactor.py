@@ -63,13 +63,17 @@ class Reactor:
         """Wait for this socket from now on, if given, and make the loop ready to be woken."""
         if main_socket is not None:
             self._main_socket = main_socket
-            self.add_socket(main_socket)
+            self.add_socket(main_socket.zmq_socket)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wake_fd, zmq.POLLIN)
 
-    def add_socket(self, socket: RouterSocket) -> None:
+    def add_socket(self, socket: zmq.Socket[bytes]) -> None:
         """End a wait when the socket has a message."""
-        self._poller.register(socket.zmq_socket, zmq.POLLIN)
+        self._poller.register(socket, zmq.POLLIN)
+
+    def remove_socket(self, socket: zmq.Socket[bytes]) -> None:
+        """Wait for it no more; it is to be closed."""
+        self._poller.unregister(socket)
 
     # -- any thread ------------------------------------------------------------------------------
 

@@ -47,6 +47,7 @@ from flexcache.server.outbox import (
     serve_lines,
     withdraw_lines,
 )
+from flexcache.server.peers import PeerLinks
 from flexcache.server.reactor import Endpoint, Reactor
 from flexcache.server.state import Answers, ServerState
 from flexcache.server.workers import WorkerPool
@@ -109,6 +110,7 @@ class KVServer:
         self._pool = WorkerPool(self._reactor, self.hub)
         self._background = BackgroundThread(self._end_job)
         self._endpoint: Endpoint | None = None
+        self._peers: PeerLinks | None = None
         self._thread: ServiceThread | None = None
         self._ends = threading.RLock()  # held by a caller of `shutdown`
         self._started_s = 0.0
@@ -189,6 +191,9 @@ class KVServer:
             self.endpoint = self._endpoint.address
             serve_lines(self.endpoint, self)
             self._reactor.open(self._endpoint.socket)
+            if self.config.has_peers:
+                self._peers = PeerLinks(self.config, self.state, self._reactor)
+                self._pool.on_peer_failed = self._peers.failed
             if self.config.has_workers:
                 self._pool.bind(self._endpoint.context, self._endpoint.worker_address)
             if self._model is not None:
@@ -209,8 +214,9 @@ class KVServer:
         # Its patience begins here: to open the tiers may have taken seconds.
         idle_exit = None if self._idle_exit is None else self._idle_exit(now)
         loop = EventLoop(
-            self.hub, self._reactor, self._endpoint.socket, self._pool, self._background, idle_exit
-        )
+            self.hub, self._reactor, self._endpoint.socket, self._pool, self._background, idle_exit,
+            self._peers,
+        )  # fmt: skip
         log_event(logger, logging.INFO, "server_began", endpoint=self.endpoint)
         return loop, ids
 
@@ -224,7 +230,8 @@ class KVServer:
         assert endpoint is not None
 
         def begin_workers() -> None:
-            self._pool.add_store_workers(store, endpoint.worker_address)
+            peer_fd = None if self._peers is None else self._peers.listen_fd
+            self._pool.add_store_workers(store, endpoint.worker_address, peer_fd)
             self._pool.start_due(time.monotonic())
 
         try:
@@ -386,6 +393,8 @@ class KVServer:
             self.hub.close()
         # Before its context ends, which waits for sockets that are open.
         self._pool.close()
+        if self._peers is not None:
+            self._peers.close()
         if self._endpoint is not None:
             self._endpoint.close()
         self._reactor.close()

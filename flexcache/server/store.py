@@ -12,6 +12,7 @@ from flexcache.cache.tiered_cache import CacheSizes
 from flexcache.config import CacheConfig
 from flexcache.errors import ConfigError
 from flexcache.logs import log_event
+from flexcache.server.peer_worker import PeerWorkerConfig
 from flexcache.storage.compression import Codec, open_compressor
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.host_pool import HostSegment
@@ -144,6 +145,15 @@ class CacheStore:
             compression=config.remote_compression,
             timeout_s=config.remote_timeout_s,
             concurrency=_REMOTE_CONCURRENCY,
+        )
+
+    def peer_worker_config(self, endpoint: str, listen_fd: int, identity: str) -> PeerWorkerConfig:
+        return PeerWorkerConfig(
+            **self._worker_config(endpoint, identity),
+            shard_bytes=list(self._shards.sizes),
+            listen_fd=listen_fd,
+            curve_keys=self.config.curve_keys,
+            timeout_s=self.config.remote_timeout_s,
         )
 
     def _worker_config(self, endpoint: str, identity: str) -> dict[str, Any]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import zmq
 
+from flexcache.cache.tail_index import last_tail_key
 from flexcache.logs import log_event
 from flexcache.processes import WorkerSupervisor
 from flexcache.server.outbox import WorkerInstruction, make_execute, problem_of
@@ -29,9 +30,12 @@ from flexcache.server.reactor import (
 from flexcache.stats import ServerCounters
 from flexcache.tasks.instructions import (
     DISK,
+    PEER,
     REMOTE,
     DiscardObjects,
     DropOp,
+    EndLoan,
+    Lend,
     ReplaceExecutor,
     RunLookUp,
     RunOp,
@@ -44,8 +48,12 @@ from flexcache.transfer.messages import (
     LookedUp,
     LookUp,
     NoteLayout,
+    PeerFailed,
     Ready,
+    SendBlocks,
+    SendNoMore,
     Stop,
+    pack_ids,
 )
 
 if TYPE_CHECKING:
@@ -56,7 +64,7 @@ logger = logging.getLogger(__name__)
 _MAX_MESSAGES_A_TURN = 256
 _DISCARDED_AT_ONCE = 256  # objects; each message has the time of one op
 
-WorkerMessage = Ready | Done | LookedUp | LayoutsNoted
+WorkerMessage = Ready | Done | LookedUp | LayoutsNoted | PeerFailed
 _DECODER = msgspec.msgpack.Decoder(WorkerMessage)
 
 
@@ -76,24 +84,35 @@ class WorkerPool:
         self._logged: set[str] = set()
         """Kinds of refused messages that were logged."""
         self._socket: RouterSocket | None = None
+        self.on_peer_failed: Callable[[str, str, float], object] = lambda peer, reason, now: None
+        """Called under the owner's lock when a peer could not be read from."""
 
     def bind(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
         """Open the socket that workers connect to."""
         self._socket = RouterSocket(context)
         self._socket.bind(endpoint)
-        self._reactor.add_socket(self._socket)
+        self._reactor.add_socket(self._socket.zmq_socket)
 
-    def add_store_workers(self, store: CacheStore, endpoint: str) -> None:
-        """Supervise the workers that an open store needs: for its disk, for its remote store. The
-        next `start_due` starts them.
+    def add_store_workers(
+        self, store: CacheStore, endpoint: str, peer_fd: int | None = None
+    ) -> None:
+        """Supervise the workers that an open store needs: for its disk, for peers, for its remote
+        store. The next `start_due` starts them.
 
         Args:
             endpoint: Where they connect to.
+            peer_fd: Where peers connect to read, or -1; None without peers.
         """
         if store.disk_pool is not None:
             self._workers[DISK] = WorkerSupervisor(
                 DISK, "flexcache.transfer.disk_worker",
                 partial(store.disk_worker_config, endpoint), store.inherited_fds,
+            )  # fmt: skip
+        if peer_fd is not None:
+            self._workers[PEER] = WorkerSupervisor(
+                PEER, "flexcache.server.peer_worker",
+                partial(store.peer_worker_config, endpoint, peer_fd),
+                [*store.segment_fds, *([peer_fd] if peer_fd >= 0 else [])],
             )  # fmt: skip
         if store.config.remote_url is not None:
             self._workers[REMOTE] = WorkerSupervisor(
@@ -175,6 +194,8 @@ class WorkerPool:
                 self._owner.looked_up(answer, now)
             case LayoutsNoted(others) if worker.name == REMOTE:
                 self._owner.layouts_noted(others)
+            case PeerFailed(peer, reason) if worker.name == PEER:
+                self.on_peer_failed(peer, reason, now)
             case Done() as done if (problem := problem_of(done)) is not None:
                 self._refuse(sender, "malformed", problem)
             case Done() as done:
@@ -212,13 +233,18 @@ class WorkerPool:
             case DropOp(executor, op_id):
                 self._send(executor, Drop(op_id))
             case RunLookUp(lookup_id, root, keys, tails):
-                self._send(REMOTE, LookUp(lookup_id, root, list(keys), list(tails)))
+                units = [(needed, last_tail_key(key, count)) for needed, key, count in tails]
+                self._send(REMOTE, LookUp(lookup_id, root, list(keys), list(units)))
             case DiscardObjects(root, keys):
                 for start in range(0, len(keys), _DISCARDED_AT_ONCE):
                     part = keys[start : start + _DISCARDED_AT_ONCE]
                     self._send(REMOTE, Discard(root, list[bytes](part)))
             case NoteLayout():
                 self._send(REMOTE, instruction)
+            case Lend(token, blocks, ends_s):
+                self._send(PEER, SendBlocks(token, pack_ids(blocks), ends_s))
+            case EndLoan(token):
+                self._send(PEER, SendNoMore(token))
             case ReplaceExecutor(executor, reason):
                 log_event(logger, logging.ERROR, "worker_replaced", worker=executor, reason=reason)
                 self._workers[executor].kill()

@@ -132,8 +132,9 @@ class Accounts:
         self.task_seconds[plan.kind].observe(seconds)
         if plan.way is LoadWay.DIRECT and task.state.is_overdue:
             self._ways.failed()
-        # Ways are compared by whole loads from SSD alone, without a store's time.
-        if plan.way is not None and TierName.REMOTE not in plan.sources and task.has_arrived:
+        # Ways are compared by whole loads from SSD alone, without another host's time.
+        is_local = not plan.sources.keys() & {TierName.PEER, TierName.REMOTE}
+        if plan.way is not None and is_local and task.has_arrived:
             self._ways.ended(plan.way, plan.sources[TierName.SSD], seconds)
 
     def ended(self, task: Task, result: TaskResult) -> None:
@@ -158,7 +159,7 @@ class Accounts:
             self.totals.ops[kind].started(now)
             task.owner.totals.ops[kind].started(now)
         if self._load_cost is not None and kind in LOAD_TIER:
-            self._load_cost.started(kind, now)
+            self._load_cost.started(kind, now, run.op.peer)
         if self.recorder is not None:
             self.recorder.op_started(task, run.op)
 
@@ -179,6 +180,6 @@ class Accounts:
         if kind is OpKind.DISK2D and run.error is not None:
             self._ways.failed()
         if self._load_cost is not None and kind in LOAD_TIER:
-            self._load_cost.ended(kind, now, num_ok, seconds)
+            self._load_cost.ended(kind, now, num_ok, seconds, run.op.peer)
         if self.recorder is not None:
             self.recorder.op_ended(run.task, run.op, num_ok, run.error)

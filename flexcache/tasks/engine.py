@@ -24,15 +24,18 @@ Not thread-safe: the shell holds a lock around each call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
 
 from flexcache.breaker import CircuitBreaker
+from flexcache.cache.block_keys import PackedBlockKeys
 from flexcache.cache.control import CacheCall, CallOutcome
 from flexcache.cache.eviction_policy import EvictionPolicy, Study
+from flexcache.cache.peers import PeerLoans
 from flexcache.cache.plan import Plan
 from flexcache.cache.prompt import Prompt
 from flexcache.cache.restore import Records, RestoreReport, Seconds
@@ -44,11 +47,14 @@ from flexcache.stats import CacheIdentity, CacheStats, RemoteStats, TotalsStats
 from flexcache.tasks.accounts import Accounts
 from flexcache.tasks.executors import Executors, SlotChecksums
 from flexcache.tasks.instructions import (
+    PEER,
     REMOTE,
     DiscardObjects,
+    EndLoan,
     EraseDeleted,
     Forgotten,
     Instruction,
+    Lend,
     Offer,
     PromisedLoad,
     RunLookUp,
@@ -69,7 +75,7 @@ from flexcache.tasks.model import (
     TaskSessions,
 )
 from flexcache.tasks.runner import TaskRunner
-from flexcache.transfer.messages import Done, pack_ids
+from flexcache.transfer.messages import Done, LookedUp, pack_ids
 from flexcache.transfer.scheduler import BlockIds
 
 
@@ -82,8 +88,9 @@ class TaskQueries:
     _executors: Executors
     _accounts: Accounts
     _deadlines: TaskDeadlines
-    _lookups: RemoteLookUps | None
+    _lookups: Mapping[str, RemoteLookUps]
     _breaker: CircuitBreaker
+    _loans: PeerLoans
 
     def totals_of(self, session: SessionId) -> TotalsStats:
         """What a session has had of the cache."""
@@ -91,7 +98,7 @@ class TaskQueries:
 
     def stats(self, identity: CacheIdentity, now: float) -> CacheStats:
         """Statistics of the tiers and tasks of the cache with this identity."""
-        cache, accounts, lookups = self._cache, self._accounts, self._lookups
+        cache, accounts, lookups = self._cache, self._accounts, self._lookups.get(REMOTE)
         remote = None
         if lookups is not None:
             is_available = TierName.REMOTE not in cache.tiers.unavailable
@@ -116,20 +123,21 @@ class TaskQueries:
             task_seconds={kind.value: each for kind, each in accounts.task_seconds.items()},
             queues=self._executors.queues(),
             unlaunched_tasks=self._deadlines.num_unlaunched,
-            open_lookups=0 if lookups is None else lookups.num_open,
+            open_lookups=sum(each.num_open for each in self._lookups.values()),
             store_backlog_blocks=cache.stores.backlog,
             early_loads=cache.early.counters.snapshot(open_blocks=cache.early.num_blocks),
             sessions=cache.sessions.counters.snapshot(known=len(cache.sessions)),
             control=cache.control.stats(),
             retention_s=cache.tiers.host.retention_s,
             remote=remote,
+            peers=None if cache.tiers.peer is None else self._loans.stats(),
             load_cost=None if cache.loads.cost is None else cache.loads.cost.stats(),
         )
         return live.snapshot()
 
     def is_looking_up(self, lookup_id: int) -> bool:
-        """Whether a question to the remote store is still open."""
-        return self._lookups is not None and self._lookups.is_open(lookup_id)
+        """Whether a question to the remote store or to peers is still open."""
+        return any(each.is_open(lookup_id) for each in self._lookups.values())
 
     @property
     def store_outage(self) -> str | None:
@@ -214,12 +222,18 @@ class KVTaskEngine:
         self.executors = Executors(
             cache.tiers, self._breaker, self._checksums, self.accounts, self._instructions, limits
         )
-        self._lookups: RemoteLookUps | None = None
         if cache.tiers.remote is not None:
             cache.tiers.remote.on_void = self._discard_voided
-            self._lookups = RemoteLookUps(
-                cache.tiers.remote, self._breaker, limits.lookup_timeout_s
+        ids = itertools.count(1)
+        self._lookups = {
+            WORKERS[tier.name]: RemoteLookUps(
+                tier, self._breaker if tier is cache.tiers.remote else CircuitBreaker(),
+                limits.lookup_timeout_s, ids, WORKERS[tier.name],
             )
+            for tier in cache.tiers.beyond
+        }  # fmt: skip
+        """Questions to peers and to the remote store, by who asks them."""
+        self.loans = PeerLoans(cache.tiers)
         self._runner = TaskRunner(
             cache, self.sessions, self.executors, self.accounts, self._instructions
         )
@@ -230,7 +244,7 @@ class KVTaskEngine:
         self._deadlines = TaskDeadlines(limits.match_ttl_s, limits.remote_timeout_s)
         self.queries = TaskQueries(
             cache, self.sessions, self.executors, self.accounts, self._deadlines,
-            self._lookups, self._breaker,
+            self._lookups, self._breaker, self.loans,
         )  # fmt: skip
 
     # -- after an error --------------------------------------------------------------------------
@@ -262,8 +276,11 @@ class KVTaskEngine:
         self.accounts.succeed(former.accounts, runs, now)
         self.cache.tiers.lost = self.accounts.lost
         self.executors.succeed(former.executors, runs, now)
-        if self._lookups is not None and former._lookups is not None:
-            self._lookups.succeed(former._lookups, self._instructions)
+        for name, lookups in self._lookups.items():
+            lookups.succeed(former._lookups[name], self._instructions)
+        # What was lent may be overwritten from here on: a peer notices by its checksums.
+        self._instructions += [EndLoan(token) for token in former.loans.tokens]
+        self.loans.counters = former.loans.counters
         self._matcher.adopt_layout(former._matcher.layout)
         running: dict[TaskId, list[OpRun]] = {}
         for run in runs:
@@ -350,9 +367,9 @@ class KVTaskEngine:
 
         def change() -> None:
             self.sessions.set_weights(engine, generation)
-            if is_other and (remote := self.cache.tiers.remote) is not None:
+            if is_other:
                 for session in self.sessions.of_engine(engine):
-                    session.named_at = remote.num_clears
+                    session.named_at = self.cache.tiers.num_clears
             self._cancel_unanswered(self.sessions.of_engine(engine), now)
             if is_other:
                 unused = self.sessions.take_unused_roots(engine)
@@ -415,11 +432,12 @@ class KVTaskEngine:
 
     # -- calls of the engine's adapter -----------------------------------------------------------
 
-    def look_up(self, prompt: Prompt, now: float, session: SessionId | None = None) -> int | None:
-        """Ask the remote store what it has of a prompt, where that may matter to a `match`.
+    def look_up(self, prompt: Prompt, now: float, session: SessionId | None = None) -> list[int]:
+        """Ask peers and the remote store what they have of a prompt, where that may matter to a
+        `match`.
 
         Returns:
-            The question to wait for (`is_looking_up`, or `LookUpEnded`); None if nothing is asked.
+            The questions to wait for (`is_looking_up`, or `LookUpEnded`).
         """
         with self._change:
             owner = None if session is None else self.sessions.get(session)
@@ -475,7 +493,7 @@ class KVTaskEngine:
             self._runner.end_empty(task)
             # DRAM lacks nothing of it, but a tier below may: it evicted blocks, or was away.
             stores_below = kind is TaskKind.PUT and has_blocks and not plan.dropped
-            if stores_below and cache.tiers.lower:
+            if stores_below and cache.tiers.written:
                 self._runner.store(self._matcher.plan_store(owner, prompt), now)
             return plan
 
@@ -633,9 +651,10 @@ class KVTaskEngine:
 
     def layouts_noted(self, num_others: int) -> bool:
         """Note in how many other layouts the remote store has the model; whether that is news."""
-        if self._lookups is None or num_others == self._lookups.counters.other_layouts:
+        lookups = self._lookups.get(REMOTE)
+        if lookups is None or num_others == lookups.counters.other_layouts:
             return False
-        self._lookups.counters.other_layouts = num_others
+        lookups.counters.other_layouts = num_others
         return True
 
     def restore(self, records: Records, ages_s: Seconds, now: float) -> RestoreReport:
@@ -660,26 +679,70 @@ class KVTaskEngine:
         """An executor is gone, and with it all that it was moving."""
 
         def change() -> None:
-            if executor == REMOTE and self._lookups is not None:
+            if executor == REMOTE and (lookups := self._lookups.get(REMOTE)) is not None:
                 self._breaker.trip(reason, now)
-                self._lookups.give_up(now, self._instructions)
+                lookups.give_up(now, self._instructions)
+            elif executor == PEER:
+                self.loans.end_all()  # with it went what was to send them
             self._runner.settle(self.executors.down(executor, reason, now), now)
 
         self._take_in(change)
 
-    def looked_up(
-        self, lookup_id: int, num_present: int, error: str | None, now: float, tail: int = -1
-    ) -> None:
-        """The remote worker has answered a question."""
+    def looked_up(self, answer: LookedUp, now: float, peer: str | None = None) -> None:
+        """The remote worker has answered a question; or a ``peer``, empty if none has it."""
 
         def change() -> None:
-            if self._lookups is not None:
-                self._lookups.looked_up(
-                    lookup_id, max(0, num_present), error, now, self._instructions, tail
-                )
+            lookups = self._lookups.get(REMOTE if peer is None else PEER)
+            if lookups is not None:
+                lookups.looked_up(answer, now, self._instructions, peer or "")
                 self._runner.settle(self.executors.sync(), now)
 
         self._take_in(change)
+
+    # -- peers -----------------------------------------------------------------------------------
+
+    def find_for_peer(
+        self, root: RootId, keys: PackedBlockKeys, tails: Sequence[tuple[int, bytes, int]]
+    ) -> tuple[int, int]:
+        """Return what of a prompt a peer could read here (`PeerLoans.find`)."""
+        if not self.executors.is_up(PEER):
+            return 0, -1
+        return self.loans.find(root, keys, tails)
+
+    def lend(
+        self, peer: bytes, root: RootId, keys: Sequence[BlockKey], now: float,
+        tail: tuple[BlockKey, int] | None = None,
+    ) -> bytes | None:  # fmt: skip
+        """Let a peer read blocks of DRAM (`PeerLoans.lend`); return what it has to show for them.
+        None if they are not here, or too much is lent."""
+        if not self.executors.is_up(PEER):
+            return None
+        with self._change:
+            loan = self.loans.lend(peer, root, keys, now, tail)
+            if loan is None:
+                return None
+            self._instructions.append(Lend(loan.token, loan.blocks, loan.ends_s))
+            return loan.token
+
+    def end_loan(self, token: bytes, peer: bytes) -> None:
+        """A peer has read what it wanted."""
+
+        def change() -> None:
+            if self.loans.give_back(token, peer):
+                self._instructions.append(EndLoan(token))
+
+        self._take_in(change)
+
+    def peer_failed(self) -> None:
+        """A peer could not be read from: what is known of peers is to be asked again."""
+
+        def change() -> None:
+            if (tier := self.cache.tiers.peer) is not None:
+                tier.forget()
+
+        self._take_in(change)
+
+    # -- executors, time -------------------------------------------------------------------------
 
     def op_done(self, executor: str, done: Done, now: float) -> None:
         """An executor has ended its part of an op."""
@@ -693,13 +756,17 @@ class KVTaskEngine:
         self.cache.tick(now)
         while (late := self._deadlines.take_late_load(now)) is not None:
             task = self.sessions.tasks.get(late)
-            if task is None or task.is_answered or not task.open_ops[OpKind.REMOTE2H]:
+            if task is None or task.is_answered:
+                continue
+            ops = task.open_ops
+            if not ops[OpKind.REMOTE2H] and not ops[OpKind.PEER2H]:
                 continue  # else it is answered with what has come; a read under way ends in DRAM
-            # No failure of the store: too slow for one engine, it may be of use to another.
-            task.errors.append("the remote store takes longer than computing would")
+            # No failure of the other host: too slow for one engine, it may be of use to another.
+            task.errors.append("the load from another host takes longer than computing would")
             self._runner.end_unstarted(task, now)
-        if self._lookups is not None:
-            self._lookups.tick(now, self.executors.is_up(REMOTE), self._instructions)
+        for executor, lookups in self._lookups.items():
+            lookups.tick(now, self.executors.is_up(executor), self._instructions)
+        self._instructions += map(EndLoan, self.loans.expire(now))
         self._runner.settle(self.executors.sync(), now)
         self._runner.follow(now)
         while (unlaunched := self._deadlines.take_unlaunched(now)) is not None:
@@ -730,8 +797,9 @@ class KVTaskEngine:
             return self.cache.tiers.now
         times = [self._deadlines.next(), self.executors.next_deadline()]
         times += [self.cache.next_deadline(), self._matcher.next_early()]
-        if self._lookups is not None:
-            times.append(self._lookups.next_deadline(self.executors.is_up(REMOTE)))
+        for executor, lookups in self._lookups.items():
+            times.append(lookups.next_deadline(self.executors.is_up(executor)))
+        times.append(self.loans.next_end)
         return min((time for time in times if time is not None), default=None)
 
     def take_instructions(self) -> list[Instruction]:
@@ -759,10 +827,11 @@ class KVTaskEngine:
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold, and forget. O(everything)."""
         with self._change:
-            if self._lookups is not None and not self._lookups.check():
+            if not all(lookups.check() for lookups in self._lookups.values()):
                 raise InternalError(
-                    "an open question to the store cannot be found or has no deadline"
+                    "an open question to another host cannot be found or has no deadline"
                 )
+            self.loans.check()
             self.executors.check(self.sessions.tasks)
             self.cache.check()
             self._runner.check()

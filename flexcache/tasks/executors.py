@@ -29,7 +29,15 @@ from flexcache.errors import InternalError
 from flexcache.ids import OpId, OpKind, TaskId, TaskKind, TierName
 from flexcache.stats import QueueStats
 from flexcache.tasks.accounts import Accounts
-from flexcache.tasks.instructions import DISK, REMOTE, DropOp, Instruction, ReplaceExecutor, RunOp
+from flexcache.tasks.instructions import (
+    DISK,
+    PEER,
+    REMOTE,
+    DropOp,
+    Instruction,
+    ReplaceExecutor,
+    RunOp,
+)
 from flexcache.tasks.model import LOAD_TIER, LOWER_TIER, WORKER_OF, WORKERS, OpRun, Task, TaskLimits
 from flexcache.transfer.messages import Done, unpack_checksums
 from flexcache.transfer.scheduler import FairQueue, TransferOp, Urgency
@@ -119,7 +127,8 @@ class Executors:
         self._block_bytes = limits.block_bytes
         self._op_timeout_s = limits.op_timeout_s
         self._lanes = {
-            DISK: _WorkerLane(limits.op_timeout_s), REMOTE: _WorkerLane(limits.remote_timeout_s)
+            DISK: _WorkerLane(limits.op_timeout_s), PEER: _WorkerLane(limits.remote_timeout_s),
+            REMOTE: _WorkerLane(limits.remote_timeout_s),
         }  # fmt: skip
         self._running: dict[OpId, OpRun] = {}
         self._direct_blocks = 0

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 DISK = "disk"
 REMOTE = "remote"
+PEER = "peer"
 
 
 def device(engine: str, rank: int) -> str:
@@ -103,12 +104,17 @@ class DropOp:
 @dataclass(frozen=True, slots=True)
 class RunLookUp:
     """Ask the remote worker how many of these blocks, from the first on, the store has, and which
-    of the tails (`LookUp`). It reports by `KVTaskEngine.looked_up`."""
+    of the tails; or ask peers. The answer goes to `KVTaskEngine.looked_up`.
+
+    ``tails``: of each, how many of the ``keys`` must be there for it to be of use, the key of the
+    block behind which it is, and its number of units.
+    """
 
     lookup_id: int
     root: bytes
     keys: Sequence[BlockKey]
-    tails: Sequence[tuple[int, BlockKey]] = ()
+    tails: Sequence[tuple[int, BlockKey, int]] = ()
+    executor: str = REMOTE
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +163,22 @@ class Forgotten:
 
 
 @dataclass(frozen=True, slots=True)
+class Lend:
+    """Have the peer worker send blocks of DRAM to who shows the token."""
+
+    token: bytes
+    blocks: npt.NDArray[np.int64]
+    ends_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EndLoan:
+    """Have the peer worker send them no more."""
+
+    token: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class DiscardObjects:
     """Have the remote worker remove objects of deleted blocks, best effort. It does not report."""
 
@@ -178,6 +200,8 @@ Instruction = (
     | RevokeTask
     | TaskAnswered
     | ReplaceExecutor
+    | Lend
+    | EndLoan
     | DiscardObjects
     | EraseDeleted
     | Forgotten

@@ -1,4 +1,5 @@
-"""Look-ups at the remote store before a match: at most one question per prefix at a time.
+"""Look-ups at the remote store, and at peers, before a match: at most one question per prefix at a
+time.
 
 A question has a deadline of some milliseconds. It ends once, with an answer or without one; then
 the matches that wait for it go on. Repeated failures open the store's circuit breaker; until it
@@ -12,7 +13,7 @@ Pure: calls and events with the time in, instructions out.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from sortedcontainers import SortedList
@@ -23,7 +24,8 @@ from flexcache.cache.load_plan import AskedTail
 from flexcache.cache.tiers import UNKNOWN_TTL_S, RemoteTier
 from flexcache.ids import BlockKey, RootId
 from flexcache.stats import LookUpStats
-from flexcache.tasks.instructions import Instruction, LookUpEnded, RunLookUp
+from flexcache.tasks.instructions import REMOTE, Instruction, LookUpEnded, RunLookUp
+from flexcache.transfer.messages import LookedUp
 
 _MAX_KEYS = 8192
 _TRIAL_ROOT = b"\0" * 16
@@ -59,18 +61,24 @@ class _LookUp:
 
 
 class RemoteLookUps:
-    """Open questions to one store.
+    """Open questions to one store, or to all peers.
 
     Args:
         tier: Learns the answers.
         timeout_s: How long a match may wait for one.
+        ids: Numbers the questions, where others number theirs likewise.
+        executor: Who asks.
     """
 
-    def __init__(self, tier: RemoteTier, breaker: CircuitBreaker, timeout_s: float) -> None:
-        self._tier = tier
+    def __init__(
+        self, tier: RemoteTier, breaker: CircuitBreaker, timeout_s: float,
+        ids: Iterator[int] | None = None, executor: str = REMOTE,
+    ) -> None:  # fmt: skip
+        self.tier = tier
         self._breaker = breaker
         self._timeout_s = timeout_s
-        self._ids = itertools.count(1)
+        self._ids = itertools.count(1) if ids is None else ids
+        self.executor = executor
         self._open: dict[int, _LookUp] = {}
         self._by_key: dict[tuple[RootId, BlockKey], int] = {}
         # Nearly all are answered long before their deadline. In a heap, which is faster by a few
@@ -91,7 +99,7 @@ class RemoteLookUps:
         """
         if not self._breaker.is_closed:
             return None
-        first = self._tier.first_unknown(keys, stop, now)
+        first = self.tier.first_unknown(keys, stop, now)
         if first is None:
             # No block is left to ask for: a tail that needs an unknown one is of no use.
             tails = [tail for tail in tails if tail.has_blocks]
@@ -104,16 +112,16 @@ class RemoteLookUps:
             return found
         parent = keys.key(first - 1) if first else None
         wanted = keys.slice(first, min(stop, first + _MAX_KEYS))
-        at_store = self._tier.root_at_store(keys.root)
+        at_store = self.tier.root_at_store(keys.root)
         deadline_s = now + self._timeout_s
         question = _LookUp(
-            keys.root, parent, wanted, at_store, self._tier.num_deletes(keys.root), now, deadline_s,
+            keys.root, parent, wanted, at_store, self.tier.num_deletes(keys.root), now, deadline_s,
             first, keys.content, tails,
         )  # fmt: skip
         lookup_id = self._ask(question)
         self._by_key[keys.root, question.name] = lookup_id
-        asked = [(question.num_needed(tail), tail.last_unit) for tail in tails]
-        instructions.append(RunLookUp(lookup_id, at_store, wanted, asked))
+        asked = [(question.num_needed(tail), tail.key, tail.num_units) for tail in tails]
+        instructions.append(RunLookUp(lookup_id, at_store, wanted, asked, self.executor))
         self.counters.asked += 1
         return lookup_id
 
@@ -134,14 +142,14 @@ class RemoteLookUps:
         return lookup_id in self._open
 
     def looked_up(
-        self, lookup_id: int, num_present: int, error: str | None, now: float,
-        instructions: list[Instruction], tail: int = -1,
-    ) -> None:  # fmt: skip
-        """Take the worker's answer; one that comes too late is ignored."""
-        question = self._open.get(lookup_id)
+        self, answer: LookedUp, now: float, instructions: list[Instruction], peer: str = ""
+    ) -> None:
+        """Take the worker's answer, or a ``peer``'s; one that comes too late is ignored."""
+        question = self._open.get(answer.lookup_id)
         if question is None:
             return
-        self._end(lookup_id, instructions)
+        self._end(answer.lookup_id, instructions)
+        num_present, error = max(0, answer.num_present), answer.error
         if error is not None:
             self._breaker.failed(f"look-up: {error}", now)
         # A store that answers too late for a match is of no use, even if it is well.
@@ -152,30 +160,30 @@ class RemoteLookUps:
         if question.is_trial or not self._is_current(question):
             return
         present = question.keys[:num_present]
-        num_known = self._tier.learn(
-            question.root, question.parent, present, question.first, question.content
+        num_known = self.tier.learn(
+            question.root, question.parent, present, question.first, question.content, peer
         )
         if num_known < len(question.keys):
             ttl_s = None if error is None else UNKNOWN_TTL_S
-            self._tier.learn_absent(question.root, question.keys[num_known], now, ttl_s)
+            self.tier.learn_absent(question.root, question.keys[num_known], now, ttl_s)
         if error is None:
-            self._learn_tails(question, num_present, tail, now)
+            self._learn_tails(question, answer, now, peer)
 
     def _is_current(self, question: _LookUp) -> bool:
         """Whether nothing of its root was deleted since it was asked, and the tier not cleared."""
-        root, tier = question.root, self._tier
+        root, tier = question.root, self.tier
         at_store = (tier.root_at_store(root), tier.num_deletes(root))
         return at_store == (question.root_at_store, question.num_deletes)
 
-    def _learn_tails(self, question: _LookUp, num_present: int, tail: int, now: float) -> None:
+    def _learn_tails(self, question: _LookUp, answer: LookedUp, now: float, peer: str) -> None:
         """Remember the one tail that was found, and that those asked for before it are missing."""
         for number, asked in enumerate(question.tails):
-            if question.num_needed(asked) > num_present:
+            if question.num_needed(asked) > answer.num_present:
                 continue  # of no use: the worker did not look for it
-            if number == tail:
-                self._tier.learn_tail(question.root, asked.key, asked.num_units)
+            if number == answer.tail:
+                self.tier.learn_tail(question.root, asked.key, asked.num_units, peer)
                 return
-            self._tier.learn_absent(question.root, asked.last_unit, now)
+            self.tier.learn_absent(question.root, asked.last_unit, now)
 
     def tick(self, now: float, worker_is_up: bool, instructions: list[Instruction]) -> None:
         """Let deadlines pass, and try a store again that was given up."""
@@ -214,7 +222,7 @@ class RemoteLookUps:
         question = self._open[lookup_id]
         self._end(lookup_id, instructions)
         if not question.is_trial:
-            self._tier.learn_absent(question.root, question.name, now, UNKNOWN_TTL_S)
+            self.tier.learn_absent(question.root, question.name, now, UNKNOWN_TTL_S)
 
     def _end(self, lookup_id: int, instructions: list[Instruction]) -> None:
         question = self._open[lookup_id]

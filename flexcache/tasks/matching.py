@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice, repeat
 
@@ -11,6 +11,7 @@ import msgspec
 from flexcache.cache.block_keys import LayoutRoots, PromptKeys
 from flexcache.cache.control import CacheCall
 from flexcache.cache.early_loads import EarlyLoad
+from flexcache.cache.load_plan import AskedTail
 from flexcache.cache.plan import EarlyTerms, Plan
 from flexcache.cache.prompt import Prompt
 from flexcache.cache.store_plan import DirectStores
@@ -19,7 +20,7 @@ from flexcache.cache.tiered_cache import TieredCache
 from flexcache.cache.tiers import find_chain
 from flexcache.ids import OpKind, SessionId, TaskKind, TierName
 from flexcache.tasks.executors import Executors
-from flexcache.tasks.instructions import REMOTE, Instruction
+from flexcache.tasks.instructions import Instruction
 from flexcache.tasks.lookups import RemoteLookUps
 from flexcache.tasks.model import Session, TaskSessions, load_patience_s
 from flexcache.tasks.runner import TaskRunner
@@ -34,7 +35,7 @@ class Matcher:
 
     Args:
         runner: Carries out loads for sessions that return, and ends what has not begun.
-        lookups: Open questions to the remote store, if there is one.
+        lookups: Open questions to peers and to the remote store, by who asks them.
         instructions: Receives `RunLookUp`.
         max_open_tasks: Limit for one session; beyond it a get is a miss and a put is dropped.
     """
@@ -45,7 +46,7 @@ class Matcher:
         sessions: TaskSessions,
         executors: Executors,
         runner: TaskRunner,
-        lookups: RemoteLookUps | None,
+        lookups: Mapping[str, RemoteLookUps],
         instructions: list[Instruction],
         max_open_tasks: int,
     ) -> None:
@@ -75,9 +76,10 @@ class Matcher:
     def _place(self, keys: PromptKeys, owner: Session | None) -> None:
         """Set the root that tiers keep a prompt under, which names the engine's present weights."""
         self._roots.place(keys)
-        remote = self._cache.tiers.remote
-        if remote is not None and owner is not None and owner.named_at == remote.num_clears:
-            remote.keep_plain(keys.root)
+        tiers = self._cache.tiers
+        if tiers.beyond and owner is not None and owner.named_at == tiers.num_clears:
+            for tier in tiers.beyond:
+                tier.keep_plain(keys.root)
 
     def placed(self, owner: Session | None, call: CacheCall) -> CacheCall:
         """Return a user's call with its prompts and roots under the layout. What names former
@@ -103,32 +105,43 @@ class Matcher:
                         session.uses(prompt.keys.root)
         return prompts
 
-    def look_up(self, owner: Session | None, prompt: Prompt, now: float) -> int | None:
-        """Ask the remote store what it has of a prompt, where that may matter to a match.
+    def look_up(self, owner: Session | None, prompt: Prompt, now: float) -> list[int]:
+        """Ask peers and the remote store what they have of a prompt, where that may matter to a
+        match.
 
         Returns:
-            The question to wait for; None if nothing is asked.
+            The questions to wait for.
         """
-        lookups, keys, stop = self._lookups, prompt.keys, prompt.stop
-        if prompt.kind is TaskKind.PUT or lookups is None or not self._executors.is_up(REMOTE):
-            return None
+        keys, stop = prompt.keys, prompt.stop
+        asked = [
+            each for name, each in self._lookups.items()
+            if each.tier.can_be_asked and self._executors.is_up(name)
+        ]  # fmt: skip
+        if prompt.kind is TaskKind.PUT or not asked:
+            return []
         if owner is not None and not self._sessions.has_weights(owner.engine, prompt.weights):
-            return None
+            return []
         self._place(keys, owner)
         if keys.parent_key is not None:
             chain = find_chain(keys, self._cache.tiers)
             if chain is None:
-                return None
+                return []
             keys, stop = chain, stop + chain.num_before
-        # The match searches again: the index may change before the store has answered.
-        tails = None
-        if (tail_loads := self._cache.loads.tails) is not None:
-            tails = tail_loads.unknown(keys, stop, now)
-            if not tails:
-                return None
-        elif self._cache.tiers.have_locally(keys, stop):
-            return None
-        return lookups.look_up(keys, stop, now, self._instructions, tails or ())
+        tail_loads = self._cache.loads.tails
+        if tail_loads is None and self._cache.tiers.have_locally(keys, stop):
+            return []
+        # The match searches again: the index may change before they have answered.
+        questions = []
+        for lookups in asked:
+            tails: Sequence[AskedTail] = ()
+            if tail_loads is not None:
+                tails = tail_loads.unknown(keys, stop, now, lookups.tier)
+                if not tails:
+                    continue
+            question = lookups.look_up(keys, stop, now, self._instructions, tails)
+            if question is not None:
+                questions.append(question)
+        return questions
 
     def plan(self, owner: Session, prompt: Prompt) -> tuple[Prompt, Plan]:
         """Plan a task for a prompt. Return the prompt, too, or the whole chain that it continues.

@@ -31,10 +31,10 @@ from flexcache.ids import (
     session_of,
 )
 from flexcache.stats import TotalsStats
-from flexcache.tasks.instructions import DISK, REMOTE, TaskResult, device
+from flexcache.tasks.instructions import DISK, PEER, REMOTE, TaskResult, device
 from flexcache.transfer.scheduler import BlockIds, TransferOp
 
-WORKERS = {TierName.SSD: DISK, TierName.REMOTE: REMOTE}
+WORKERS = {TierName.SSD: DISK, TierName.PEER: PEER, TierName.REMOTE: REMOTE}
 STAGED_LOAD_TIER = {kind: tier for tier, kind in LOAD_OP.items()}
 """Loads that end in DRAM."""
 LOAD_TIER = {**STAGED_LOAD_TIER, OpKind.DISK2D: TierName.SSD}
@@ -52,6 +52,7 @@ ENDS = {
     OpKind.D2H: (TierName.GPU, TierName.CPU),
     OpKind.DISK2H: (TierName.SSD, TierName.CPU),
     OpKind.H2DISK: (TierName.CPU, TierName.SSD),
+    OpKind.PEER2H: (TierName.PEER, TierName.CPU),
     OpKind.REMOTE2H: (TierName.REMOTE, TierName.CPU),
     OpKind.H2REMOTE: (TierName.CPU, TierName.REMOTE),
     OpKind.DISK2D: (TierName.SSD, TierName.GPU),
@@ -386,9 +387,11 @@ class TaskDeadlines:
         self._unlaunched[task_id] = now + self.match_ttl_s
 
     def launched(self, task: Task, now: float) -> None:
-        """A get waits for the remote store no longer than computing its blocks would take."""
+        """A get waits for another host no longer than computing its blocks would take."""
         self._unlaunched.pop(task.task_id, None)
-        if task.plan.kind is TaskKind.GET and TierName.REMOTE in task.plan.sources:
+        sources = task.plan.sources
+        is_from_afar = TierName.PEER in sources or TierName.REMOTE in sources
+        if task.plan.kind is TaskKind.GET and is_from_afar:
             rate = task.owner.prefill_blocks_per_s
             patience_s = load_patience_s(task.plan.num_blocks, rate, self._longest_load_s)
             heapq.heappush(self._loads, (now + patience_s, task.task_id))

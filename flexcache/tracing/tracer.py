@@ -210,7 +210,7 @@ def make_header(
         block_bytes=block_bytes,
         tokens_per_block=config.tokens_per_block,
         capacities={
-            tier.name.value: 0 if tier.name is TierName.REMOTE else tier.capacity for tier in tiers
+            tier.name.value: 0 if tier in tiers.beyond else tier.capacity for tier in tiers
         },
         indexed={tier.name.value: tier.num_indexed + tier.num_expected for tier in tiers},
         settings={name: settings[name] for name in SETTINGS},

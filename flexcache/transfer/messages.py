@@ -21,7 +21,8 @@ class BlockNames(msgspec.Struct, frozen=True):
     ``keys`` are those of consecutive blocks of one prompt, the first at position ``first``;
     ``parent`` is the key of the block before it, empty if there is none. ``used_s`` is when all of
     them had last been used, in seconds of the machine's monotonic clock; None for now. ``era``:
-    how often the SSD tier had been reset when they were named.
+    how often the SSD tier had been reset when they were named. ``peer``: the endpoint of the host
+    that has them; ``tail``: where they are units of a tail there, the key of the block before it.
     """
 
     root: bytes
@@ -30,14 +31,16 @@ class BlockNames(msgspec.Struct, frozen=True):
     keys: list[bytes]
     used_s: float | None = None
     era: int = 0
+    peer: str = ""
+    tail: bytes = b""
 
 
 class Execute(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     """Move ``src`` blocks to ``dst`` blocks, and answer with `Done`.
 
     Blocks on the GPU are named with their group (`name_blocks`). A ``gated`` op waits until
-    the engine's worker opens the gate of ``task_id``. H2DISK, H2REMOTE and REMOTE2H have ``names``;
-    block ids on the remote side have no meaning.
+    the engine's worker opens the gate of ``task_id``. H2DISK, H2REMOTE, REMOTE2H and PEER2H have
+    ``names``; block ids on the remote side have no meaning.
 
     ``weights``: the number of the rank's weights that the op is for; a rank that has others refuses
     it. ``adapter``: the digest of an adapter, without which it refuses it too.
@@ -99,6 +102,28 @@ class NoteLayout(msgspec.Struct, tag=True, frozen=True):
 
     model: bytes
     text: str
+
+
+class SendBlocks(msgspec.Struct, tag=True, frozen=True):
+    """Send these blocks of the host pool to the peer that shows the token, until ``ends_s`` of the
+    machine's monotonic clock."""
+
+    token: bytes
+    blocks: bytes
+    ends_s: float
+
+
+class SendNoMore(msgspec.Struct, tag=True, frozen=True):
+    """The peer may not read what it has this token for any more."""
+
+    token: bytes
+
+
+class PeerFailed(msgspec.Struct, tag=True, frozen=True):
+    """A peer could not be read from, or has sent wrong bytes."""
+
+    peer: str
+    reason: str
 
 
 class LayoutsNoted(msgspec.Struct, tag=True, frozen=True):

@@ -51,6 +51,11 @@ class TransferOp:
         assert blocks is not None
         return len(blocks)
 
+    @property
+    def peer(self) -> str:
+        """Which peer it reads from; empty if from none."""
+        return "" if self.names is None else self.names.peer
+
     def truncate(self, count: int) -> None:
         num_blocks = len(self)
         if count == num_blocks:

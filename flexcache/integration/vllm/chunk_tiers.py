@@ -149,6 +149,7 @@ class _ChunksAtStore(RemoteTier):
     def learn(
         self, root: RootId, parent: BlockKey | None, keys: Sequence[BlockKey], first: int = 0,
         content: PromptContent | None = None,
+        peer: str = "",
     ) -> int:  # fmt: skip
         for key in keys:
             super().learn(root, None, [key])
@@ -237,7 +238,7 @@ class StorePresence:
     def answered(self, answer: LookedUp, now: float) -> None:
         """Take an answer; one that comes too late is ignored."""
         self._known.advance(now)
-        self._questions.looked_up(answer.lookup_id, answer.num_present, answer.error, now, [])
+        self._questions.looked_up(answer, now, [])
 
     def tick(self, now: float) -> None:
         """Let deadlines pass, and try a store again that was given up."""

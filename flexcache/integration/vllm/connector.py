@@ -155,6 +155,7 @@ class FlexCacheConnectorV1(KVConnectorBase_V1, GroupHooks):  # type: ignore[misc
         names = {
             TierName.CPU: CacheHitSource.HOST,
             TierName.SSD: CacheHitSource.DISK,
+            TierName.PEER: CacheHitSource.P2P,
             TierName.REMOTE: CacheHitSource.EXTERNAL_UNSPECIFIED,
         }
         sources = self._scheduler.hit_sources(request.request_id)

@@ -113,8 +113,9 @@ class Gets:
             cache, may_begin and config.has_workers, not tables.has_groups, self._withdraw
         )
         self._may_load_early = may_begin
-        self._has_store = config.remote_url is not None
-        """In a shared cache, not known before the store is first waited for."""
+        self._has_store = config.remote_url is not None or config.has_peers
+        """Whether a store or peers are asked. Of a shared cache, not known before that is first
+        waited for."""
         self._requests: dict[str, RequestRecord] = {}
         self._step = Step()
         self._promised: dict[str, None] = {}

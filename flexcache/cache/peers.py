@@ -1,0 +1,316 @@
+"""Peers: what other hosts' DRAM is known to hold, and what of ours they may read.
+
+`PeerTier` is the reader's side, knowledge like that of a remote store. `PeerLoans` is the owner's:
+
+    find --> how many blocks of a prompt are here
+    lend --> pinned, until it is given back, or its time is over, or the cache is forgotten
+
+Whoever reads has two guards, of which each alone keeps wrong bytes out. Its own clock: the owner
+counts the time of a loan from after it was asked for, so bytes that have arrived before that time
+is over were pinned while they were read. And checksums, made while the blocks are pinned.
+
+Pure: no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+import heapq
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flexcache.cache.block_keys import BlockKeys, PackedBlockKeys, PromptContent
+from flexcache.cache.prefix_index import EMPTY_MATCH, PrefixMatch
+from flexcache.cache.tail_index import Tail, tail_keys
+from flexcache.cache.tier import BlockIds
+from flexcache.cache.tiers import UNKNOWN_TTL_S, RemoteTier, Tiers
+from flexcache.errors import InternalError
+from flexcache.ids import BlockKey, RootId, TierName
+from flexcache.stats import PeerStats
+
+KNOWN_S = 1.0
+"""How long it is believed that a peer has a block: its DRAM evicts all the time."""
+LOAN_S = 3.0
+"""How long a reader may read what it was lent."""
+GRACE_S = 1.0
+"""How much longer the owner keeps it."""
+LENT_SHARE = 1 / 8
+"""Of DRAM, that may be lent at once."""
+_MAX_LOANS = 64  # of one peer
+_TOKEN_BYTES = 16
+
+
+class PeerTier(RemoteTier):
+    """Knowledge of what peers have, and which of them has it.
+
+    Args:
+        capacity: Blocks to remember at most.
+    """
+
+    def __init__(self, capacity: int, retention_s: float | None = None) -> None:
+        super().__init__(capacity, retention_s, TierName.PEER)
+        self.can_be_asked = False  # until one has answered
+        self._names: list[str] = []
+        self._numbers: dict[str, int] = {}
+        self._peer_of: npt.NDArray[np.int32] = np.zeros(capacity, np.int32)
+        self._known_until_s = np.zeros(capacity)
+
+    def first_unknown(self, keys: BlockKeys, stop: int, now: float) -> int | None:
+        match = self.index.match(keys)
+        blocks = self.index.blocks(match)[:stop]
+        outdated = self._known_until_s[blocks] < now
+        position = int(outdated.argmax()) if outdated.any() else len(blocks)
+        if position >= stop or self.is_absent(keys.root, keys.key(position), now):
+            return None
+        return position
+
+    def learn(
+        self, root: RootId, parent: BlockKey | None, keys: Sequence[BlockKey], first: int = 0,
+        content: PromptContent | None = None, peer: str = "",
+    ) -> int:  # fmt: skip
+        """As of a store.
+
+        Args:
+            peer: Which of them has the blocks.
+        """
+        count = super().learn(root, parent, keys, first, content)
+        match = self.index.locate(root, keys[count - 1]) if count else EMPTY_MATCH
+        if match.run is not None:
+            self._note(self.index.blocks(match, max(0, match.num_blocks - count)), peer)
+        return count
+
+    def learn_tail(self, root: RootId, key: BlockKey, count: int, peer: str = "") -> None:
+        super().learn_tail(root, key, count)
+        if (tail := self.tails.find(root, key)) is not None:
+            self._note(tail.units, peer)
+
+    def learn_absent(
+        self, root: RootId, key: BlockKey, now: float, ttl_s: float | None = None
+    ) -> None:
+        # Never for long: it is a peer that lacks it, and another may have it.
+        super().learn_absent(root, key, now, UNKNOWN_TTL_S)
+        if self.index.contains(root, key):
+            self.discard(root, key)
+
+    def forget(self) -> None:
+        """Believe nothing any more, and ask again: a peer is gone."""
+        self._known_until_s[:] = -1.0
+
+    def peer_of(self, block: np.int64) -> str:
+        """Return which peer has a block."""
+        return self._names[int(self._peer_of[block])]
+
+    def pieces(self, blocks: BlockIds, chunks: Iterable[range], first: int) -> Iterator[range]:
+        """Divide chunks of consecutive blocks, the ``first`` of which is ``blocks[0]``, so that one
+        peer has all of a piece."""
+        peers = self._peer_of[blocks]
+        changes = set((first + 1 + np.flatnonzero(peers[1:] != peers[:-1])).tolist())
+        for chunk in chunks:
+            start = chunk.start
+            for stop in [*sorted(changes & set(chunk[1:])), chunk.stop]:
+                yield range(start, stop)
+                start = stop
+
+    def _note(self, blocks: BlockIds, peer: str) -> None:
+        number = self._numbers.get(peer)
+        if number is None:
+            number = self._numbers[peer] = len(self._names)
+            self._names.append(peer)
+        self._peer_of[blocks] = number
+        self._known_until_s[blocks] = self._now + KNOWN_S
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PeerLoan:
+    """Blocks of DRAM that stay where they are for a peer.
+
+    Attributes:
+        token: Known to the peer and to the worker that sends them.
+        ends_s: When the owner lets go of them.
+    """
+
+    token: bytes
+    peer: bytes
+    blocks: BlockIds
+    ends_s: float
+    match: PrefixMatch = EMPTY_MATCH
+    tail: Tail | None = None
+
+
+class PeerLoans:
+    """What peers may find in DRAM, and what they are lent.
+
+    Bounded: each peer has a number of loans, all together a share of DRAM. What is beyond is as if
+    it were not here.
+    """
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._host = tiers.host
+        self._names = tiers.peer
+        self._loans: dict[bytes, PeerLoan] = {}
+        self._of_peers: Counter[bytes] = Counter()
+        self._ends: list[tuple[float, bytes]] = []
+        """A heap; those of loans that have ended stay until they are due."""
+        self._num_blocks = 0
+        self.max_blocks = int(LENT_SHARE * tiers.host.capacity)
+        self.counters = PeerStats()
+
+    def find(
+        self, root: RootId, keys: PackedBlockKeys, tails: Sequence[tuple[int, bytes, int]] = ()
+    ) -> tuple[int, int]:
+        """Return how many of consecutive blocks are here, from the first on, and which tail.
+
+        Args:
+            tails: Of each: how many of the blocks must be here for it to be of use, the key of the
+                block behind which it is, and its number of units.
+
+        Returns:
+            With -1 for no tail.
+        """
+        if not self._is_shared(root):
+            return 0, -1
+        contains, low, high = self._host.index.contains, 0, keys.num_blocks
+        # Closed under prefixes. Mostly all of them are here, or none.
+        if high and contains(root, keys.key(high - 1)):
+            low = high
+        elif high and not contains(root, keys.key(0)):
+            high = 0
+        while low < high:
+            middle = (low + high) // 2
+            if contains(root, keys.key(middle)):
+                low = middle + 1
+            else:
+                high = middle
+        for number, (num_needed, key, num_units) in enumerate(tails):
+            if num_needed <= low:
+                tail = self._host.tails.find(root, BlockKey(key))
+                if tail is not None and len(tail.units) == num_units:
+                    return low, number
+        return low, -1
+
+    def lend(
+        self, peer: bytes, root: RootId, keys: Sequence[BlockKey], now: float,
+        tail: tuple[BlockKey, int] | None = None,
+    ) -> PeerLoan | None:  # fmt: skip
+        """Keep consecutive blocks in place for a peer, as many from the first on as are here.
+
+        Args:
+            tail: For units of the tail behind this block, from this number on; ``keys`` name them.
+
+        Returns:
+            None if there is nothing to read.
+        """
+        room = self.max_blocks - self._num_blocks
+        if not keys or not self._is_shared(root):
+            return None
+        if len(keys) > room or self._of_peers[peer] >= _MAX_LOANS:
+            self.counters.refused += 1
+            return None
+        token, ends_s = secrets.token_bytes(_TOKEN_BYTES), now + LOAN_S + GRACE_S
+        if tail is not None:
+            found = self._units(root, keys, tail)
+            if found is None:
+                return None
+            self._host.tails.pin(found)
+            units = found.units[tail[1] : tail[1] + len(keys)].copy()
+            loan = PeerLoan(token, peer, units, ends_s, tail=found)
+        else:
+            match = self._match(root, keys)
+            if match is None:
+                return None
+            blocks = self._host.index.blocks(match, match.num_blocks - len(keys)).copy()
+            self._host.index.pin(match)
+            loan = PeerLoan(token, peer, blocks, ends_s, match)
+        self._loans[token] = loan
+        self._of_peers[peer] += 1
+        self._num_blocks += len(loan.blocks)
+        heapq.heappush(self._ends, (ends_s, token))
+        self.counters.lent += 1
+        return loan
+
+    def give_back(self, token: bytes, peer: bytes) -> bool:
+        """End a loan of a peer; whether it was one."""
+        loan = self._loans.get(token)
+        if loan is None or loan.peer != peer:
+            return False
+        self._end(loan)
+        return True
+
+    def expire(self, now: float) -> list[bytes]:
+        """End what was not given back in time; return the tokens."""
+        expired = []
+        while self._ends and self._ends[0][0] <= now:
+            loan = self._loans.get(heapq.heappop(self._ends)[1])
+            if loan is not None:
+                self._end(loan)
+                self.counters.expired += 1
+                expired.append(loan.token)
+        return expired
+
+    def end_all(self) -> list[bytes]:
+        """End all loans: nothing can be sent now. Return the tokens."""
+        tokens = list(self._loans)
+        for loan in list(self._loans.values()):
+            self._end(loan)
+        return tokens
+
+    @property
+    def tokens(self) -> list[bytes]:
+        """Of all loans."""
+        return list(self._loans)
+
+    @property
+    def next_end(self) -> float | None:
+        """When `expire` has something to do."""
+        while self._ends and self._ends[0][1] not in self._loans:
+            heapq.heappop(self._ends)
+        return self._ends[0][0] if self._ends else None
+
+    def stats(self) -> PeerStats:
+        return self.counters.snapshot(open=len(self._loans), blocks=self._num_blocks)
+
+    def _is_shared(self, root: RootId) -> bool:
+        """Whether peers mean the same by a root: after a clear its blocks here may be of other
+        weights under the same name."""
+        return self._names is not None and self._names.root_at_store(root) == root
+
+    def _match(self, root: RootId, keys: Sequence[BlockKey]) -> PrefixMatch | None:
+        """Return the path that ends with these keys; None if it is not here."""
+        match = self._host.index.locate(root, keys[-1])
+        if match.run is None or match.num_blocks < len(keys):
+            return None
+        # A peer can send any keys: those before the last must be what it means by them.
+        path = self._host.index.path_keys(match, match.num_blocks - len(keys))
+        return match if path == list(keys) else None
+
+    def _units(
+        self, root: RootId, keys: Sequence[BlockKey], tail: tuple[BlockKey, int]
+    ) -> Tail | None:
+        key, first = tail
+        found = self._host.tails.find(root, key)
+        if found is None or first < 0:
+            return None
+        names = tail_keys(key, len(found.units))[first : first + len(keys)]
+        return found if names == list(keys) else None
+
+    def _end(self, loan: PeerLoan) -> None:
+        del self._loans[loan.token]
+        self._num_blocks -= len(loan.blocks)
+        self._of_peers[loan.peer] -= 1
+        if not self._of_peers[loan.peer]:
+            del self._of_peers[loan.peer]
+        self._host.unpin(loan.match)
+        if loan.tail is not None:
+            self._host.unpin_tail(loan.tail)
+
+    def check(self) -> None:
+        """Raise `InternalError` if loans are miscounted."""
+        loans = self._loans.values()
+        if self._num_blocks != sum(len(loan.blocks) for loan in loans):
+            raise InternalError(f"{self._num_blocks} blocks are counted as lent to peers")
+        if self._of_peers != Counter(loan.peer for loan in loans):
+            raise InternalError("loans of peers are miscounted")

@@ -1,0 +1,460 @@
+"""Peer worker: reads blocks from other hosts' DRAM (PEER2H), and sends ours, in its own process.
+
+    reader's worker                       owner
+      |-- AskLoan ------------------------> server: pins the blocks, has its worker prepare them
+      |<- Loan: token, port, seconds ------|
+      |-- token --------------------------> worker: header, then of each block checksum and bytes
+      |<= blocks ==========================|
+      |-- GiveBack -----------------------> server: unpins
+
+Questions about loans go to the owner's server, encrypted (`server.peers`). The bytes go over a TCP
+connection between the two workers, as they are: only who was told the token gets any, and nothing
+can be written. What is read lands in the host pool, where nothing finds it before it is complete.
+
+A reader trusts neither its speed nor the owner: what has not arrived within the loan's time, by its
+own clock, counts as not arrived, and each block must have its checksum, which the owner's worker
+made while the block was pinned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import msgspec
+import zmq
+
+from flexcache.config.values import split_tcp
+from flexcache.errors import FlexCacheError
+from flexcache.logs import log_event
+from flexcache.protocol.messages import AskLoan, GiveBack, Loan
+from flexcache.protocol.trust import secure_client
+from flexcache.storage.host_pool import HostSegment
+from flexcache.storage.pieces import Parts, checksum
+from flexcache.transfer.messages import (
+    BlockNames,
+    Done,
+    Drop,
+    Execute,
+    PeerFailed,
+    SendBlocks,
+    SendNoMore,
+    unpack_ids,
+)
+from flexcache.transfer.worker_process import (
+    WorkerConfig,
+    map_segments,
+    serve,
+    start_worker_process,
+)
+
+logger = logging.getLogger(__name__)
+
+_READERS = 3  # more threads would only compete for the processors
+_PROGRESS_S = 1.0
+"""A peer that sends, takes or answers nothing for this long is given up."""
+_TOKEN_PATIENCE_S = 1.0  # the peer may be faster than our server's message
+_IDLE_S = 60.0
+_MAX_CONNECTIONS = 64
+_TOKEN_BYTES = 16
+_HEADER = struct.Struct("<4sIQ")  # magic, number of blocks, bytes of each
+_MAGIC = b"FCp1"
+_CHECKSUM = struct.Struct("<Q")
+
+Answer = Done | PeerFailed
+
+
+class PeerWorkerConfig(WorkerConfig, frozen=True):
+    """The configuration of the process, on the first line of its standard input.
+
+    ``listen_fd``: the socket where peers connect, or -1. ``curve_keys``: as the setting.
+    """
+
+    shard_bytes: list[int]
+    listen_fd: int
+    curve_keys: str | None
+    timeout_s: float
+
+
+class _Pool:
+    """The host pool, as blocks of all ranks' bytes in sequence."""
+
+    def __init__(self, segments: Sequence[HostSegment], shard_bytes: Sequence[int]) -> None:
+        self._segments = segments
+        self._sizes = shard_bytes
+        self.block_bytes = sum(shard_bytes)
+
+    def pieces(self, block: int) -> Parts:
+        sizes = self._sizes
+        return [s.block(block)[:size] for s, size in zip(self._segments, sizes, strict=True)]
+
+
+# -- what peers read here -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Lent:
+    blocks: Sequence[int]
+    checksums: Sequence[int]
+    ends_s: float
+
+
+class _Sender:
+    """Sends what is lent to peers that show its token, a thread for each connection."""
+
+    def __init__(self, pool: _Pool, listener: socket.socket) -> None:
+        self._pool = pool
+        self._listener = listener
+        self._changed = threading.Condition()
+        self._lent: dict[bytes, _Lent] = {}
+        self._messages: SimpleQueue[SendBlocks | SendNoMore] = SimpleQueue()
+        self._connections = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        _start("flexcache-peer-lend", self._lend)
+        _start("flexcache-peer-accept", self._accept)
+
+    def take(self, message: SendBlocks | SendNoMore) -> None:
+        """Send these blocks from now on, or no more. Never blocks."""
+        self._messages.put(message)
+
+    def _lend(self) -> None:
+        while True:
+            message = self._messages.get()
+            lent = self._prepare(message) if isinstance(message, SendBlocks) else None
+            with self._changed:
+                if lent is not None:
+                    self._lent[message.token] = lent
+                else:
+                    self._lent.pop(message.token, None)
+                self._changed.notify_all()
+
+    def _prepare(self, message: SendBlocks) -> _Lent | None:
+        """Make the checksums; None if that took longer than the blocks are kept: one of them may be
+        that of other bytes."""
+        blocks = unpack_ids(message.blocks).tolist()
+        checksums = [checksum(self._pool.pieces(block)) for block in blocks]
+        is_late = time.monotonic() >= message.ends_s
+        return None if is_late else _Lent(blocks, checksums, message.ends_s)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:  # no descriptors, say
+                log_event(logger, logging.WARNING, "peer_not_accepted", error=str(error))
+                time.sleep(_PROGRESS_S)
+                continue
+            if self._connections.acquire(blocking=False):
+                _start("flexcache-peer-send", self._serve, connection)
+            else:
+                connection.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        token = memoryview(bytearray(_TOKEN_BYTES))
+        try:
+            with connection, contextlib.suppress(OSError):
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                while True:
+                    connection.settimeout(_IDLE_S)
+                    _receive(connection, [token])
+                    connection.settimeout(_PROGRESS_S)
+                    if not self._send(connection, bytes(token)):
+                        return
+        finally:
+            self._connections.release()
+
+    def _send(self, connection: socket.socket, token: bytes) -> bool:
+        """Send what a token is for; whether the connection can be used on."""
+        with self._changed:
+            self._changed.wait_for(lambda: token in self._lent, _TOKEN_PATIENCE_S)
+            lent = self._lent.get(token)
+        if lent is None:
+            connection.sendall(_HEADER.pack(_MAGIC, 0, self._pool.block_bytes))
+            return False  # whoever guesses may not guess often
+        header = _HEADER.pack(_MAGIC, len(lent.blocks), self._pool.block_bytes)
+        for block, expected in zip(lent.blocks, lent.checksums, strict=True):
+            if time.monotonic() >= lent.ends_s or token not in self._lent:
+                return False
+            _send_all(connection, [header + _CHECKSUM.pack(expected), *self._pool.pieces(block)])
+            header = b""
+        return True
+
+
+def _send_all(connection: socket.socket, parts: Sequence[bytes | memoryview]) -> None:
+    left = [memoryview(part) for part in parts]
+    while left:
+        count = connection.sendmsg(left)
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if left:
+            left[0] = left[0][count:]
+
+
+def _receive(connection: socket.socket, parts: Parts, until_s: float | None = None) -> None:
+    """Fill the parts. Raises `OSError` if that is not done by then, or the connection is closed."""
+    for part in parts:
+        while part:
+            count = connection.recv_into(part)
+            if count == 0:
+                raise ConnectionError("the connection was closed")
+            # A peer that sends a byte now and then makes progress for ever.
+            if until_s is not None and time.monotonic() >= until_s:
+                raise TimeoutError("not all has come in time")
+            part = part[count:]
+
+
+# -- what is read from peers ----------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    """An op, and how much of it has arrived."""
+
+    op_id: int
+    names: BlockNames
+    blocks: Sequence[int]
+    until_s: float
+    num_ok: int = 0
+
+
+class _Missing(FlexCacheError):
+    """The peer lends nothing of this: it has evicted it, or lends too much already."""
+
+
+class _Over(FlexCacheError):
+    """The loan was over before all had arrived."""
+
+
+class _Link:
+    """One thread's connections to one peer.
+
+    Raises:
+        ConfigError: The keys cannot be read.
+    """
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], name: str, curve_keys: str | None
+    ) -> None:
+        self._host, _ = split_tcp(name)
+        self._socket = control = context.socket(zmq.DEALER)
+        self._data: socket.socket | None = None
+        self._num_asked = 0
+        self._decoder = msgspec.msgpack.Decoder(Loan)
+        control.linger = 0
+        control.immediate = True
+        control.ipv6 = ":" in self._host
+        control.sndtimeo = int(1000 * _PROGRESS_S)
+        if curve_keys is not None:
+            secure_client(control, curve_keys)
+        control.connect(name)
+
+    def close(self) -> None:
+        self._socket.close()
+        if self._data is not None:
+            self._data.close()
+
+    def read(self, op: _Read, pool: _Pool) -> None:
+        """Read an op's blocks.
+
+        Raises:
+            _Missing, _Over: They are not to be had, or not all of them.
+            OSError, zmq.ZMQError, msgspec.MsgspecError: The peer fails.
+        """
+        loan, ends_s = self._borrow(op)
+        try:
+            self._fetch(op, pool, loan, min(ends_s, op.until_s))
+        finally:
+            with contextlib.suppress(zmq.ZMQError):  # else it ends by itself
+                self._socket.send(msgspec.msgpack.encode(GiveBack(loan.token)), zmq.NOBLOCK)
+
+    def _borrow(self, op: _Read) -> tuple[Loan, float]:
+        """Ask for a loan of the blocks; return it, and when it ends by our clock."""
+        self._num_asked += 1
+        names, number = op.names, self._num_asked
+        keys = b"".join(names.keys)
+        ask = AskLoan(number, names.root, keys, len(names.keys[0]), names.tail, names.first)
+        asked_s = time.monotonic()  # before it is sent: the owner counts from after
+        self._socket.send(msgspec.msgpack.encode(ask))
+        until_s = min(asked_s + _PROGRESS_S, op.until_s)
+        while self._socket.poll(max(0, int(1000 * (until_s - time.monotonic())))):
+            loan = self._decoder.decode(self._socket.recv())
+            if loan.request_id == number:
+                if not loan.token:
+                    raise _Missing
+                return loan, asked_s + loan.seconds
+        raise TimeoutError("it does not answer")
+
+    def _fetch(self, op: _Read, pool: _Pool, loan: Loan, ends_s: float) -> None:
+        """Read what was lent into the host pool."""
+        if self._data is None:
+            self._data = socket.create_connection((self._host, loan.port), _PROGRESS_S)
+            self._data.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._data.sendall(loan.token)
+        header = memoryview(bytearray(_HEADER.size))
+        _receive(self._data, [header])
+        magic, count, size = _HEADER.unpack(header)
+        if (magic, count) == (_MAGIC, 0):
+            self._hang_up()
+            raise _Over
+        if (magic, count, size) != (_MAGIC, len(op.blocks), pool.block_bytes):
+            raise ValueError(f"{count} blocks of {size} bytes, not {len(op.blocks)}")
+        given = memoryview(bytearray(_CHECKSUM.size))
+        for block in op.blocks:
+            pieces = pool.pieces(block)
+            try:
+                _receive(self._data, [given, *pieces], ends_s)
+            except OSError:
+                if time.monotonic() < ends_s:
+                    raise
+            # The owner ends a loan later than that: what came in time was kept for us.
+            if time.monotonic() >= ends_s:
+                self._hang_up()
+                raise _Over
+            if checksum(pieces) != _CHECKSUM.unpack(given)[0]:
+                raise ValueError("a block has another checksum")
+            op.num_ok += 1
+
+    def _hang_up(self) -> None:
+        """Begin the next read on another connection: the rest of this one still comes on it."""
+        if self._data is not None:
+            self._data.close()
+            self._data = None
+
+
+class _Reader:
+    """Reads from peers, for one thread."""
+
+    def __init__(self, pool: _Pool, curve_keys: str | None) -> None:
+        self._pool = pool
+        self._curve_keys = curve_keys
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._links: dict[str, _Link] = {}
+
+    def read(self, op: _Read) -> list[Answer]:
+        """Read an op's blocks, up to the first that does not come."""
+        name = op.names.peer
+        try:
+            if name not in self._links:
+                self._links[name] = _Link(self._context, name, self._curve_keys)
+            self._links[name].read(op, self._pool)
+        except _Missing:
+            return [Done(op.op_id, 0, f"{name} lends it not", bad_block=True)]
+        except _Over:
+            return [Done(op.op_id, op.num_ok, f"{name}: {_Over.__doc__}")]
+        except Exception as error:
+            # What is under way on the connections is of no use any more.
+            if (link := self._links.pop(name, None)) is not None:
+                link.close()
+            reason = f"{name}: {str(error) or type(error).__name__}"
+            return [PeerFailed(name, reason), Done(op.op_id, op.num_ok, reason)]
+        return [Done(op.op_id, op.num_ok)]
+
+
+class PeerService:
+    """Threads that read and send; `filenos` are readable when there are answers.
+
+    Args:
+        segments: The mapped segments; they must outlive the service.
+    """
+
+    def __init__(self, config: PeerWorkerConfig, segments: Sequence[HostSegment]) -> None:
+        # The server replaces a worker that misses an op's deadline: a slow peer must not cause it.
+        self._patience_s = max(config.timeout_s / 2, config.timeout_s - _PROGRESS_S)
+        self._pool = _Pool(segments, config.shard_bytes)
+        self._sender: _Sender | None = None
+        if config.listen_fd >= 0:
+            self._sender = _Sender(self._pool, socket.socket(fileno=config.listen_fd))
+        self._changed = threading.Condition()
+        self._waiting: dict[int, _Read] = {}
+        self._running: Counter[str] = Counter()
+        """Ops by peer."""
+        self._answers: deque[Answer] = deque()
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        for i in range(_READERS):
+            _start(f"flexcache-peer-{i}", self._read, _Reader(self._pool, config.curve_keys))
+
+    def filenos(self) -> list[int]:
+        return [self._event]
+
+    @property
+    def is_idle(self) -> bool:
+        with self._changed:
+            return not self._waiting and not self._running.total() and not self._answers
+
+    def take(self, message: Execute | Drop | SendBlocks | SendNoMore) -> None:
+        """Start processing a message. Never blocks."""
+        match message:
+            case SendBlocks() | SendNoMore() if self._sender is not None:
+                self._sender.take(message)
+            case Execute(op_id):
+                blocks, names = unpack_ids(message.dst).tolist(), message.names
+                if names is None or not names.keys or len(names.keys) != len(blocks):
+                    self._answer([Done(op_id, 0, error="malformed op")])
+                    return
+                until_s = time.monotonic() + self._patience_s  # includes waiting here
+                with self._changed:
+                    self._waiting[op_id] = _Read(op_id, names, blocks, until_s)
+                    self._changed.notify()
+            case Drop(op_id):  # one that runs goes on: it may be writing
+                with self._changed:
+                    dropped = self._waiting.pop(op_id, None)
+                if dropped is not None:
+                    self._answer([Done(op_id, 0)])
+
+    def advance(self) -> list[Answer]:
+        """Return the answers since the last call. Never blocks."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._event)
+        with self._changed:
+            answers = list(self._answers)
+            self._answers.clear()
+        return answers
+
+    def _read(self, reader: _Reader) -> None:
+        while True:
+            with self._changed:
+                while (op := self._next_op()) is None:
+                    self._changed.wait()
+                self._running[op.names.peer] += 1
+            answers = reader.read(op)
+            with self._changed:
+                self._running[op.names.peer] -= 1
+                self._answer(answers)
+                self._changed.notify()  # of its peer another may run
+
+    def _next_op(self) -> _Read | None:
+        """Take the next op out, the oldest first; a slow peer never has all threads."""
+        for op_id, op in self._waiting.items():
+            if self._running[op.names.peer] < _READERS - 1:
+                return self._waiting.pop(op_id)
+        return None
+
+    def _answer(self, answers: Sequence[Answer]) -> None:
+        with self._changed:
+            self._answers.extend(answers)
+            os.eventfd_write(self._event, 1)
+
+
+def _start(name: str, target: object, *args: object) -> None:
+    # Daemon threads: one in a call of the kernel must not keep the process alive.
+    threading.Thread(target=target, args=args, name=name, daemon=True).start()  # type: ignore[arg-type]
+
+
+def main() -> None:
+    """Serve until a `Stop` message arrives or the parent closes its end of standard input."""
+    config = start_worker_process(PeerWorkerConfig)
+    service = PeerService(config, map_segments(config))
+    serve(config, "tcp", Execute | Drop | SendBlocks | SendNoMore, service)
+    os._exit(0)  # its threads may be in a call of the kernel, and nothing is left to end
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,471 @@
+"""This cache among those of other hosts: answers their questions, and asks them ours.
+
+    peers' servers, peers' workers --ROUTER at peer_endpoint--> PeerLinks --> KVTaskEngine
+    peers' ROUTERs <--a DEALER each-- PeerLinks <-- questions of look-ups
+
+A question goes to all peers that answer, and has an answer once one of them has all that was asked
+for, or all have answered, or after some milliseconds. Bytes go between the peer workers
+(`server.peer_worker`).
+
+Used by the event loop's thread. What touches the task engine is called under the server's lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import secrets
+import socket
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from flexcache.breaker import CircuitBreaker
+from flexcache.cache.block_keys import PackedBlockKeys
+from flexcache.cache.peers import LOAN_S
+from flexcache.cache.tail_index import TAIL_FIRST
+from flexcache.config import CacheConfig
+from flexcache.config.values import split_tcp
+from flexcache.errors import ConfigError
+from flexcache.ids import MAX_KEY_BYTES, ROOT_BYTES, BlockKey, RootId
+from flexcache.logs import log_event
+from flexcache.protocol.messages import AskLoan, FindBlocks, FoundBlocks, FromPeer, GiveBack, Loan
+from flexcache.protocol.trust import secure_client, secure_server
+from flexcache.server.reactor import (
+    FLUSH_INTERVAL_S,
+    Reactor,
+    RouterSocket,
+    UnreadableError,
+    log_failed,
+    read_message,
+)
+from flexcache.server.state import ServerState
+from flexcache.tasks.instructions import RunLookUp
+from flexcache.transfer.messages import LookedUp
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_S = 0.02
+"""How long a match waits for peers at most."""
+_PING_S = 5.0
+_PONG_S = 1.0
+_TRY_S = 0.5  # a peer that is not there
+_RESOLVE_S = 10.0
+_MAX_PEERS = 256
+_MAX_MESSAGES_A_TURN = 256
+_MAX_KEYS = 8192
+_MAX_TAILS = 1024
+_DECODER = msgspec.msgpack.Decoder(FromPeer)
+_ANSWER_DECODER = msgspec.msgpack.Decoder(FoundBlocks)
+
+
+class _Link:
+    """The line to one peer, and how it does."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], name: str, curve_keys: str | None
+    ) -> None:
+        self.name = name
+        self.breaker = CircuitBreaker()
+        self.has_answered = False
+        self.is_ourselves = False
+        self.ping_id = 0
+        """Of the sign of life that was asked for; 0 for none."""
+        self.ping_due_s = 0.0
+        self.pong_due_s = 0.0
+        self.zmq_socket = socket = context.socket(zmq.DEALER)
+        socket.linger = 0
+        socket.immediate = True  # to one that is not there nothing is sent
+        socket.ipv6 = "[" in name
+        socket.reconnect_ivl, socket.reconnect_ivl_max = 200, 5000
+        socket.heartbeat_ivl, socket.heartbeat_timeout = 1000, 3000
+        if curve_keys is not None:
+            secure_client(socket, curve_keys)
+        socket.connect(name)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it may be asked."""
+        return self.has_answered and not self.is_ourselves and self.breaker.is_closed
+
+    def send(self, message: FindBlocks) -> bool:
+        """Whether it is there."""
+        try:
+            self.zmq_socket.send(msgspec.msgpack.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+
+@dataclass(slots=True)
+class _Question:
+    """A look-up that peers have yet to answer."""
+
+    num_keys: int
+    has_tails: bool
+    due_s: float
+    asked: set[str] = field(default_factory=set)
+    """Those that have not answered."""
+    best: FoundBlocks | None = None
+    peer: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no answer could be better."""
+        has_all = self.best is not None and self.best.num_blocks >= self.num_keys
+        has_tail = not self.has_tails or (self.best is not None and self.best.tail == 0)
+        return not self.asked or (has_all and has_tail)
+
+    def take(self, found: FoundBlocks, peer: str) -> None:
+        """Take an answer; keep the best."""
+        self.asked.discard(peer)
+        if self.best is None or _worth(found) > _worth(self.best):
+            self.best, self.peer = found, peer
+
+
+def _worth(found: FoundBlocks) -> tuple[int, float]:
+    # Tails are asked for with the last position first.
+    return found.num_blocks, -1.0 if found.tail < 0 else 1.0 / (1 + found.tail)
+
+
+class PeerLinks:
+    """What other hosts ask this cache, and what it asks them.
+
+    Args:
+        reactor: Waits for the sockets.
+
+    Raises:
+        ConfigError: The endpoint cannot be bound, or the keys cannot be read.
+    """
+
+    def __init__(self, config: CacheConfig, state: ServerState, reactor: Reactor) -> None:
+        self._config = config
+        self._state = state
+        self._reactor = reactor
+        self._id = secrets.token_bytes(8)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._authenticator: ThreadAuthenticator | None = None
+        self._socket: RouterSocket | None = None
+        self._listener: socket.socket | None = None
+        self._links: dict[str, _Link] = {}
+        self._questions: dict[int, _Question] = {}
+        self._num_pings = 0
+        self._answers: list[tuple[LookedUp, str]] = []
+        self._to_send: list[tuple[bytes, FoundBlocks | Loan]] = []
+        self._refused: set[str] = set()
+        """Kinds of refused messages that were logged."""
+        self._resolver = _Resolver(config.peers, reactor)
+        try:
+            if config.peer_endpoint is not None:
+                self._bind(config.peer_endpoint)
+            self._follow(peer for peer in config.peers if peer.startswith("tcp://"))
+        except BaseException:
+            self.close()
+            raise
+        self._resolver.start()
+
+    def _bind(self, address: str) -> None:
+        keys = self._config.curve_keys
+        self._socket = RouterSocket(self._context)
+        if keys is not None:
+            self._authenticator = secure_server(self._socket.zmq_socket, keys)
+        host, _ = split_tcp(address)
+        try:
+            self._socket.bind(address, only_own_user=keys is None)
+            bound = self._socket.zmq_socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            port = split_tcp(address)[1] and split_tcp(bound)[1] + 1
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            where = ("" if host == "*" else host, port)
+            self._listener = socket.create_server(where, family=family, backlog=64)
+        except (OSError, zmq.ZMQError) as error:
+            reason = error.strerror or error
+            raise ConfigError(
+                f"peer_endpoint = {address!r}: {reason} (or of the next port)"
+            ) from None
+        self._reactor.add_socket(self._socket.zmq_socket)
+        log_event(logger, logging.INFO, "peers_may_read", endpoint=bound)
+
+    @property
+    def listen_fd(self) -> int:
+        """The socket where peers' workers read; -1 if they may not."""
+        return -1 if self._listener is None else self._listener.fileno()
+
+    def _follow(self, names: Iterable[str]) -> None:
+        """Have a link to each of these peers, and to no other that has no address in the config."""
+        wanted = dict.fromkeys(list(names)[:_MAX_PEERS])
+        for name in [name for name in self._links if name not in wanted]:
+            link = self._links.pop(name)
+            self._reactor.remove_socket(link.zmq_socket)
+            link.zmq_socket.close()
+            for question in self._questions.values():
+                question.asked.discard(name)
+        for name in wanted:
+            if name not in self._links:
+                link = _Link(self._context, name, self._config.curve_keys)
+                self._links[name] = link
+                link.ping_due_s = random.uniform(0, _TRY_S)  # not all hosts at once
+                self._reactor.add_socket(link.zmq_socket)
+
+    # -- events, under the lock ------------------------------------------------------------------
+
+    def receive(self, now: float) -> None:
+        """Take in what peers have sent, and what is due."""
+        if self._socket is not None:
+            self._socket.flush()
+            self._take_requests(self._socket, now)
+        for link in self._links.values():
+            self._take_answers(link, now)
+        if (found := self._resolver.take()) is not None:
+            self._follow(found)
+        for lookup_id, question in list(self._questions.items()):
+            if question.is_over or now >= question.due_s:
+                self._end(lookup_id, now)
+        if (cache := self._state.slot.cache) is None:
+            self._answers.clear()
+            return
+        tasks = cache.tasks
+        for answer, peer in self._answers:
+            tasks.looked_up(answer, now, peer)
+        self._answers.clear()
+        num_up = sum(link.is_up for link in self._links.values())
+        if (tier := tasks.cache.tiers.peer) is not None:
+            tier.can_be_asked = num_up > 0
+        tasks.loans.counters.up = num_up
+
+    def _take_requests(self, socket: RouterSocket, now: float) -> None:
+        for _ in range(_MAX_MESSAGES_A_TURN):
+            frames = socket.receive()
+            if frames is None:
+                return
+            if not frames:
+                continue
+            sender, *rest = frames
+            try:
+                message = read_message(_DECODER, rest)
+                self._answer(sender, message, now)
+            except UnreadableError as error:
+                self._refuse(sender, error.why, str(error))
+            except ValueError as error:
+                self._refuse(sender, "malformed", str(error))
+            except Exception:  # it must not cost the others their server
+                log_failed(message, self._state.counters, sender)
+
+    def _answer(self, sender: bytes, message: FromPeer, now: float) -> None:
+        cache = self._state.slot.cache
+        tasks = None if cache is None else cache.tasks
+        match message:
+            case FindBlocks(request_id, root, keys, key_bytes, tails):
+                found = FoundBlocks(request_id, self._id)
+                if tasks is not None and (keys or tails):
+                    packed = _read_keys(root, keys, key_bytes)
+                    if len(tails) > _MAX_TAILS:
+                        raise ValueError(f"{len(tails)} tails")
+                    count, tail = tasks.find_for_peer(RootId(root), packed, tails)
+                    found = FoundBlocks(request_id, self._id, count, tail)
+                self._to_send.append((sender, found))
+            case AskLoan(request_id, root, keys, key_bytes, tail_key, first):
+                packed = _read_keys(root, keys, key_bytes)
+                tail_from = (BlockKey(tail_key), first - TAIL_FIRST) if tail_key else None
+                token = None
+                if tasks is not None and self._listener is not None:
+                    names = packed.slice(0, packed.num_blocks)
+                    token = tasks.lend(sender, RootId(root), names, now, tail_from)
+                loan = Loan(request_id)
+                if token is not None and self._listener is not None:
+                    port = self._listener.getsockname()[1]
+                    loan = Loan(request_id, token, port, LOAN_S)
+                self._to_send.append((sender, loan))
+            case GiveBack(token) if tasks is not None:
+                tasks.end_loan(token, sender)
+
+    def _refuse(self, sender: bytes, why: str, text: str) -> None:
+        """Count it; log the first of its kind. Who sent it gets no answer."""
+        self._state.counters.rejected_messages[why] += 1
+        if why not in self._refused:
+            self._refused.add(why)
+            log_event(
+                logger, logging.WARNING, "peer_message_refused", reason=f"{why}: {text}",
+                identity=sender.hex(),
+            )  # fmt: skip
+
+    def _take_answers(self, link: _Link, now: float) -> None:
+        # Asked first: a receive that finds nothing takes ten times as long.
+        while int(link.zmq_socket.getsockopt(zmq.EVENTS)) & int(zmq.POLLIN):
+            try:
+                found = read_message(_ANSWER_DECODER, link.zmq_socket.recv_multipart(zmq.NOBLOCK))
+            except UnreadableError as error:
+                self.failed(link.name, str(error), now)
+                continue
+            self._heard(link, found, now)
+        if link.ping_id and now >= link.pong_due_s:
+            link.ping_id = 0
+            self._link_failed(link, f"no sign of life for {_PONG_S:g} s", now)
+
+    def _heard(self, link: _Link, found: FoundBlocks, now: float) -> None:
+        is_new, link.has_answered = not link.has_answered, True
+        if found.cache == self._id:
+            link.is_ourselves = True
+        elif is_new:
+            log_event(logger, logging.INFO, "peer_found", peer=link.name)
+        if found.request_id == link.ping_id:
+            link.ping_id = 0
+            self._link_is_well(link, now)
+        question = self._questions.get(found.request_id)
+        if question is not None and link.name in question.asked:
+            self._link_is_well(link, now)
+            question.take(found, link.name)
+
+    def _end(self, lookup_id: int, now: float) -> None:
+        """Answer a look-up with the best that peers have."""
+        question = self._questions.pop(lookup_id)
+        best = question.best
+        count, tail = (0, -1) if best is None else (best.num_blocks, best.tail)
+        if not question.is_over:
+            for name in question.asked:
+                self._link_failed(self._links[name], f"no answer within {_ANSWER_S} s", now)
+        count = max(0, min(count, question.num_keys))
+        self._answers.append((LookedUp(lookup_id, count, None, tail), question.peer))
+
+    def failed(self, peer: str, reason: str, now: float) -> None:
+        """A peer could not be read from, or sends what makes no sense."""
+        if self._state.slot.cache is not None:
+            self._state.slot.tasks.peer_failed()
+        if (link := self._links.get(peer)) is not None:
+            self._link_failed(link, reason, now)
+
+    def _link_failed(self, link: _Link, reason: str, now: float) -> None:
+        was_closed = link.breaker.is_closed
+        link.breaker.failed(reason, now)
+        if was_closed and not link.breaker.is_closed:
+            log_event(logger, logging.WARNING, "peer_left_out", peer=link.name, reason=reason)
+
+    def _link_is_well(self, link: _Link, now: float) -> None:
+        was_closed = link.breaker.is_closed
+        link.breaker.succeeded(now)
+        if not link.breaker.is_closed:
+            link.ping_due_s = now  # the next trial
+        elif not was_closed:
+            log_event(logger, logging.INFO, "peer_is_back", peer=link.name)
+
+    # -- without the lock ------------------------------------------------------------------------
+
+    def ask(self, look_up: RunLookUp, now: float) -> None:
+        """Ask all peers what they have."""
+        keys = look_up.keys
+        key_bytes = len(keys[0]) if keys else 0
+        tails = [(needed, bytes(key), units) for needed, key, units in look_up.tails]
+        find = FindBlocks(look_up.lookup_id, look_up.root, b"".join(keys), key_bytes, tails)
+        question = _Question(len(keys), bool(tails), now + _ANSWER_S)
+        for link in self._links.values():
+            if link.is_up and link.send(find):
+                question.asked.add(link.name)
+        self._questions[look_up.lookup_id] = question
+        if question.is_over:
+            self._reactor.wake()
+
+    def send_due(self, now: float) -> None:
+        """Send answers, and ask for signs of life."""
+        for identity, message in self._to_send:
+            assert self._socket is not None
+            self._socket.send(identity, msgspec.msgpack.encode(message))
+        self._to_send.clear()
+        for link in self._links.values():
+            is_due = now >= link.ping_due_s or link.breaker.wants_trial(now)
+            if not is_due or link.ping_id or link.is_ourselves:
+                continue
+            self._num_pings -= 1  # below 0: questions count up
+            link.ping_due_s = now + _TRY_S
+            if link.send(FindBlocks(self._num_pings)):
+                link.ping_id, link.pong_due_s = self._num_pings, now + _PONG_S
+                link.ping_due_s = now + _PING_S
+            elif link.has_answered and link.breaker.is_closed:
+                link.has_answered = False
+                log_event(logger, logging.WARNING, "peer_lost", peer=link.name)
+            elif not link.breaker.is_closed:  # the trial has failed
+                self._link_failed(link, "it is not there", now)
+
+    def next_due(self, now: float) -> float | None:
+        """When there is something to do though nothing happens."""
+        times = [question.due_s for question in self._questions.values()]
+        for link in self._links.values():
+            if link.ping_id:
+                times.append(link.pong_due_s)
+            elif not link.is_ourselves:
+                retry = link.breaker.next_deadline()
+                times.append(link.ping_due_s if retry is None else min(retry, link.ping_due_s))
+        if self._socket is not None and self._socket.has_unsent:
+            times.append(now + FLUSH_INTERVAL_S)
+        return min(times, default=None)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._resolver.stop()
+        self._follow(())
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator = None
+        if self._socket is not None:
+            self._socket.close()
+        if self._listener is not None:
+            self._listener.close()
+        self._context.term()
+
+
+def _read_keys(root: bytes, keys: bytes, key_bytes: int) -> PackedBlockKeys:
+    """Raises `ValueError` if they cannot be keys."""
+    if len(root) != ROOT_BYTES or not 0 <= key_bytes <= MAX_KEY_BYTES:
+        raise ValueError(f"a root of {len(root)} bytes, keys of {key_bytes}")
+    if len(keys) % max(1, key_bytes) or len(keys) > _MAX_KEYS * key_bytes:
+        raise ValueError(f"{len(keys)} bytes of keys of {key_bytes} bytes")
+    return PackedBlockKeys(RootId(root), memoryview(keys), max(1, key_bytes))
+
+
+class _Resolver:
+    """Looks names of peers up, on a thread of its own: a name server may take seconds."""
+
+    def __init__(self, peers: Iterable[str], reactor: Reactor) -> None:
+        self._fixed = [peer for peer in peers if peer.startswith("tcp://")]
+        self._names = [peer for peer in peers if not peer.startswith("tcp://")]
+        self._reactor = reactor
+        self._found: list[str] | None = None
+        self._known: dict[str, list[str]] = {}
+        self._stopped = threading.Event()
+
+    def start(self) -> None:
+        """Begin, if there is a name."""
+        if self._names:
+            threading.Thread(target=self._run, name="flexcache-peer-names", daemon=True).start()
+
+    def take(self) -> list[str] | None:
+        """Return the addresses of all peers if they may be others now."""
+        found, self._found = self._found, None
+        return found
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            before = dict(self._known)
+            for name in self._names:
+                self._resolve(name)
+            if self._known != before:
+                self._found = [*self._fixed, *(a for each in self._known.values() for a in each)]
+                self._reactor.wake()
+            self._stopped.wait(_RESOLVE_S)
+
+    def _resolve(self, name: str) -> None:
+        """Keep the former addresses if there are none: a name server may be away."""
+        host, port = split_tcp("tcp://" + name.partition("://")[2])
+        with contextlib.suppress(OSError):
+            entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            hosts = sorted({str(entry[4][0]) for entry in entries})
+            self._known[name] = [
+                f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+                for host in hosts
+            ]

@@ -1,0 +1,69 @@
+"""Caches that read each other's DRAM."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cluster import Cluster, running_cluster, until
+from ports import free_range
+
+from flexcache import ModelConfig
+
+NUM_BLOCKS = 24
+TOKENS = np.arange(NUM_BLOCKS * 16)
+BLOCKS = list(range(NUM_BLOCKS))
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def model() -> ModelConfig:
+    return ModelConfig(f"model-{next(_numbers)}", 3, 4, 32, torch.bfloat16)
+
+
+@contextmanager
+def caches(model: ModelConfig, count: int = 2, **settings: Any) -> Iterator[list[Cluster]]:
+    """Run caches that know each other, and themselves, by address."""
+    ports = [free_range(2) for _ in range(count)]
+    addresses = [f"tcp://127.0.0.1:{port}" for port in ports]
+    settings = {"num_cpu_blocks": 256, "skip_slow_loads": False, **settings}
+    with ExitStack() as stack:
+        clusters = [
+            stack.enter_context(
+                running_cluster(model=model, peer_endpoint=own, peers=addresses, **settings)
+            )
+            for own in addresses
+        ]
+        for cluster in clusters:
+            until(lambda cluster=cluster: is_ready(cluster, count - 1))
+        yield clusters
+
+
+def is_ready(cluster: Cluster, num_peers: int) -> bool:
+    stats = cluster.manager.stats()
+    return bool(stats["peers"]["up"] == num_peers and stats["tiers"]["PEER"]["available"])
+
+
+def peers(cluster: Cluster) -> dict[str, Any]:
+    found: dict[str, Any] = cluster.manager.stats()["peers"]
+    return found
+
+
+def test_blocks_in_dram_of_one_cache_reach_another_byte_for_byte(model: ModelConfig) -> None:
+    with caches(model) as (one, two):
+        expected = one.read(BLOCKS)
+        assert one.put(TOKENS, BLOCKS).mask.all()
+        two.wipe(BLOCKS)
+        assert two.get(TOKENS, BLOCKS).mask.all()
+        assert two.read(BLOCKS) == expected
+        assert two.manager.stats()["hit_blocks"] == {"PEER": NUM_BLOCKS}
+        two.wipe(BLOCKS)
+        assert two.get(TOKENS, BLOCKS).mask.all()
+        assert two.read(BLOCKS) == expected
+        assert two.manager.stats()["hit_blocks"] == {"PEER": NUM_BLOCKS, "CPU": NUM_BLOCKS}
+        until(lambda: peers(one)["open"] == 0)
