@@ -199,15 +199,21 @@ def _send_all(connection: socket.socket, parts: Sequence[bytes | memoryview]) ->
 
 
 def _receive(connection: socket.socket, parts: Parts, until_s: float | None = None) -> None:
-    """Fill the parts. Raises `OSError` if that is not done by then, or the connection is closed."""
+    """Fill the parts.
+
+    Raises:
+        _Over: Some of it has not come by then.
+        OSError: The connection is closed, or nothing comes.
+    """
     for part in parts:
         while part:
             count = connection.recv_into(part)
+            # After each: what was there in time was kept for us. One look at the end would do for
+            # that, but a peer that sends a byte now and then would hold us for ever.
+            if until_s is not None and time.monotonic() >= until_s:
+                raise _Over
             if count == 0:
                 raise ConnectionError("the connection was closed")
-            # A peer that sends a byte now and then makes progress for ever.
-            if until_s is not None and time.monotonic() >= until_s:
-                raise TimeoutError("not all has come in time")
             part = part[count:]
 
 
@@ -271,6 +277,12 @@ class _Link:
         loan, ends_s = self._borrow(op)
         try:
             self._fetch(op, pool, loan, min(ends_s, op.until_s))
+        except _Over:
+            # What is read next has another connection: the rest of this one may still come.
+            if self._data is not None:
+                self._data.close()
+            self._data = None
+            raise
         finally:
             with contextlib.suppress(zmq.ZMQError):  # else it ends by itself
                 self._socket.send(msgspec.msgpack.encode(GiveBack(loan.token)), zmq.NOBLOCK)
@@ -302,31 +314,16 @@ class _Link:
         _receive(self._data, [header])
         magic, count, size = _HEADER.unpack(header)
         if (magic, count) == (_MAGIC, 0):
-            self._hang_up()
             raise _Over
         if (magic, count, size) != (_MAGIC, len(op.blocks), pool.block_bytes):
             raise ValueError(f"{count} blocks of {size} bytes, not {len(op.blocks)}")
         given = memoryview(bytearray(_CHECKSUM.size))
         for block in op.blocks:
             pieces = pool.pieces(block)
-            try:
-                _receive(self._data, [given, *pieces], ends_s)
-            except OSError:
-                if time.monotonic() < ends_s:
-                    raise
-            # The owner ends a loan later than that: what came in time was kept for us.
-            if time.monotonic() >= ends_s:
-                self._hang_up()
-                raise _Over
+            _receive(self._data, [given, *pieces], ends_s)
             if checksum(pieces) != _CHECKSUM.unpack(given)[0]:
                 raise ValueError("a block has another checksum")
             op.num_ok += 1
-
-    def _hang_up(self) -> None:
-        """Begin the next read on another connection: the rest of this one still comes on it."""
-        if self._data is not None:
-            self._data.close()
-            self._data = None
 
 
 class _Reader:

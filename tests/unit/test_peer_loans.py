@@ -1,0 +1,219 @@
+"""What is lent to peers stays where it is, and what is known of them is soon out of date."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from flexcache.cache.block_keys import EngineBlockKeys, PackedBlockKeys
+from flexcache.cache.peers import GRACE_S, KNOWN_S, LENT_SHARE, LOAN_S, PeerLoans, PeerTier
+from flexcache.cache.tier import Tier
+from flexcache.cache.tiers import Tiers
+from flexcache.ids import BlockKey, RootId, TierName
+
+ROOT = RootId(b"r" * 16)
+NUM_KEYS = 12
+
+
+def keys_of(prompt: int, num_shared: int = 4) -> list[BlockKey]:
+    """Keys of a prompt that begins as all others do."""
+    own = [b"p%d-%d" % (prompt, i) for i in range(num_shared, NUM_KEYS)]
+    return [BlockKey(k.ljust(16)) for k in [b"all-%d" % i for i in range(num_shared)] + own]
+
+
+def named(keys: list[BlockKey], root: RootId = ROOT) -> EngineBlockKeys:
+    return EngineBlockKeys(root, keys, len(keys))
+
+
+def packed(keys: list[BlockKey], root: RootId = ROOT) -> PackedBlockKeys:
+    return PackedBlockKeys(root, memoryview(b"".join(keys)), 16)
+
+
+def make(capacity: int = 64) -> tuple[Tiers, PeerLoans]:
+    tiers = Tiers([Tier(TierName.CPU, capacity), PeerTier(256)])
+    return tiers, PeerLoans(tiers)
+
+
+def store(tiers: Tiers, keys: list[BlockKey], root: RootId = ROOT) -> dict[int, BlockKey]:
+    """Put a prompt into DRAM, as far as there is room; return what was written where."""
+    host = tiers.host
+    have = host.index.match(named(keys, root)).num_blocks
+    lease = host.reserve(named(keys, root), have, len(keys))
+    written = dict(zip(lease.blocks.tolist(), lease.keys, strict=True))
+    host.publish(lease, len(lease))
+    host.release(lease)
+    return written
+
+
+class LoansMachine(RuleBasedStateMachine):
+    """Prompts come and go in a small tier, of which peers read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tiers, self.loans = make(32)
+        self.content: dict[int, BlockKey] = {}
+        self.open: dict[bytes, tuple[list[int], list[BlockKey], float]] = {}
+        self.now = 0.0
+
+    @rule(prompt=st.integers(0, 9), length=st.integers(1, NUM_KEYS))
+    def put(self, prompt: int, length: int) -> None:
+        self.content |= store(self.tiers, keys_of(prompt)[:length])
+
+    @rule(prompt=st.integers(0, 9), start=st.integers(0, 11), count=st.integers(1, 12),
+          peer=st.sampled_from([b"one", b"two"]))  # fmt: skip
+    def lend(self, prompt: int, start: int, count: int, peer: bytes) -> None:
+        keys = keys_of(prompt)[start : start + count]
+        num_here, _ = self.loans.find(ROOT, packed(keys))
+        there = self.tiers.host.index.contains
+        assert num_here == sum(there(ROOT, key) for key in keys)
+        loan = self.loans.lend(peer, ROOT, keys, self.now)
+        if loan is not None:
+            assert num_here == len(keys)
+            self.open[loan.token] = (loan.blocks.tolist(), keys, loan.ends_s)
+
+    @rule(data=st.data(), is_right=st.booleans())
+    def give_back(self, data: Any, is_right: bool) -> None:
+        token = data.draw(st.sampled_from([b"none", *self.open]))
+        peers = [b"one", b"two"] if is_right else [b"three"]
+        ended = [self.loans.give_back(token, peer) for peer in peers]
+        if any(ended):
+            assert is_right
+            del self.open[token]
+
+    @rule(seconds=st.floats(0, 3))
+    def let_time_pass(self, seconds: float) -> None:
+        self.now += seconds
+        self.tiers.advance(self.now)
+        expired = self.loans.expire(self.now)
+        assert set(expired) == {t for t, (*_, end) in self.open.items() if end <= self.now}
+        for token in expired:
+            del self.open[token]
+
+    @rule(prompt=st.integers(0, 9))
+    def find_bad(self, prompt: int) -> None:
+        self.tiers.host.discard(ROOT, keys_of(prompt)[5])
+
+    @rule()
+    def clear(self) -> None:
+        self.tiers.host.clear()
+
+    @rule()
+    def lose_the_worker(self) -> None:
+        assert set(self.loans.end_all()) == set(self.open)
+        self.open.clear()
+
+    @invariant()
+    def lent_blocks_hold_what_was_lent(self) -> None:
+        for blocks, keys, _ in self.open.values():
+            assert [self.content[block] for block in blocks] == keys
+        assert sum(len(b) for b, *_ in self.open.values()) <= int(LENT_SHARE * 32)
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        self.tiers.check()
+        self.loans.check()
+        assert (self.loans.next_end is None) is not bool(self.open)
+
+
+TestLoans = LoansMachine.TestCase
+
+
+def test_a_loan_lasts_longer_at_its_owner_than_at_who_reads() -> None:
+    tiers, loans = make()
+    store(tiers, keys_of(1))
+    loan = loans.lend(b"one", ROOT, keys_of(1)[:4], now=10.0)
+    assert loan is not None
+    assert loan.ends_s == 10.0 + LOAN_S + GRACE_S
+    assert loans.expire(10.0 + LOAN_S) == []
+    assert loans.expire(loan.ends_s) == [loan.token]
+    assert loans.stats().expired == 1
+
+
+def test_a_peer_has_a_number_of_loans_and_all_a_share_of_dram() -> None:
+    tiers, loans = make(8 * NUM_KEYS)
+    store(tiers, keys_of(1))
+    while loans.lend(b"one", ROOT, keys_of(1)[:1], now=0.0) is not None:
+        pass
+    assert loans.stats().open == NUM_KEYS
+    assert loans.lend(b"two", ROOT, keys_of(1)[:1], now=0.0) is None
+    assert loans.stats().refused == 2
+    tiers, loans = make(8 * 100)
+    store(tiers, keys_of(1))
+    while loans.lend(b"one", ROOT, keys_of(1)[:1], now=0.0) is not None:
+        pass
+    assert loans.stats().open == 64
+    assert loans.lend(b"two", ROOT, keys_of(1)[:1], now=0.0) is not None
+
+
+@pytest.mark.parametrize("keys", [
+    [keys_of(1)[2], keys_of(1)[4]],  # not consecutive
+    [keys_of(2)[7], keys_of(1)[8]],  # of two prompts
+    [BlockKey(b"x" * 16), keys_of(1)[0]],  # before the start
+    [],
+])  # fmt: skip
+def test_only_what_a_peer_means_by_its_keys_is_lent(keys: list[BlockKey]) -> None:
+    tiers, loans = make()
+    store(tiers, keys_of(1))
+    store(tiers, keys_of(2))
+    assert loans.lend(b"one", ROOT, keys, now=0.0) is None
+
+
+def test_after_a_clear_nothing_is_shared_under_the_former_names() -> None:
+    tiers, loans = make()
+    store(tiers, keys_of(1))
+    assert loans.find(ROOT, packed(keys_of(1))) == (NUM_KEYS, -1)
+    tiers.clear(None)
+    store(tiers, keys_of(1))  # of weights that have another name nowhere else
+    assert loans.find(ROOT, packed(keys_of(1))) == (0, -1)
+    assert loans.lend(b"one", ROOT, keys_of(1), now=0.0) is None
+    assert tiers.peer is not None
+    tiers.peer.keep_plain(ROOT)  # these were named
+    assert loans.find(ROOT, packed(keys_of(1))) == (NUM_KEYS, -1)
+
+
+# -- what is known of peers ----------------------------------------------------------------------
+
+
+def known(tier: PeerTier, keys: list[BlockKey], peer: str) -> None:
+    tier.learn(ROOT, None, keys, peer=peer)
+
+
+def test_what_a_peer_has_is_believed_for_a_second() -> None:
+    tier = PeerTier(64)
+    keys = named(keys_of(1))
+    tier.advance(10.0)
+    assert tier.first_unknown(keys, NUM_KEYS, 10.0) == 0
+    known(tier, keys_of(1)[:8], "a")
+    assert tier.first_unknown(keys, NUM_KEYS, 10.1) == 8
+    assert tier.first_unknown(keys, 8, 10.1) is None
+    assert tier.first_unknown(keys, NUM_KEYS, 10.0 + KNOWN_S + 0.1) == 0
+    tier.forget()
+    assert tier.first_unknown(keys, NUM_KEYS, 10.1) == 0
+
+
+def test_what_a_peer_has_no_more_is_forgotten_and_asked_for_again_soon() -> None:
+    tier = PeerTier(64)
+    keys = named(keys_of(1))
+    tier.advance(10.0)
+    known(tier, keys_of(1), "a")
+    tier.learn_absent(ROOT, keys_of(1)[5], 10.0, ttl_s=60.0)
+    assert tier.index.match(keys).num_blocks == 5
+    assert tier.first_unknown(keys, NUM_KEYS, 10.05) is None
+    assert tier.first_unknown(keys, NUM_KEYS, 10.2) == 5
+
+
+def test_each_piece_of_a_load_is_of_one_peer() -> None:
+    tier = PeerTier(64)
+    tier.advance(1.0)
+    known(tier, keys_of(1)[:5], "a")
+    tier.learn(ROOT, keys_of(1)[4], keys_of(1)[5:], 5, peer="b")
+    slots = tier.index.blocks(tier.index.match(named(keys_of(1))))
+    pieces = list(tier.pieces(slots[2:], [range(2, 4), range(4, 8), range(8, 12)], 2))
+    assert pieces == [range(2, 4), range(4, 5), range(5, 8), range(8, 12)]
+    assert [tier.peer_of(slots[piece.start]) for piece in pieces] == ["a", "a", "b", "b"]
+    tier.learn(ROOT, None, keys_of(1)[:8], peer="b")  # asked again, it was another that answered
+    assert {tier.peer_of(slot) for slot in np.asarray(slots)} == {"b"}
