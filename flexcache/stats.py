@@ -294,7 +294,7 @@ class RemoteStats(Counters):
     lookups: LookUpStats
 
 
-class PeerStats(Counters):
+class LoanStats(Counters):
     """Other hosts' caches, and what is lent to them."""
 
     TITLE = "Peers"
@@ -435,7 +435,7 @@ class CacheStats(Counters):
     retention_s: float | None = None
     """Blocks that were not used for this long are dropped."""
     remote: RemoteStats | None = None
-    peers: PeerStats | None = None
+    peers: LoanStats | None = None
     load_cost: dict[str, LoadCostStats] | None = None
     """By tier, and ``SSD past DRAM``."""
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.load_cost import LoadWay, why_recomputed
-from flexcache.cache.peers import PeerTier
+from flexcache.cache.peers import PeerTier, peer_of, pieces_of
 from flexcache.cache.plan import (
     LOAD_OP,
     EarlyTerms,
@@ -163,11 +163,9 @@ class TailLoads:
         if plan.kind is TaskKind.GET:
             planned.num_copied = count
         plan.sources.setdefault(tier.name, 0 if plan.has_dense else plan.num_blocks)
-        parts: Iterable[range] = chunks(0, count, self._chunk_blocks)
-        if isinstance(tier, PeerTier):
-            parts = tier.pieces(found.tail.units, parts, 0)
-        for part in parts:
-            self._add_chunk(plan, planned, tier, found.tail.units, part)
+        at_tier = found.tail.units
+        for part in pieces_of(tier, at_tier, chunks(0, count, self._chunk_blocks), 0):
+            self._add_chunk(plan, planned, tier, at_tier, part)
         return True
 
     def _add_chunk(
@@ -179,8 +177,7 @@ class TailLoads:
         if tier is not self._host:
             source = at_tier[chunk.start : chunk.stop]
             names = planned.names(tier, plan.root, chunk) if isinstance(tier, RemoteTier) else None
-            if isinstance(tier, PeerTier) and names is not None:
-                peer = tier.peer_of(source[0])
+            if names is not None and (peer := peer_of(tier, source[0])):
                 names = msgspec.structs.replace(names, peer=peer, tail=planned.key)
             op = next(self._op_ids)
             load = TransferOp(op, LOAD_OP[tier.name], first, source, landing, names=names)
@@ -318,13 +315,11 @@ class LoadPlanner:
             if begin >= end:
                 continue
             # A lower tier may still have more of it, and be worth its time.
-            peer = ""
-            if isinstance(tier, PeerTier):
-                peer = tier.peer_of(tier.index.blocks(match, begin)[0])
-            if not self._is_loaded(plan, tier.name, end - begin, peer):
+            segment = _Segment(tier, match, begin, end)
+            if not self._is_loaded(plan, segment):
                 plan.skipped[why_recomputed(tier.name)] = end - begin
                 continue
-            segments.append(_Segment(tier, match, begin, end))
+            segments.append(segment)
             covered = end
         plan.num_cached = num_cached
         if covered <= start:
@@ -345,11 +340,16 @@ class LoadPlanner:
         if segments:
             self._add_loads(plan, keys, on_host, segments, covered)
 
-    def _is_loaded(self, plan: Plan, name: TierName, num_blocks: int, peer: str) -> bool:
+    def _is_loaded(self, plan: Plan, segment: _Segment) -> bool:
         """Whether blocks are loaded, not recomputed; chooses the way of those on SSD."""
         cost, now, rate = self.cost, self._tiers.now, plan.prefill_blocks_per_s
+        name, num_blocks = segment.tier.name, segment.end - segment.begin
         if not plan.may_go_direct or name is not TierName.SSD:
             wait_s = None if plan.terms is None else plan.terms.wait_s
+            peer = ""
+            if name is TierName.PEER:  # the speed of the one that has the first of them
+                first = segment.tier.index.blocks(segment.match, segment.begin)[0]
+                peer = peer_of(segment.tier, first)
             return cost is None or cost.pays(LOAD_OP[name], num_blocks, rate, now, wait_s, peer)
         for way in self.ways.choose():
             if cost is None or cost.pays(_SSD_LOAD[way], num_blocks, rate, now):
@@ -406,17 +406,14 @@ class LoadPlanner:
                 continue
             plan.sources[tier.name] = high - low
             slots = tier.index.blocks(match, low)
-            parts: Iterable[range] = chunks(low, high, self._chunk_blocks)
-            if isinstance(tier, PeerTier):
-                parts = tier.pieces(slots[: high - low], parts, low)
-            for chunk in parts:
+            parts = chunks(low, high, self._chunk_blocks)
+            for chunk in pieces_of(tier, slots[: high - low], parts, low):
                 source = slots[chunk.start - low : chunk.stop - low]
                 landing = staged[chunk.start - begin : chunk.stop - begin]
                 names = None
                 if isinstance(tier, RemoteTier):
                     names = block_names(tier, keys, chunk.start, chunk.stop)
-                if isinstance(tier, PeerTier) and names is not None:
-                    names = msgspec.structs.replace(names, peer=tier.peer_of(source[0]))
+                    names = msgspec.structs.replace(names, peer=peer_of(tier, source[0]))
                 op = next(self._op_ids)
                 load = TransferOp(op, LOAD_OP[tier.name], chunk.start, source, landing, names=names)
                 plan.graph.ops.append(load)

@@ -5,7 +5,7 @@
     find --> how many blocks of a prompt are here
     lend --> pinned, until it is given back, or its time is over, or the cache is forgotten
 
-Whoever reads has two guards, of which each alone keeps wrong bytes out. Its own clock: the owner
+A reader has two guards, of which each alone keeps wrong bytes out. Its own clock: the owner
 counts the time of a loan from after it was asked for, so bytes that have arrived before that time
 is over were pinned while they were read. And checksums, made while the blocks are pinned.
 
@@ -26,11 +26,11 @@ import numpy.typing as npt
 from flexcache.cache.block_keys import BlockKeys, PackedBlockKeys, PromptContent
 from flexcache.cache.prefix_index import EMPTY_MATCH, PrefixMatch
 from flexcache.cache.tail_index import Tail, tail_keys
-from flexcache.cache.tier import BlockIds
+from flexcache.cache.tier import BlockIds, Tier
 from flexcache.cache.tiers import UNKNOWN_TTL_S, RemoteTier, Tiers
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId, TierName
-from flexcache.stats import PeerStats
+from flexcache.stats import LoanStats
 
 KNOWN_S = 1.0
 """How long it is believed that a peer has a block: its DRAM evicts all the time."""
@@ -39,7 +39,7 @@ LOAN_S = 3.0
 GRACE_S = 1.0
 """How much longer the owner keeps it."""
 LENT_SHARE = 1 / 8
-"""Of DRAM, that may be lent at once."""
+"""Share of DRAM that may be lent at once."""
 _MAX_LOANS = 64  # of one peer
 _TOKEN_BYTES = 16
 
@@ -124,6 +124,16 @@ class PeerTier(RemoteTier):
         self._known_until_s[blocks] = self._now + KNOWN_S
 
 
+def peer_of(tier: Tier, block: np.int64) -> str:
+    """Return which peer has a block of a tier; empty for a tier that is not of peers."""
+    return tier.peer_of(block) if isinstance(tier, PeerTier) else ""
+
+
+def pieces_of(tier: Tier, blocks: BlockIds, chunks: Iterable[range], first: int) -> Iterable[range]:
+    """Divide chunks of blocks so that one peer has all of a piece (`PeerTier.pieces`)."""
+    return tier.pieces(blocks, chunks, first) if isinstance(tier, PeerTier) else chunks
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PeerLoan:
     """Blocks of DRAM that stay where they are for a peer.
@@ -157,7 +167,9 @@ class PeerLoans:
         """A heap; those of loans that have ended stay until they are due."""
         self._num_blocks = 0
         self.max_blocks = int(LENT_SHARE * tiers.host.capacity)
-        self.counters = PeerStats()
+        self.counters = LoanStats()
+        self._begun: list[PeerLoan] = []
+        self._ended: list[bytes] = []
 
     def find(
         self, root: RootId, keys: PackedBlockKeys, tails: Sequence[tuple[int, bytes, int]] = ()
@@ -230,6 +242,7 @@ class PeerLoans:
         self._num_blocks += len(loan.blocks)
         heapq.heappush(self._ends, (ends_s, token))
         self.counters.lent += 1
+        self._begun.append(loan)
         return loan
 
     def give_back(self, token: bytes, peer: bytes) -> bool:
@@ -240,28 +253,31 @@ class PeerLoans:
         self._end(loan)
         return True
 
-    def expire(self, now: float) -> list[bytes]:
-        """End what was not given back in time; return the tokens."""
-        expired = []
+    def expire(self, now: float) -> None:
+        """End what was not given back in time."""
         while self._ends and self._ends[0][0] <= now:
             loan = self._loans.get(heapq.heappop(self._ends)[1])
             if loan is not None:
                 self._end(loan)
                 self.counters.expired += 1
-                expired.append(loan.token)
-        return expired
 
-    def end_all(self) -> list[bytes]:
-        """End all loans: nothing can be sent now. Return the tokens."""
-        tokens = list(self._loans)
+    def end_all(self) -> None:
+        """End all loans: nothing can be sent now."""
         for loan in list(self._loans.values()):
             self._end(loan)
-        return tokens
 
-    @property
-    def tokens(self) -> list[bytes]:
-        """Of all loans."""
-        return list(self._loans)
+    def take_news(self) -> tuple[list[PeerLoan], list[bytes]]:
+        """Return the loans that have begun since the last call, and the tokens of those that have
+        ended: what sends the blocks needs them."""
+        news = self._begun, self._ended
+        self._begun, self._ended = [], []
+        return news
+
+    def succeed(self, former: PeerLoans) -> None:
+        """Count on, after the index was lost and with it all pins. What was lent may be overwritten
+        from here on, which a peer notices by its checksums."""
+        self.counters = former.counters
+        self._ended = [*former._ended, *former._loans]
 
     @property
     def next_end(self) -> float | None:
@@ -270,7 +286,7 @@ class PeerLoans:
             heapq.heappop(self._ends)
         return self._ends[0][0] if self._ends else None
 
-    def stats(self) -> PeerStats:
+    def stats(self) -> LoanStats:
         return self.counters.snapshot(open=len(self._loans), blocks=self._num_blocks)
 
     def _is_shared(self, root: RootId) -> bool:
@@ -299,6 +315,7 @@ class PeerLoans:
 
     def _end(self, loan: PeerLoan) -> None:
         del self._loans[loan.token]
+        self._ended.append(loan.token)
         self._num_blocks -= len(loan.blocks)
         self._of_peers[loan.peer] -= 1
         if not self._of_peers[loan.peer]:

@@ -11,14 +11,19 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from flexcache.ids import TierName
 from flexcache.logs import log_event
 from flexcache.server.hub import Hub
-from flexcache.server.outbox import BackgroundThread, PeerMessage, make_execute
+from flexcache.server.outbox import (
+    BackgroundThread,
+    PeerMessage,
+    WorkerInstruction,
+    make_execute,
+)
 from flexcache.server.peers import PeerLinks
 from flexcache.server.reactor import FLUSH_INTERVAL_S, EndReport, Reactor, RouterSocket, Sent
 from flexcache.server.workers import WorkerPool
@@ -142,14 +147,7 @@ class EventLoop:
             to_peers, to_workers, jobs = self._hub.outbox.take()
         # From here on without the lock: callers in this process wait for it.
         self._socket.flush()
-        for instruction in to_workers:
-            if isinstance(instruction, RunLookUp) and instruction.executor == PEER:
-                assert self._peers is not None
-                self._peers.ask(instruction, now)
-            else:
-                self._pool.carry_out(instruction)
-        if self._peers is not None:
-            self._peers.send_due(now)
+        self._instruct(to_workers, now)
         for job in jobs:
             self._background.begin(job)
         for identity, message in to_peers:
@@ -159,6 +157,17 @@ class EventLoop:
         if cache is not None:
             with self._lock:
                 cache.tasks.catch_up(now)  # the answers did not wait for it
+
+    def _instruct(self, instructions: Sequence[WorkerInstruction], now: float) -> None:
+        """Send instructions to workers, and questions to peers."""
+        for instruction in instructions:
+            if isinstance(instruction, RunLookUp) and instruction.executor == PEER:
+                assert self._peers is not None
+                self._peers.ask(instruction, now)
+            else:
+                self._pool.carry_out(instruction)
+        if self._peers is not None:
+            self._peers.send_due(now)
 
     def _take_messages(self, now: float) -> bool:
         """Take in what clients have sent; whether there was anything."""

@@ -178,7 +178,7 @@ class _Sender:
             lent = self._lent.get(token)
         if lent is None:
             connection.sendall(_HEADER.pack(_MAGIC, 0, self._pool.block_bytes))
-            return False  # whoever guesses may not guess often
+            return False  # a guess costs a new connection
         header = _HEADER.pack(_MAGIC, len(lent.blocks), self._pool.block_bytes)
         for block, expected in zip(lent.blocks, lent.checksums, strict=True):
             if time.monotonic() >= lent.ends_s or token not in self._lent:

@@ -45,7 +45,8 @@ from flexcache.server.reactor import (
     read_message,
 )
 from flexcache.server.state import ServerState
-from flexcache.tasks.instructions import RunLookUp
+from flexcache.tasks.engine import KVTaskEngine
+from flexcache.tasks.instructions import PEER, RunLookUp
 from flexcache.transfer.messages import LookedUp
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class _Link:
         self.has_answered = False
         self.is_ourselves = False
         self.ping_id = 0
-        """Of the sign of life that was asked for; 0 for none."""
+        """Number of the sign of life that was asked for; 0 for none."""
         self.ping_due_s = 0.0
         self.pong_due_s = 0.0
         self.zmq_socket = socket = context.socket(zmq.DEALER)
@@ -259,32 +260,37 @@ class PeerLinks:
         cache = self._state.slot.cache
         tasks = None if cache is None else cache.tasks
         match message:
-            case FindBlocks(request_id, root, keys, key_bytes, tails):
-                found = FoundBlocks(request_id, self._id)
-                if tasks is not None and (keys or tails):
-                    packed = _read_keys(root, keys, key_bytes)
-                    if len(tails) > _MAX_TAILS:
-                        raise ValueError(f"{len(tails)} tails")
-                    count, tail = tasks.find_for_peer(RootId(root), packed, tails)
-                    found = FoundBlocks(request_id, self._id, count, tail)
-                self._to_send.append((sender, found))
-            case AskLoan(request_id, root, keys, key_bytes, tail_key, first):
-                packed = _read_keys(root, keys, key_bytes)
-                tail_from = (BlockKey(tail_key), first - TAIL_FIRST) if tail_key else None
-                token = None
-                if tasks is not None and self._listener is not None:
-                    names = packed.slice(0, packed.num_blocks)
-                    token = tasks.lend(sender, RootId(root), names, now, tail_from)
-                loan = Loan(request_id)
-                if token is not None and self._listener is not None:
-                    port = self._listener.getsockname()[1]
-                    loan = Loan(request_id, token, port, LOAN_S)
-                self._to_send.append((sender, loan))
+            case FindBlocks():
+                self._to_send.append((sender, self._find(message, tasks)))
+            case AskLoan():
+                self._to_send.append((sender, self._lend(sender, message, tasks, now)))
             case GiveBack(token) if tasks is not None:
-                tasks.end_loan(token, sender)
+                with tasks.change:
+                    tasks.loans.give_back(token, sender)
+
+    def _find(self, asked: FindBlocks, tasks: KVTaskEngine | None) -> FoundBlocks:
+        keys = _read_keys(asked.root, asked.keys, asked.key_bytes)
+        if len(asked.tails) > _MAX_TAILS:
+            raise ValueError(f"{len(asked.tails)} tails")
+        if tasks is None or not tasks.executors.is_up(PEER):
+            return FoundBlocks(asked.request_id, self._id)
+        found = tasks.loans.find(RootId(asked.root), keys, asked.tails)
+        return FoundBlocks(asked.request_id, self._id, *found)
+
+    def _lend(self, sender: bytes, asked: AskLoan, tasks: KVTaskEngine | None, now: float) -> Loan:
+        keys = _read_keys(asked.root, asked.keys, asked.key_bytes)
+        if tasks is None or self._listener is None or not tasks.executors.is_up(PEER):
+            return Loan(asked.request_id)
+        tail = (BlockKey(asked.tail), asked.first - TAIL_FIRST) if asked.tail else None
+        names = keys.slice(0, keys.num_blocks)
+        with tasks.change:
+            loan = tasks.loans.lend(sender, RootId(asked.root), names, now, tail)
+        if loan is None:
+            return Loan(asked.request_id)
+        return Loan(asked.request_id, loan.token, self._listener.getsockname()[1], LOAN_S)
 
     def _refuse(self, sender: bytes, why: str, text: str) -> None:
-        """Count it; log the first of its kind. Who sent it gets no answer."""
+        """Count it; log the first of its kind. It gets no answer."""
         self._state.counters.rejected_messages[why] += 1
         if why not in self._refused:
             self._refused.add(why)
@@ -333,8 +339,9 @@ class PeerLinks:
 
     def failed(self, peer: str, reason: str, now: float) -> None:
         """A peer could not be read from, or sends what makes no sense."""
-        if self._state.slot.cache is not None:
-            self._state.slot.tasks.peer_failed()
+        cache = self._state.slot.cache
+        if cache is not None and (tier := cache.tasks.cache.tiers.peer) is not None:
+            tier.forget()  # and ask again
         if (link := self._links.get(peer)) is not None:
             self._link_failed(link, reason, now)
 
@@ -418,7 +425,7 @@ class PeerLinks:
 
 def _read_keys(root: bytes, keys: bytes, key_bytes: int) -> PackedBlockKeys:
     """Raises `ValueError` if they cannot be keys."""
-    if len(root) != ROOT_BYTES or not 0 <= key_bytes <= MAX_KEY_BYTES:
+    if len(root) not in (0, ROOT_BYTES) or not 0 <= key_bytes <= MAX_KEY_BYTES:
         raise ValueError(f"a root of {len(root)} bytes, keys of {key_bytes}")
     if len(keys) % max(1, key_bytes) or len(keys) > _MAX_KEYS * key_bytes:
         raise ValueError(f"{len(keys)} bytes of keys of {key_bytes} bytes")

@@ -24,7 +24,6 @@ Not thread-safe: the shell holds a lock around each call.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -32,7 +31,6 @@ from types import TracebackType
 import numpy as np
 
 from flexcache.breaker import CircuitBreaker
-from flexcache.cache.block_keys import PackedBlockKeys
 from flexcache.cache.control import CacheCall, CallOutcome
 from flexcache.cache.eviction_policy import EvictionPolicy, Study
 from flexcache.cache.peers import PeerLoans
@@ -61,7 +59,7 @@ from flexcache.tasks.instructions import (
     RunOp,
     TaskAnswered,
 )
-from flexcache.tasks.lookups import RemoteLookUps
+from flexcache.tasks.lookups import RemoteLookUps, look_ups_of
 from flexcache.tasks.matching import Matcher
 from flexcache.tasks.model import (
     DEFAULT_LIMITS,
@@ -204,13 +202,15 @@ class KVTaskEngine:
         executors: To be asked only which are up, and what they run.
         sessions: To be asked only for what is open.
         queries: Answers questions about several parts.
+        change: To be held while a part is changed from outside: `loans`.
+        loans: What peers are lent.
         accounts: Counts; a `Recorder` that is set there follows sessions, tasks and ops.
     """
 
     def __init__(self, cache: TieredCache, limits: TaskLimits = DEFAULT_LIMITS) -> None:
         self._limits = limits
         self.is_in_doubt = False
-        self._change = _Change(self)
+        self.change = _Change(self)
         self.cache = cache
         self.sessions = TaskSessions(limits.load_ranks, limits.store_ranks)
         self.accounts = Accounts(limits.block_bytes, cache.tiers.lost, cache.loads)
@@ -224,15 +224,7 @@ class KVTaskEngine:
         )
         if cache.tiers.remote is not None:
             cache.tiers.remote.on_void = self._discard_voided
-        ids = itertools.count(1)
-        self._lookups = {
-            WORKERS[tier.name]: RemoteLookUps(
-                tier, self._breaker if tier is cache.tiers.remote else CircuitBreaker(),
-                limits.lookup_timeout_s, ids, WORKERS[tier.name],
-            )
-            for tier in cache.tiers.beyond
-        }  # fmt: skip
-        """Questions to peers and to the remote store, by who asks them."""
+        self._lookups = look_ups_of(cache.tiers, self._breaker, limits.lookup_timeout_s)
         self.loans = PeerLoans(cache.tiers)
         self._runner = TaskRunner(
             cache, self.sessions, self.executors, self.accounts, self._instructions
@@ -262,7 +254,7 @@ class KVTaskEngine:
         fresh._take_over(self, runs, plan, now)
         fresh._instructions.append(Forgotten(error))
         parts = vars(fresh)
-        del parts["_change"]  # it marks that one
+        del parts["change"]  # it marks that one
         vars(self).update(parts)  # in one step, which also ends the doubt
 
     def _take_over(self, former: KVTaskEngine, runs: list[OpRun], plan: Plan, now: float) -> None:
@@ -278,9 +270,7 @@ class KVTaskEngine:
         self.executors.succeed(former.executors, runs, now)
         for name, lookups in self._lookups.items():
             lookups.succeed(former._lookups[name], self._instructions)
-        # What was lent may be overwritten from here on: a peer notices by its checksums.
-        self._instructions += [EndLoan(token) for token in former.loans.tokens]
-        self.loans.counters = former.loans.counters
+        self.loans.succeed(former.loans)
         self._matcher.adopt_layout(former._matcher.layout)
         running: dict[TaskId, list[OpRun]] = {}
         for run in runs:
@@ -302,10 +292,10 @@ class KVTaskEngine:
         """Take in what has happened. If that fails it has happened all the same: it is taken in
         once more by an engine that has forgotten, and the server's loop goes on."""
         try:
-            with self._change:
+            with self.change:
                 event(*args)
         except BaseException as error:
-            with self._change:
+            with self.change:
                 event(*args)
             if not isinstance(error, Exception):
                 raise
@@ -393,7 +383,7 @@ class KVTaskEngine:
         self, session_id: str, over: bool, returns_in_s: float | None, now: float
     ) -> bool:
         """Act on a hint about a user's session (`PromptSessions.hint`)."""
-        with self._change:
+        with self.change:
             return self.cache.sessions.hint(session_id, over, returns_in_s, now)
 
     def control(self, call: CacheCall, now: float, session: SessionId | None = None) -> CallOutcome:
@@ -406,7 +396,7 @@ class KVTaskEngine:
             ValueError: The call makes no sense.
         """
         call.check()
-        with self._change:
+        with self.change:
             cache, owner = self.cache, None if session is None else self.sessions.get(session)
             cache.tiers.advance(now)
             # What a restart has yet to index is in no tier, so it could not be deleted.
@@ -439,13 +429,13 @@ class KVTaskEngine:
         Returns:
             The questions to wait for (`is_looking_up`, or `LookUpEnded`).
         """
-        with self._change:
+        with self.change:
             owner = None if session is None else self.sessions.get(session)
             return self._matcher.look_up(owner, prompt, now)
 
     def awaits_load(self, session: SessionId, prompt: Prompt, now: float) -> bool:
         """Whether a get that can wait should ask again a little later."""
-        with self._change:
+        with self.change:
             return self._matcher.awaits_load(session, prompt, now)
 
     def match(self, task_id: TaskId, prompt: Prompt, now: float) -> Offer:
@@ -468,7 +458,7 @@ class KVTaskEngine:
         # Before the change: what a client sends must never make the engine forget.
         owner = self.sessions.of(task_id)
         owner.take_id(task_id)
-        with self._change:
+        with self.change:
             cache, kind = self.cache, prompt.kind
             cache.tiers.advance(now)
             prompt, plan = self._matcher.plan(owner, prompt)
@@ -509,7 +499,7 @@ class KVTaskEngine:
         if self.is_in_doubt:  # the last change has failed, and so has what was to follow from that
             self.forget(None)
         to_start, had_ended = self.sessions.launchable(task_ids, gpu_blocks)
-        with self._change:
+        with self.change:
             for task, blocks in to_start:
                 task.gated = gated
                 task.plan.bind_gpu_blocks(blocks)
@@ -539,7 +529,7 @@ class KVTaskEngine:
         may_start = not task.is_launched and not task.state.is_cancelled
         if not (is_from_host and may_start and not task.adapter and self.executors.are_up(ranks)):
             return None
-        with self._change:
+        with self.change:
             task.gated = task.is_promised = True
             # Only the ranks know the GPU blocks, and an op has some from its start on.
             task.plan.bind_gpu_blocks(np.zeros(task.plan.num_gpu_blocks, np.int64))
@@ -562,7 +552,7 @@ class KVTaskEngine:
         to_cancel = list(task_ids)
         for task_id in to_cancel:
             self.sessions.of(task_id).require_known(task_id)
-        with self._change:
+        with self.change:
             for task_id in to_cancel:
                 task = self.sessions.tasks.get(task_id)
                 if task is not None and task.is_promised:
@@ -608,7 +598,7 @@ class KVTaskEngine:
             ValueError: There is no such tier.
         """
         self.cache.tiers.require(tier)
-        with self._change:
+        with self.change:
             num_dropped = self.cache.clear(tier)
             if tier is None:
                 # A write that was planned before is not recorded: a restart would find it again.
@@ -619,13 +609,13 @@ class KVTaskEngine:
 
     def withhold_free(self, tier: TierName) -> Lease:
         """Keep a tier's free blocks from every plan until `give_back`."""
-        with self._change:
+        with self.change:
             return self.cache.tiers.withhold_free(tier)
 
     def withhold_deleted(self, tier: TierName) -> Lease:
         """Keep blocks that were deleted, and free ones that may have records of before, from every
         plan until `give_back`."""
-        with self._change:
+        with self.change:
             return self.cache.tiers.withhold_deleted(tier)
 
     def give_back(self, lease: Lease, are_erased: bool = False) -> None:
@@ -659,7 +649,7 @@ class KVTaskEngine:
 
     def restore(self, records: Records, ages_s: Seconds, now: float) -> RestoreReport:
         """Index what the SSD tier was found to hold at startup, written this long ago."""
-        with self._change:
+        with self.change:
             self._checksums.restore(records)
             return self.cache.restore(records, ages_s, now)
 
@@ -699,51 +689,6 @@ class KVTaskEngine:
 
         self._take_in(change)
 
-    # -- peers -----------------------------------------------------------------------------------
-
-    def find_for_peer(
-        self, root: RootId, keys: PackedBlockKeys, tails: Sequence[tuple[int, bytes, int]]
-    ) -> tuple[int, int]:
-        """Return what of a prompt a peer could read here (`PeerLoans.find`)."""
-        if not self.executors.is_up(PEER):
-            return 0, -1
-        return self.loans.find(root, keys, tails)
-
-    def lend(
-        self, peer: bytes, root: RootId, keys: Sequence[BlockKey], now: float,
-        tail: tuple[BlockKey, int] | None = None,
-    ) -> bytes | None:  # fmt: skip
-        """Let a peer read blocks of DRAM (`PeerLoans.lend`); return what it has to show for them.
-        None if they are not here, or too much is lent."""
-        if not self.executors.is_up(PEER):
-            return None
-        with self._change:
-            loan = self.loans.lend(peer, root, keys, now, tail)
-            if loan is None:
-                return None
-            self._instructions.append(Lend(loan.token, loan.blocks, loan.ends_s))
-            return loan.token
-
-    def end_loan(self, token: bytes, peer: bytes) -> None:
-        """A peer has read what it wanted."""
-
-        def change() -> None:
-            if self.loans.give_back(token, peer):
-                self._instructions.append(EndLoan(token))
-
-        self._take_in(change)
-
-    def peer_failed(self) -> None:
-        """A peer could not be read from: what is known of peers is to be asked again."""
-
-        def change() -> None:
-            if (tier := self.cache.tiers.peer) is not None:
-                tier.forget()
-
-        self._take_in(change)
-
-    # -- executors, time -------------------------------------------------------------------------
-
     def op_done(self, executor: str, done: Done, now: float) -> None:
         """An executor has ended its part of an op."""
         self._take_in(lambda: self._runner.settle(self.executors.done(executor, done, now), now))
@@ -766,7 +711,7 @@ class KVTaskEngine:
             self._runner.end_unstarted(task, now)
         for executor, lookups in self._lookups.items():
             lookups.tick(now, self.executors.is_up(executor), self._instructions)
-        self._instructions += map(EndLoan, self.loans.expire(now))
+        self.loans.expire(now)
         self._runner.settle(self.executors.sync(), now)
         self._runner.follow(now)
         while (unlaunched := self._deadlines.take_unlaunched(now)) is not None:
@@ -781,7 +726,7 @@ class KVTaskEngine:
         policy = self.cache.tiers.policy
         if not policy.wants_study:
             return None
-        with self._change:  # on the engine's thread too, where a signal's error must get out
+        with self.change:  # on the engine's thread too, where a signal's error must get out
             study = policy.begin_study()
         return None if study is None else (policy, study)
 
@@ -810,6 +755,9 @@ class KVTaskEngine:
         if ssd is not None and ssd.doomed.has_news:
             self._instructions.append(EraseDeleted())
             ssd.doomed.has_news = False
+        begun, ended = self.loans.take_news()
+        self._instructions += [Lend(loan.token, loan.blocks, loan.ends_s) for loan in begun]
+        self._instructions += map(EndLoan, ended)
         try:  # an interrupt between two lines loses none
             return self._instructions.copy()
         finally:
@@ -820,13 +768,13 @@ class KVTaskEngine:
 
     def check_counts(self) -> None:
         """Raise `InternalError` if the counts say that blocks were lost, and forget. O(1)."""
-        with self._change:
+        with self.change:
             for tier in self.cache.tiers:
                 tier.check_counts()
 
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold, and forget. O(everything)."""
-        with self._change:
+        with self.change:
             if not all(lookups.check() for lookups in self._lookups.values()):
                 raise InternalError(
                     "an open question to another host cannot be found or has no deadline"

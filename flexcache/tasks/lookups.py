@@ -21,10 +21,11 @@ from sortedcontainers import SortedList
 from flexcache.breaker import CircuitBreaker
 from flexcache.cache.block_keys import BlockKeys, PromptContent
 from flexcache.cache.load_plan import AskedTail
-from flexcache.cache.tiers import UNKNOWN_TTL_S, RemoteTier
+from flexcache.cache.tiers import UNKNOWN_TTL_S, RemoteTier, Tiers
 from flexcache.ids import BlockKey, RootId
 from flexcache.stats import LookUpStats
 from flexcache.tasks.instructions import REMOTE, Instruction, LookUpEnded, RunLookUp
+from flexcache.tasks.model import WORKERS
 from flexcache.transfer.messages import LookedUp
 
 _MAX_KEYS = 8192
@@ -58,6 +59,23 @@ class _LookUp:
     def num_needed(self, tail: AskedTail) -> int:
         """How many of its keys must be there for a tail to be of use."""
         return 0 if tail.has_blocks else tail.position - self.first
+
+
+def look_ups_of(
+    tiers: Tiers, breaker: CircuitBreaker, timeout_s: float
+) -> dict[str, RemoteLookUps]:
+    """Return the questions to peers and to the remote store, by who asks them.
+
+    Args:
+        breaker: That of the remote store.
+    """
+    ids, found = itertools.count(1), dict[str, RemoteLookUps]()
+    for tier in tiers.beyond:
+        # Each peer has a breaker of its own: this one opens if none of them is heard of in time.
+        own = breaker if tier is tiers.remote else CircuitBreaker()
+        name = WORKERS[tier.name]
+        found[name] = RemoteLookUps(tier, own, timeout_s, ids, name)
+    return found
 
 
 class RemoteLookUps:

@@ -113,13 +113,8 @@ class Matcher:
             The questions to wait for.
         """
         keys, stop = prompt.keys, prompt.stop
-        asked = [
-            each for name, each in self._lookups.items()
-            if each.tier.can_be_asked and self._executors.is_up(name)
-        ]  # fmt: skip
-        if prompt.kind is TaskKind.PUT or not asked:
-            return []
-        if owner is not None and not self._sessions.has_weights(owner.engine, prompt.weights):
+        asked = self._asked(owner, prompt)
+        if not asked:
             return []
         self._place(keys, owner)
         if keys.parent_key is not None:
@@ -142,6 +137,17 @@ class Matcher:
             if question is not None:
                 questions.append(question)
         return questions
+
+    def _asked(self, owner: Session | None, prompt: Prompt) -> list[RemoteLookUps]:
+        """Return those whose knowledge may matter to a prompt, and that would answer."""
+        if prompt.kind is TaskKind.PUT or not self._lookups:
+            return []
+        if owner is not None and not self._sessions.has_weights(owner.engine, prompt.weights):
+            return []
+        up = self._executors.is_up
+        return [
+            each for each in self._lookups.values() if each.tier.can_be_asked and up(each.executor)
+        ]
 
     def plan(self, owner: Session, prompt: Prompt) -> tuple[Prompt, Plan]:
         """Plan a task for a prompt. Return the prompt, too, or the whole chain that it continues.

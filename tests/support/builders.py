@@ -26,7 +26,7 @@ def make_cache(
     policy: str = "write_through", tokens_per_block: int | None = None,
     skip_slow_loads: bool = False, past_dram: str = "auto", keeps_on_host: bool = True,
     write_blocks_per_s: float | None = None, retention_s: float | None = None,
-    tells_locality: bool = False,
+    tells_locality: bool = False, peers: bool = False,
 ) -> TieredCache:  # fmt: skip
     """Build a cache of tiny tiers as a server does; with a block size it keeps a journal.
 
@@ -36,6 +36,7 @@ def make_cache(
     config = CacheConfig(
         num_cpu_blocks=host,
         remote_url="memory://" if remote else None,
+        peer_endpoint="tcp://127.0.0.1:9600" if peers else None,
         ssd_past_dram=past_dram,  # type: ignore[arg-type]
         ssd_write_policy=policy,  # type: ignore[arg-type]
         remote_write_policy=policy,  # type: ignore[arg-type]
@@ -51,9 +52,15 @@ def make_cache(
     return build_cache(
         config,
         CacheSizes(
-            host, ssd, chunk, backlog, keeps_on_host, max_dirty=2, num_remembered=remote or 1
+            host,
+            ssd,
+            chunk,
+            backlog,
+            keeps_on_host,
+            max_dirty=2,
+            num_remembered=remote or (30 if peers else 1),
         ),
-    )
+    )  # fmt: skip
 
 
 def key_of(word: str) -> BlockKey:

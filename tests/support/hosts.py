@@ -1,6 +1,6 @@
 """Hosts as network namespaces: each has an address of its own, and links that can be cut.
 
-A host runs a cache with an engine (`python hosts.py`), which is told what to do by lines of JSON.
+A host runs a cache with an engine (`python hosts.py`), which does what lines of JSON say.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def serve() -> None:
             request = json.loads(line)
             try:
                 answer = {"result": carry_out(engine, request)}
-            except Exception as error:  # the test is told
+            except Exception as error:  # it is the test that fails
                 answer = {"error": repr(error)}
             print(json.dumps(answer, default=str), flush=True)
         client.close()

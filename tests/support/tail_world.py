@@ -17,6 +17,7 @@ from builders import prefixes
 from flexcache.cache.block_keys import ENGINE_KEYS, EngineBlockKeys, make_root
 from flexcache.cache.plan import Plan
 from flexcache.cache.prompt import Prompt
+from flexcache.cache.tail_index import last_tail_key
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiered_cache import CacheSizes, build_cache
 from flexcache.config import CacheConfig
@@ -41,7 +42,7 @@ from flexcache.tasks.instructions import (
     TaskResult,
     device,
 )
-from flexcache.transfer.messages import Done
+from flexcache.transfer.messages import Done, LookedUp
 from flexcache.transfer.scheduler import BlockIds
 
 ROOT = make_root("a model with tails", [], ENGINE_KEYS)
@@ -142,11 +143,11 @@ class TailWorld:
         count = present.index(False) if False in present else len(present)
         found = [
             number
-            for number, (num_needed, key) in enumerate(asked.tails)
-            if num_needed <= count and key in self.store
+            for number, (num_needed, key, count_units) in enumerate(asked.tails)
+            if num_needed <= count and last_tail_key(key, count_units) in self.store
         ]
         tail = found[0] if found else -1
-        self.engine.looked_up(asked.lookup_id, count, None, self.now, tail)
+        self.engine.looked_up(LookedUp(asked.lookup_id, count, None, tail), self.now)
         self._carry_out()
 
     # -- calls -----------------------------------------------------------------------------------

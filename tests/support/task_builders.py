@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from builders import make_cache
 
 from flexcache.cache.block_keys import ENGINE_KEYS, EngineBlockKeys, LayoutRoots, make_root
 from flexcache.cache.control import CacheCall, CallName, CallOutcome
+from flexcache.cache.peers import PeerTier
 from flexcache.cache.plan import Plan
 from flexcache.cache.prompt import Prompt
 from flexcache.cache.tier import Lease, Tier
@@ -41,10 +42,13 @@ from flexcache.stats import BreakerStats, CacheIdentity, CacheStats
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.instructions import (
     DISK,
+    PEER,
     REMOTE,
     DiscardObjects,
     DropOp,
+    EndLoan,
     EraseDeleted,
+    Lend,
     LookUpEnded,
     ReplaceExecutor,
     RevokeTask,
@@ -55,7 +59,7 @@ from flexcache.tasks.instructions import (
     device,
 )
 from flexcache.tasks.model import TaskLimits
-from flexcache.transfer.messages import Done, pack_checksums, unpack_ids
+from flexcache.transfer.messages import Done, LookedUp, pack_checksums, unpack_ids
 from flexcache.transfer.scheduler import TransferOp
 
 
@@ -123,7 +127,7 @@ ROOT = make_root("a model", [], ENGINE_KEYS)
 GATE_PATIENCE_S = 600.0
 ENGINE, OTHER = "an engine", "another"
 SESSION = make_session(0, 0)
-NAMED = (OpKind.H2DISK, OpKind.H2REMOTE, OpKind.REMOTE2H, OpKind.COMMIT)
+NAMED = (OpKind.H2DISK, OpKind.H2REMOTE, OpKind.REMOTE2H, OpKind.PEER2H, OpKind.COMMIT)
 SSD_READS = (OpKind.DISK2H, OpKind.DISK2D)
 SSD_WRITES = (OpKind.H2DISK, OpKind.D2DISK)
 
@@ -175,6 +179,7 @@ class World:
     Args:
         cpu, ssd: Blocks of the tiers; without SSD blocks there is no such tier.
         remote: Whether there is a remote store; it is empty at first.
+        peers: Whether there are other hosts; their caches are empty at first.
         policy: What is written to the tiers below DRAM, and when.
         load_ranks, store_ranks: As for `KVTaskEngine`.
         past_dram: How loads from SSD go, if all ranks can move blocks past DRAM; "" if they cannot.
@@ -189,6 +194,7 @@ class World:
         cpu: int = 6,
         ssd: int = 10,
         remote: bool = False,
+        peers: bool = False,
         policy: str = "write_through",
         chunk: int = 2,
         backlog: int = 1000,
@@ -206,12 +212,14 @@ class World:
             cpu, ssd, 30 if remote else 0, chunk=chunk, backlog=backlog, policy=policy,
             skip_slow_loads=skip_slow_loads, past_dram=past_dram or "never",
             keeps_on_host=keeps_on_host, write_blocks_per_s=write_blocks_per_s,
-            retention_s=retention_s,
+            retention_s=retention_s, peers=peers,
         )  # fmt: skip
+        if cache.tiers.peer is not None:
+            cache.tiers.peer.can_be_asked = True
         self._are_direct = bool(past_dram)
         self.write_backs = {
             tier.name: WriteBackModel(cache, tier)
-            for tier in cache.tiers.lower
+            for tier in cache.tiers.written
             if policy == "write_back"
         }
         self.engine = KVTaskEngine(
@@ -232,6 +240,7 @@ class World:
         self.executors = list(self.ranks)
         self.executors += [DISK] if ssd else []
         self.executors += [REMOTE] if remote else []
+        self.executors += [PEER] if peers else []
         self.alive: dict[str, None] = {}
         self.tasks: dict[TaskId, TaskInfo] = {}
         self.at_work: dict[tuple[str, OpId], Errand] = {}
@@ -249,6 +258,10 @@ class World:
         self.stored: dict[tuple[TierName, int, int], Content] = {}
         self.store: dict[tuple[bytes, bytes], list[Content]] = {}
         """The remote store: the shares of each block, by root and key."""
+        self.at_peers: dict[str, dict[tuple[bytes, bytes], list[Content]]] = {"A": {}, "B": {}}
+        """What other hosts have, likewise."""
+        self.lent: dict[bytes, tuple[EngineBlockKeys, str, list[int]]] = {}
+        """Prompt, layout and blocks, by token."""
         self.asked: dict[int, RunLookUp] = {}
         self.num_lookups_ended: Counter[int] = Counter()
         self.rotten: set[int] = set()
@@ -291,26 +304,52 @@ class World:
         """Return the look-up that a match has to wait for."""
         keys = keys_of(text, behind)
         prompt = Prompt(kind, keys, 0, keys.num_blocks, 16 * keys.num_blocks)
-        lookup = self.engine.look_up(prompt, self.now)
+        lookups = self.engine.look_up(prompt, self.now)
         self._carry_out()
-        return lookup
+        assert len(lookups) <= len(self.cache.tiers.beyond)
+        return lookups[0] if lookups else None
 
     def is_looking_up(self, lookup_id: int | None) -> bool:
         return lookup_id is not None and self.engine.queries.is_looking_up(lookup_id)
 
     def answer(self, lookup_id: int, error: str | None = None) -> None:
-        """Let the remote worker answer what the store has."""
+        """Let the remote worker answer what the store has, or the peer that has most of it."""
         question = self.asked.pop(lookup_id)
-        present = [(question.root, key) in self.store for key in question.keys]
-        count = present.index(False) if False in present else len(present)
-        self.engine.looked_up(lookup_id, 0 if error else count, error, self.now)
+        if question.executor == PEER:
+            counts = {name: _num_present(question, there) for name, there in self.at_peers.items()}
+            peer: str | None = max(counts, key=counts.__getitem__)
+            answer = LookedUp(lookup_id, 0 if error else counts[peer or ""])
+        else:
+            peer = None
+            count = _num_present(question, self.store)
+            answer = LookedUp(lookup_id, 0 if error else count, error)
+        self.engine.looked_up(answer, self.now, peer)
         self._carry_out()
 
-    def stored_by_another(self, text: str) -> None:
-        """Let another node write a prompt to the remote store."""
+    def stored_by_another(self, text: str, peer: str | None = None) -> None:
+        """Let another node write a prompt to the remote store, or a ``peer`` have it in DRAM."""
+        store = self.store if peer is None else self.at_peers[peer]
         for end in range(1, len(text) + 1):
             name = (self.placed(text).root, text[:end].encode())
-            self.store[name] = [(text[:end] + self.layout, copy) for copy in self._copies]
+            store[name] = [(text[:end] + self.layout, copy) for copy in self._copies]
+
+    def lend(self, text: str, start: int, stop: int) -> bool:
+        """Let a peer ask for blocks of a prompt; whether they are lent."""
+        keys = self.placed(text)
+        with self.engine.change:
+            loan = self.engine.loans.lend(b"A", keys.root, keys.slice(start, stop), self.now)
+        if loan is not None:
+            part = EngineBlockKeys(keys.root, keys.slice(start, stop), stop - start)
+            self.lent[loan.token] = part, self.layout, loan.blocks.tolist()
+        self._carry_out()
+        return loan is not None
+
+    def give_back(self, token: bytes) -> None:
+        """Let a peer say that it has read what it was lent."""
+        with self.engine.change:
+            assert self.engine.loans.give_back(token, b"A")
+        self._carry_out()
+        assert token not in self.lent
 
     def match(
         self, kind: TaskKind, text: str, start: int = 0, stop: int | None = None,
@@ -501,7 +540,7 @@ class World:
         self.alive.pop(executor, None)
         self.to_replace.pop(executor, None)
         if executor == REMOTE:
-            self.asked.clear()
+            self.asked = {i: q for i, q in self.asked.items() if q.executor == PEER}
         for key in [key for key in self.at_work if key[0] == executor]:
             self.gone.append(self.at_work.pop(key).run)
             self._move(self.gone[-1], 0)
@@ -537,9 +576,10 @@ class World:
                 if sums[index] != run.checksums[index]:
                     count, bad_block, error = index, True, "checksum mismatch"
                     break
-        elif op.kind is OpKind.REMOTE2H:
+        elif op.kind in (OpKind.REMOTE2H, OpKind.PEER2H):
             assert op.names is not None
-            there = [(op.names.root, key) in self.store for key in op.names.keys[:count]]
+            store = self._read_from(op)
+            there = [(op.names.root, key) in store for key in op.names.keys[:count]]
             if False in there:
                 count, bad_block, error = there.index(False), True, "not there"
         elif op.kind in SSD_WRITES:
@@ -619,7 +659,7 @@ class World:
                     if tier is TierName.SSD:
                         self.rotten.discard(dst)
                 continue
-            if op.kind in (OpKind.H2REMOTE, OpKind.REMOTE2H):
+            if op.kind in (OpKind.H2REMOTE, OpKind.REMOTE2H, OpKind.PEER2H):
                 self._exchange(op, index, src, dst, whole)
                 continue
             tiers = [TierName.SSD, TierName.CPU]
@@ -638,9 +678,13 @@ class World:
             if whole:
                 self.store[name] = [self.stored[TierName.CPU, c, src] for c in self._copies]
             return
-        shares = self.store.get(name, ["torn"] * len(self._copies)) if whole else None
+        there = self._read_from(op)
+        shares = there.get(name, ["torn"] * len(self._copies)) if whole else None
         for position, copy in enumerate(self._copies):
             self.stored[TierName.CPU, copy, dst] = shares[position] if shares else "torn"
+
+    def _read_from(self, op: TransferOp) -> dict[tuple[bytes, bytes], list[Content]]:
+        return self.at_peers[op.peer] if op.kind is OpKind.PEER2H else self.store
 
     def _carry_out(self) -> None:
         for instruction in self.engine.take_instructions():
@@ -649,8 +693,13 @@ class World:
                     self._take_on(instruction)
                 case DropOp(executor, op_id):
                     self.at_work[executor, op_id].dropped = True
+                case Lend(token, blocks, ends_s):
+                    assert self.lent[token][2] == blocks.tolist()
+                    assert ends_s > self.now
+                case EndLoan(token):
+                    del self.lent[token]
                 case RunLookUp(lookup_id, _, keys):
-                    assert REMOTE in self.alive
+                    assert instruction.executor in self.alive
                     assert keys
                     self.asked[lookup_id] = instruction
                 case LookUpEnded(lookup_id):
@@ -675,7 +724,7 @@ class World:
                     self._erase()
                 case ReplaceExecutor(executor, reason):
                     assert executor in self.alive
-                    if executor in (DISK, REMOTE):
+                    if executor in (DISK, REMOTE, PEER):
                         self.to_replace[executor] = reason
 
     def _take_on(self, run: RunOp) -> None:
@@ -751,7 +800,7 @@ class World:
     @property
     def away(self) -> set[TierName]:
         """Return the lower tiers whose worker is down or whose breaker is not closed."""
-        workers = {TierName.SSD: DISK, TierName.REMOTE: REMOTE}
+        workers = {TierName.SSD: DISK, TierName.REMOTE: REMOTE, TierName.PEER: PEER}
         away = {
             tier.name for tier in self.cache.tiers.lower if workers[tier.name] not in self.alive
         }
@@ -796,6 +845,11 @@ class World:
                     assert not self.cache.tiers.by_name[name].pool.is_free(block)
         for task_id, info in self.tasks.items():
             self._check_task(task_id, info)
+        for keys, layout, blocks in self.lent.values():
+            names = [key.decode() for key in keys.slice(0, keys.num_blocks)]
+            for name, block in zip(names, blocks, strict=True):
+                for copy in self._copies:
+                    assert self.stored[TierName.CPU, copy, block] == (name + layout, copy)
 
     def _check_content(self, tier: Tier, text: str, layout: str) -> None:
         """Check that every block that can be found has its content."""
@@ -803,8 +857,11 @@ class World:
         blocks = tier.index.blocks(tier.index.match(keys)).tolist()
         if isinstance(tier, RemoteTier):  # it may have lost some, but not mistaken any
             root = tier.root_at_store(keys.root)
-            for end in range(1, len(blocks) + 1):
-                shares = self.store.get((root, text[:end].encode()))
+            for end, block in enumerate(blocks, 1):
+                store = self.store
+                if isinstance(tier, PeerTier):
+                    store = self.at_peers[tier.peer_of(block)]
+                shares = store.get((root, text[:end].encode()))
                 assert shares in (None, [(text[:end] + layout, copy) for copy in self._copies])
             return
         for position, block in enumerate(blocks):
@@ -874,6 +931,11 @@ class World:
             self.check_nothing_is_held()
 
 
+def _num_present(question: RunLookUp, store: Mapping[tuple[bytes, bytes], object]) -> int:
+    present = [(question.root, key) in store for key in question.keys]
+    return present.index(False) if False in present else len(present)
+
+
 def _places(run: RunOp) -> tuple[set[tuple[TierName, int]], set[tuple[TierName, int]]]:
     """Blocks of the tiers that an op reads, and those that it writes."""
     source, target = {
@@ -881,6 +943,7 @@ def _places(run: RunOp) -> tuple[set[tuple[TierName, int]], set[tuple[TierName, 
         OpKind.D2H: (None, TierName.CPU),
         OpKind.DISK2H: (TierName.SSD, TierName.CPU),
         OpKind.H2DISK: (TierName.CPU, TierName.SSD),
+        OpKind.PEER2H: (None, TierName.CPU),
         OpKind.REMOTE2H: (None, TierName.CPU),
         OpKind.H2REMOTE: (TierName.CPU, None),
         OpKind.DISK2D: (TierName.SSD, None),

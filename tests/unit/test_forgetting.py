@@ -24,7 +24,7 @@ from flexcache.cache.prompt import Prompt
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.ids import BlockKey, OpId, TaskId, TaskKind, TierName
 from flexcache.tasks.instructions import REMOTE, DropOp, Forgotten, RunLookUp, RunOp, TaskAnswered
-from flexcache.transfer.messages import Done
+from flexcache.transfer.messages import Done, LookedUp
 
 WORLDS: dict[str, dict[str, Any]] = {
     "SSD": {},
@@ -352,7 +352,8 @@ def test_no_request_or_report_makes_the_engine_forget(name: str) -> None:
             if isinstance(left, RunOp):
                 given[left.op.op_id] = left.executor
             elif isinstance(left, RunLookUp):
-                engine.looked_up(left.lookup_id, draws.choice([0, 3, HUGE, -1]), None, now, turn)
+                count = draws.choice([0, 3, HUGE, -1])
+                engine.looked_up(LookedUp(left.lookup_id, count, None, turn), now)
         for op_id, executor in list(given.items()):
             if draws.random() < 0.5:
                 checksums = bytes(8 * draws.randrange(9))

@@ -70,7 +70,7 @@ from flexcache.storage.shards import Shards
 from flexcache.tasks.instructions import REMOTE, RunLookUp, RunOp, TaskResult, device
 from flexcache.tasks.model import DEFAULT_LIMITS
 from flexcache.transfer.copier import CopyPermit
-from flexcache.transfer.messages import Done, Execute
+from flexcache.transfer.messages import Done, Execute, LookedUp
 
 ROOT = bytes(16)
 MODEL = ModelConfig("m", 1, 1, 8, torch.uint8)
@@ -281,7 +281,7 @@ def test_a_check_that_a_client_asks_for_compares_counts_and_walks_no_tier(asking
 
 def look_up_answered(world: World, num_present: int) -> None:
     assert world.hub.cache is not None
-    world.hub.cache.tasks.looked_up(world.asked.pop(), num_present, None, world.now)
+    world.hub.cache.tasks.looked_up(LookedUp(world.asked.pop(), num_present), world.now)
     world.settle()
 
 
@@ -800,7 +800,7 @@ def test_news_of_an_update_pass_on_that_a_look_up_has_ended(asking: World) -> No
     engine = up_with_store(asking)
     engine.ask("ab", may_wait=True)
     tasks = asking.hub.cache.tasks  # type: ignore[union-attr]
-    tasks.looked_up(asking.asked[-1], 0, None, asking.now)
+    tasks.looked_up(LookedUp(asking.asked[-1], 0), asking.now)
     frames = [msgspec.msgpack.encode(WeightsChanged(1))]
     woken = note_news(asking)
     asking.hub.take(engine.rank, frames, asking.now)

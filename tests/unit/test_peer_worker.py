@@ -421,7 +421,7 @@ def test_nothing_is_sent_for_another_token(how: str) -> None:
             sender.service.take(SendNoMore(TOKEN))
         token = b"another token..." if how == "never lent" else TOKEN
         assert fetch(connection, 1, token) == HEADER.pack(b"FCp1", 0, BLOCK)
-        assert connection.recv(1) == b""  # whoever guesses has to connect again
+        assert connection.recv(1) == b""  # a guess costs a new connection
 
 
 def test_blocks_that_are_overwritten_have_another_checksum() -> None:

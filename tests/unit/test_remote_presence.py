@@ -10,6 +10,7 @@ from flexcache.breaker import CircuitBreaker
 from flexcache.cache.tiers import RemoteTier
 from flexcache.tasks.instructions import Instruction
 from flexcache.tasks.lookups import RemoteLookUps
+from flexcache.transfer.messages import LookedUp
 
 WORDS = st.text("ab", min_size=1, max_size=8)
 
@@ -64,6 +65,6 @@ def test_a_prompt_longer_than_the_capacity_is_not_looked_up_again_at_once() -> N
         asked = look_ups.look_up(prompt("aaaaaaaa"), 8, 0.0, instructions)
         if asked is None:
             break
-        look_ups.looked_up(asked, 8, None, 0.0, instructions)
+        look_ups.looked_up(LookedUp(asked, 8), 0.0, instructions)
     assert look_ups.counters.asked == 1
     assert tier.match(prompt("aaaaaaaa")).num_blocks == 3

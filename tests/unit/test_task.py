@@ -31,6 +31,7 @@ from flexcache.ids import (
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.instructions import (
     DISK,
+    PEER,
     REMOTE,
     ReplaceExecutor,
     RunOp,
@@ -68,6 +69,8 @@ WORLDS: dict[str, dict[str, Any]] = {
     "SSD alone": {"past_dram": "always", "keeps_on_host": False},
     "a small SSD alone": {"past_dram": "always", "keeps_on_host": False, "ssd": 6, "chunk": 1},
     "SSD alone, staged": {"keeps_on_host": False},
+    "peers": {"peers": True, "cpu": 12},
+    "peers and a remote store": {"peers": True, "remote": True, "ssd": 0, "cpu": 16},
 }
 
 
@@ -234,6 +237,29 @@ class TaskHistories(RuleBasedStateMachine):
     @rule(data=st.data())
     def the_store_loses_a_block(self, data: st.DataObject) -> None:
         del self.world.store[data.draw(st.sampled_from(list(self.world.store)))]
+
+    @precondition(lambda self: PEER in self.world.executors)
+    @rule(text=st.sampled_from(PROMPTS), peer=st.sampled_from(["A", "B"]))
+    def a_peer_computes(self, text: str, peer: str) -> None:
+        self.may_bring(text)
+        self.world.stored_by_another(text, peer)
+
+    @precondition(lambda self: PEER in self.world.executors)
+    @rule(data=st.data(), peer=st.sampled_from(["A", "B"]))
+    def a_peer_evicts(self, data: st.DataObject, peer: str) -> None:
+        blocks = self.world.at_peers[peer]
+        if blocks:
+            del blocks[data.draw(st.sampled_from(list(blocks)))]
+
+    @precondition(lambda self: PEER in self.world.alive)
+    @rule(text=st.sampled_from(PROMPTS), start=st.integers(0, 5), count=st.integers(1, 2))
+    def a_peer_reads_here(self, text: str, start: int, count: int) -> None:
+        self.world.lend(text, start, min(start + count, len(text)))
+
+    @precondition(lambda self: self.world.lent)
+    @rule(data=st.data())
+    def a_peer_has_read(self, data: st.DataObject) -> None:
+        self.world.give_back(data.draw(st.sampled_from(list(self.world.lent))))
 
     @precondition(lambda self: REMOTE in self.world.executors)
     @rule(text=st.sampled_from(PROMPTS))

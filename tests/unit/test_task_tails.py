@@ -362,7 +362,7 @@ def test_what_the_store_was_asked_for_is_not_asked_again() -> None:
     world = another_node(STATE, writer)
     asked = world.look_up("abcd")
     assert asked is not None
-    assert [num_needed for num_needed, _ in asked.tails] == [4, 3, 2, 1]
+    assert [num_needed for num_needed, *_ in asked.tails] == [4, 3, 2, 1]
     world.answer(asked)
     again = world.look_up("ab")
     assert again is None
