@@ -1,15 +1,25 @@
-"""What another host has stored: how soon it is found.
+"""What another host has: how soon it is found, and how fast it is read.
 
     python benchmarks/bench_hosts.py [--rounds 3] [--store mooncake --store s3 --store file]
-        [--json FILE]
+        [--store peers] [--json FILE]
 
 Two caches share a store on loopback, and nothing else. One puts a prompt, the other asks for it
 once before that and then from its end in the store on, every 5 ms; or all the time.
+
+`peers`: two caches read each other's DRAM on loopback, beside two bare TCP connections that move
+the same bytes between two processes in the same rounds. A first match is one of a prompt that only
+the other cache has, beside the same match once that is known.
 """
 
 from __future__ import annotations
 
+import os
+import socket
+import statistics
+import subprocess
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,15 +31,18 @@ from typing import Annotated
 import search_path  # noqa: F401
 import typer
 from bench_remote import STORES
+from ports import free_range
 from reporting import Say, run_and_show
 
 from flexcache.bench.dram import TOKENS_PER_BLOCK, CpuEngine, Tokens
-from flexcache.bench.suite import Case, Result
+from flexcache.bench.suite import Case, Result, rates
 
 NUM_BLOCKS = 64  # of 2 MiB
 ASK_EVERY_S = 0.005
 PATIENCE_S = 30.0
 FOUND_S = 0.3
+PEERS = "peers"
+ALL = [*STORES, PEERS]
 
 
 def cache(url: str, seed: int) -> CpuEngine:
@@ -81,13 +94,155 @@ def measure(store: str, rounds: int) -> Iterator[Result]:
                  limit=FOUND_S)  # fmt: skip
 
 
+# -- peers ---------------------------------------------------------------------------------------
+
+SENDER = """
+import socket, sys, threading
+size = int(sys.argv[1])
+data = memoryview(bytearray(b"x" * size))
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+def serve(connection):
+    while connection.recv(1):
+        connection.sendall(data)
+while True:
+    threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
+"""
+BARE_SHARE = 0.85  # of two bare sockets
+FIRST_MATCH_S = {512: 0.0003, 4096: 0.0006}
+
+
+class BareSockets:
+    """Two connections to another process that sends half of the bytes on each."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", SENDER, str(num_bytes // 2)], stdout=subprocess.PIPE
+        )
+        assert self._process.stdout is not None
+        port = int(self._process.stdout.readline())
+        self._connections = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
+        self._rooms = [memoryview(bytearray(num_bytes // 2)) for _ in range(2)]
+
+    def read(self) -> None:
+        threads = [
+            threading.Thread(target=self._receive, args=pair)
+            for pair in zip(self._connections, self._rooms, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _receive(self, connection: socket.socket, room: memoryview) -> None:
+        connection.sendall(b"g")
+        while room:
+            room = room[connection.recv_into(room) :]
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        self._process.kill()
+        self._process.wait()
+
+
+def peer_caches(
+    stack: ExitStack, num_layers: int, run_bytes: int, num_blocks: int
+) -> list[CpuEngine]:
+    """Start two caches that know each other."""
+    addresses = [f"tcp://127.0.0.1:{free_range(2)}" for _ in range(2)]
+    caches = [
+        stack.enter_context(CpuEngine(
+            num_layers, run_bytes, num_blocks, seed, num_cpu_blocks=9 * num_blocks,
+            peer_endpoint=address, peers=addresses, skip_slow_loads=False,
+        ))
+        for seed, address in enumerate(addresses)
+    ]  # fmt: skip
+    for cache in caches:
+        while not is_in_touch(cache):
+            time.sleep(ASK_EVERY_S)
+    return caches
+
+
+def is_in_touch(cache: CpuEngine) -> bool:
+    stats = cache.manager.stats()
+    return bool(stats["peers"]["up"] and stats["tiers"]["PEER"]["available"])
+
+
+def cpu_s(pid: int) -> float:
+    """Return the processor time that a process has had."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def measure_reads(rounds: int) -> Iterator[Result]:
+    with ExitStack() as stack:
+        one, two = peer_caches(stack, 32, 64 << 10, NUM_BLOCKS)
+        bare = BareSockets(one.num_bytes)
+        stack.callback(bare.close)
+        ours, beside, cpu = [], [], []
+        workers = [cache.manager.stats()["workers"]["peer"] for cache in (one, two)]
+        for number in range(rounds + 1):  # the first is to warm up
+            prompt = one.prompt(NUM_BLOCKS)
+            one.store([prompt], one.order())
+            before = sum(map(cpu_s, workers))
+            began_s = time.perf_counter()
+            two.load([prompt], two.order())
+            read_s = time.perf_counter() - began_s
+            used_s = sum(map(cpu_s, workers)) - before
+            began_s = time.perf_counter()
+            bare.read()
+            if number:
+                ours.append(read_s)
+                cpu.append(used_s / (one.num_bytes / 1e9))
+                beside.append(time.perf_counter() - began_s)
+        found = two.manager.stats()["hit_blocks"]
+        if found.get("PEER", 0) != NUM_BLOCKS * (rounds + 1):
+            raise AssertionError(f"hits are {found}")
+    yield rates(
+        "peers: a get of 128 MiB", one.num_bytes, (ours, statistics.median(beside)),
+        "two bare TCP connections", reach=BARE_SHARE,
+    )  # fmt: skip
+    yield Result("peers: processor time of both workers per GB", "s", cpu)
+
+
+def measure_matches(rounds: int) -> Iterator[Result]:
+    for num_blocks, limit_s in FIRST_MATCH_S.items():
+        with ExitStack() as stack:
+            one, two = peer_caches(stack, 1, 8 << 10, num_blocks)
+            more_s = []
+            for _ in range(10 * rounds):
+                prompt = one.prompt(num_blocks)
+                one.store([prompt], one.order())
+                first_s = match_s(two, prompt)
+                again_s = statistics.median(match_s(two, prompt) for _ in range(5))
+                more_s.append(max(0.0, first_s - again_s))
+        yield Result(
+            f"peers: a first match of {num_blocks} blocks takes longer by", "s", more_s,
+            limit=limit_s,
+        )  # fmt: skip
+
+
+def match_s(engine: CpuEngine, prompt: Tokens) -> float:
+    began_s = time.perf_counter()
+    task, mask = engine.manager.get_match(prompt)
+    took_s = time.perf_counter() - began_s
+    engine.manager.cancel([task])
+    if not mask.all():
+        raise AssertionError(f"{mask.sum()} tokens were found")
+    return took_s
+
+
 def main(
     rounds: Annotated[int, typer.Option()] = 3,
-    store: Annotated[list[str], typer.Option(help="One of mooncake, s3, file.")] = list(STORES),  # noqa: B006
+    store: Annotated[list[str], typer.Option(help="One of mooncake, s3, file, peers.")] = ALL,
     json_file: Annotated[Path | None, typer.Option("--json", help="Keep every sample.")] = None,
 ) -> None:
     def sections(_: Say) -> dict[str, list[Case]]:
-        found = [Case(name, partial(measure, name, rounds)) for name in store]
+        found = [Case(name, partial(measure, name, rounds)) for name in store if name != PEERS]
+        if PEERS in store:
+            found.append(Case("reads from a peer", partial(measure_reads, 3 * rounds)))
+            found.append(Case("questions to a peer", partial(measure_matches, rounds)))
         return {"hosts": found}
 
     raise typer.Exit(run_and_show(sections, Path(tempfile.gettempdir()), json_file))

@@ -60,6 +60,8 @@ class PeerTier(RemoteTier):
         self._known_until_s = np.zeros(capacity)
 
     def first_unknown(self, keys: BlockKeys, stop: int, now: float) -> int | None:
+        # A store's blocks are believed until a read fails. To fail costs a get, to ask a peer 0.2
+        # ms: so what was said a while ago is asked again.
         match = self.index.match(keys)
         blocks = self.index.blocks(match)[:stop]
         outdated = self._known_until_s[blocks] < now
@@ -78,6 +80,7 @@ class PeerTier(RemoteTier):
             peer: Which of them has the blocks.
         """
         count = super().learn(root, parent, keys, first, content)
+        # Also what was known before: it may be another peer that has it now.
         match = self.index.locate(root, keys[count - 1]) if count else EMPTY_MATCH
         if match.run is not None:
             self._note(self.index.blocks(match, max(0, match.num_blocks - count)), peer)
@@ -160,6 +163,7 @@ class PeerLoans:
 
     def __init__(self, tiers: Tiers) -> None:
         self._host = tiers.host
+        # What roots are called elsewhere is the same for those who ask us as for us.
         self._names = tiers.peer
         self._loans: dict[bytes, PeerLoan] = {}
         self._of_peers: Counter[bytes] = Counter()
@@ -219,6 +223,7 @@ class PeerLoans:
         room = self.max_blocks - self._num_blocks
         if not keys or not self._is_shared(root):
             return None
+        # A refusal is a miss for one peer. Else peers could pin all that our engines need.
         if len(keys) > room or self._of_peers[peer] >= _MAX_LOANS:
             self.counters.refused += 1
             return None
@@ -227,6 +232,7 @@ class PeerLoans:
             found = self._units(root, keys, tail)
             if found is None:
                 return None
+            # As a whole, however few of its units are read: there is never a part of a tail.
             self._host.tails.pin(found)
             units = found.units[tail[1] : tail[1] + len(keys)].copy()
             loan = PeerLoan(token, peer, units, ends_s, tail=found)
@@ -235,6 +241,7 @@ class PeerLoans:
             if match is None:
                 return None
             blocks = self._host.index.blocks(match, match.num_blocks - len(keys)).copy()
+            # The path to its start, too: the index keeps no block without those before it.
             self._host.index.pin(match)
             loan = PeerLoan(token, peer, blocks, ends_s, match)
         self._loans[token] = loan

@@ -118,6 +118,7 @@ class _Sender:
         self._lent: dict[bytes, _Lent] = {}
         self._messages: SimpleQueue[SendBlocks | SendNoMore] = SimpleQueue()
         self._connections = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        # Apart from the messages: checksums of 16 MB take half a millisecond, and reads wait there.
         _start("flexcache-peer-lend", self._lend)
         _start("flexcache-peer-accept", self._accept)
 
@@ -159,6 +160,7 @@ class _Sender:
 
     def _serve(self, connection: socket.socket) -> None:
         token = memoryview(bytearray(_TOKEN_BYTES))
+        # A connection stays for many reads: a new one costs a round trip and a slow start.
         try:
             with connection, contextlib.suppress(OSError):
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -181,6 +183,7 @@ class _Sender:
             return False  # a guess costs a new connection
         header = _HEADER.pack(_MAGIC, len(lent.blocks), self._pool.block_bytes)
         for block, expected in zip(lent.blocks, lent.checksums, strict=True):
+            # Not for the reader, which has its own clock: what comes now would be for nothing.
             if time.monotonic() >= lent.ends_s or token not in self._lent:
                 return False
             _send_all(connection, [header + _CHECKSUM.pack(expected), *self._pool.pieces(block)])
@@ -321,6 +324,7 @@ class _Link:
         for block in op.blocks:
             pieces = pool.pieces(block)
             _receive(self._data, [given, *pieces], ends_s)
+            # Of the bytes in place: nothing writes there after this thread.
             if checksum(pieces) != _CHECKSUM.unpack(given)[0]:
                 raise ValueError("a block has another checksum")
             op.num_ok += 1
@@ -349,7 +353,7 @@ class _Reader:
         except Exception as error:
             # What is under way on the connections is of no use any more.
             if (link := self._links.pop(name, None)) is not None:
-                link.close()
+                link.close()  # its loan ends by its time
             reason = f"{name}: {str(error) or type(error).__name__}"
             return [PeerFailed(name, reason), Done(op.op_id, op.num_ok, reason)]
         return [Done(op.op_id, op.num_ok)]

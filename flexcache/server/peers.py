@@ -149,6 +149,7 @@ class PeerLinks:
         self._state = state
         self._reactor = reactor
         self._id = secrets.token_bytes(8)
+        # Of its own: a context has one authenticator, and the endpoint's lets engines in.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
         self._socket: RouterSocket | None = None
@@ -179,6 +180,7 @@ class PeerLinks:
         try:
             self._socket.bind(address, only_own_user=keys is None)
             bound = self._socket.zmq_socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            # A fixed one, so that a firewall can let it through.
             port = split_tcp(address)[1] and split_tcp(bound)[1] + 1
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             where = ("" if host == "*" else host, port)
@@ -223,6 +225,7 @@ class PeerLinks:
             self._take_answers(link, now)
         if (found := self._resolver.take()) is not None:
             self._follow(found)
+        # After all answers of this turn: one that is here already is not late.
         for lookup_id, question in list(self._questions.items()):
             if question.is_over or now >= question.due_s:
                 self._end(lookup_id, now)
@@ -314,6 +317,7 @@ class PeerLinks:
 
     def _heard(self, link: _Link, found: FoundBlocks, now: float) -> None:
         is_new, link.has_answered = not link.has_answered, True
+        # By what it says, not by its address: this host may have several, and names in between.
         if found.cache == self._id:
             link.is_ourselves = True
         elif is_new:
@@ -372,6 +376,7 @@ class PeerLinks:
             if link.is_up and link.send(find):
                 question.asked.add(link.name)
         self._questions[look_up.lookup_id] = question
+        # Here the lock is not held, and the task engine cannot be told: the next turn does it.
         if question.is_over:
             self._reactor.wake()
 

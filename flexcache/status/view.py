@@ -150,7 +150,7 @@ def _sum(counts: Mapping[str, int]) -> int:
     return sum(counts.values())
 
 
-_REMOTE = TierName.REMOTE.value  # FlexCache does not know the store's capacity
+_ELSEWHERE = (TierName.PEER.value, TierName.REMOTE.value)  # their capacities are not known
 _WIDE = 100
 _BAR = {True: 20, False: 8}
 """Characters of an occupancy bar, by whether the view is at least `_WIDE` characters wide."""
@@ -191,12 +191,12 @@ def _title(stats: Stats) -> Text:
 
 def _tiers(cache: CacheStats, rates: Rates | None, width: int) -> Table:
     def capacity(name: str, tier: TierStats) -> str:
-        return "-" if name == _REMOTE else f"{tier.capacity:,}"
+        return "-" if name in _ELSEWHERE else f"{tier.capacity:,}"
 
     def occupancy(name: str, tier: TierStats) -> Text:
         if not tier.available:
             return Text("unavailable", "red")
-        if name == _REMOTE:
+        if name in _ELSEWHERE:
             return Text("unknown", "dim")
         return _bar(tier.indexed, tier.leased, tier.capacity, _BAR[width >= _WIDE])
 
@@ -339,8 +339,8 @@ def _others(stats: Stats) -> Iterator[Text]:
     """Yield the lines that appear only if they have something to show."""
     server, cache = stats.server, stats.cache
     totals = TotalsStats() if cache is None else cache.totals
-    if cache is not None and cache.remote is not None:
-        yield _remote(cache.remote)
+    if cache is not None:
+        yield from _other_hosts(cache)
     if cache is not None and (limits := list(_limits(cache))):
         yield titled("limits", *limits)
     for title, counts in (
@@ -383,6 +383,15 @@ def _limits(cache: CacheStats) -> Iterator[str]:
         expired = {name: tier.expired_blocks for name, tier in cache.tiers.items()}
         kept = duration(cache.retention_s)
         yield f"unused blocks kept {kept}, expired: {listed(expired) or 'none'}"
+
+
+def _other_hosts(cache: CacheStats) -> Iterator[Text]:
+    if (peers := cache.peers) is not None:
+        lent = {"blocks lent": peers.blocks, "loans": peers.lent}
+        lent |= {"refused": peers.refused, "expired": peers.expired}
+        yield titled("peers", f"{peers.up:,} answer", listed(lent))
+    if cache.remote is not None:
+        yield _remote(cache.remote)
 
 
 def _remote(remote: RemoteStats) -> Text:

@@ -258,10 +258,7 @@ class World:
         self.stored: dict[tuple[TierName, int, int], Content] = {}
         self.store: dict[tuple[bytes, bytes], list[Content]] = {}
         """The remote store: the shares of each block, by root and key."""
-        self.at_peers: dict[str, dict[tuple[bytes, bytes], list[Content]]] = {"A": {}, "B": {}}
-        """What other hosts have, likewise."""
-        self.lent: dict[bytes, tuple[EngineBlockKeys, str, list[int]]] = {}
-        """Prompt, layout and blocks, by token."""
+        self.at_peers, self.lent = _peers()
         self.asked: dict[int, RunLookUp] = {}
         self.num_lookups_ended: Counter[int] = Counter()
         self.rotten: set[int] = set()
@@ -929,6 +926,16 @@ class World:
             result = self.final(task_id)  # what arrived was compared when it was answered
             assert (result.status, result.num_ok) == (KVStatus.SUCCESS, len(text))
             self.check_nothing_is_held()
+
+
+AtPeers = dict[str, dict[tuple[bytes, bytes], list[Content]]]
+Lent = dict[bytes, tuple[EngineBlockKeys, str, list[int]]]
+
+
+def _peers() -> tuple[AtPeers, Lent]:
+    """What two other hosts have, as the remote store; and of what they were lent prompt, layout and
+    blocks, by token."""
+    return {"A": {}, "B": {}}, {}
 
 
 def _num_present(question: RunLookUp, store: Mapping[tuple[bytes, bytes], object]) -> int:

@@ -387,6 +387,7 @@ COUNTED_BY_UNIT_TESTS = {
         "control_calls_total", "refused_pins_total", "ended_pins_total", "deleted_blocks_total",
         "tier_pinned_blocks",
     ],
+    "test_peer_loans": ["peer_loans_total", "peer_lent_blocks", "peers_up"],
     "test_early_loads": ["early_load_blocks_total"],
     "test_prompt_sessions": ["session_hints_total", "session_hint_blocks_total"],
     "test_quotas": [

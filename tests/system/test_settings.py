@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import numpy as np
 import pytest
 from cluster import Cluster, running_cluster, until
-from ports import free_ports
+from ports import free_ports, free_range
 from test_shared import serving
 
 from flexcache import CacheConfig
@@ -186,6 +186,11 @@ def is_observed(cluster: Cluster) -> None:
     until(lambda: any(trace.records()))
 
 
+def is_in_touch_with_itself_alone(cluster: Cluster) -> None:
+    stats = cluster.manager.stats()
+    assert (stats["peers"]["up"], "PEER" in stats["tiers"]) == (0, True)
+
+
 def records_changes(cluster: Cluster) -> None:
     until(lambda: cluster.manager.take_changes())
 
@@ -219,6 +224,12 @@ def observers(directory: Path) -> Settings:
         "trace_dir": str(directory / "trace"),
         "trace_file_mb": 1.0,
     }
+
+
+def peers(directory: Path) -> Settings:
+    port, other = free_range(2), free_range(2)
+    addresses = (f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{other}")
+    return {"peer_endpoint": addresses[0], "peers": addresses}
 
 
 def at_a_server(directory: Path) -> Settings:
@@ -334,6 +345,7 @@ SCENARIOS = [
         lambda d: {**ssd(d), **remote(d), "ssd_write_mb_s": 0.02, "remote_write_mb_s": 0.01},
         throttles_writes,
     ),
+    Scenario("peers", peers, is_in_touch_with_itself_alone),
     Scenario("retention", lambda d: {**ssd(d), "retention_s": 600.0}, has_a_retention_time),
     Scenario("short deadlines", lambda d: {"match_ttl_s": 0.5, "op_timeout_s": 20.0},
              forgets_matches_that_are_not_launched),

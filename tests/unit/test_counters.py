@@ -39,6 +39,7 @@ from flexcache.stats import (
     EngineStats,
     EventStats,
     HitRateStats,
+    LoanStats,
     LookUpStats,
     OpStats,
     QueueStats,
@@ -171,7 +172,7 @@ CACHE = CacheStats(
         ops={kind.value: OpStats(ops=2, bytes=300) for kind in OpKind},
     ),
     hit_rate={"1m": HitRateStats(), "1h": HitRateStats(asked_blocks=4, hit_blocks=1, rate=0.25)},
-    tiers={"CPU": TIER, "SSD": TIER, "REMOTE": TIER.snapshot(available=0)},
+    tiers={"CPU": TIER, "SSD": TIER, "PEER": TIER, "REMOTE": TIER.snapshot(available=0)},
     tasks={"created": 1, "running": 2},
     op_seconds={kind.value: TIMES for kind in OpKind},
     task_seconds={"get": TIMES},
@@ -187,6 +188,7 @@ CACHE = CacheStats(
         breaker=BreakerStats(state=BreakerState.HALF_OPEN, openings=2, last_reason="late"),
         lookups=LookUpStats(asked=8, late=2),
     ),
+    peers=LoanStats(up=3, blocks=8, lent=5, expired=1),
 )
 STATS = Stats(
     server=SERVER,
@@ -242,7 +244,7 @@ def test_exactly_one_state_is_set() -> None:
               for s in ("closed", "half_open", "open")]  # fmt: skip
     assert states == [0, 1, 0]
     available = [found[f"flexcache_tier_available{{'tier': '{t}'}}"] for t in CACHE.tiers]
-    assert available == [1, 1, 0]
+    assert available == [1, 1, 1, 0]
     assert found["flexcache_worker_up{'worker': 'disk'}"] == 1
     assert found["flexcache_worker_up{'worker': 'remote'}"] == 0
 

@@ -81,6 +81,14 @@ def figures(**changes: Any) -> dict[str, Any]:
         "worker_restarts": {"disk": 1, "remote": 0},
         "worker_up": {"disk": True, "remote": False},
         "engines": {"an-engine": {"pid": 55, "ranks": 2, "open_tasks": 3}},
+        "peers": {
+            "up": 2,
+            "open": 1,
+            "blocks": 8,
+            "lent": 1_050,
+            "refused": 3,
+            "expired": 0,
+        },
         "remote": {
             "available": False,
             "breaker": {"state": "open", "openings": 2, "last_reason": "too slow"},
@@ -154,6 +162,7 @@ def test_no_rates_are_shown_across_a_restart_or_before_the_first_engine() -> Non
         "tasks: running 2, not launched 1",
         "ended: get not found 1, success 4; put success 2",
         "waiting + running: disk 3 + 1, device 0 + 2, blocks to store 9",
+        "peers: 2 answer, blocks lent 8, loans 1,050, refused 3\n",
         "remote store: not available, breaker open (too slow), "
         "breaker opened 2 times; 11 lookups, 1 answered late; has the model in 2 other layouts",
         "blocks not stored: remote write failed 8",
