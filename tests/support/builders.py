@@ -49,7 +49,7 @@ def make_cache(
         kv_events_locality=tells_locality,
         tokens_per_block=tokens_per_block or 16,
     )
-    return build_cache(
+    cache = build_cache(
         config,
         CacheSizes(
             host,
@@ -61,6 +61,9 @@ def make_cache(
             num_remembered=remote or (30 if peers else 1),
         ),
     )  # fmt: skip
+    for tier in cache.tiers.beyond:
+        tier.can_be_asked = True
+    return cache
 
 
 def key_of(word: str) -> BlockKey:

@@ -214,8 +214,6 @@ class World:
             keeps_on_host=keeps_on_host, write_blocks_per_s=write_blocks_per_s,
             retention_s=retention_s, peers=peers,
         )  # fmt: skip
-        if cache.tiers.peer is not None:
-            cache.tiers.peer.can_be_asked = True
         self._are_direct = bool(past_dram)
         self.write_backs = {
             tier.name: WriteBackModel(cache, tier)
@@ -237,10 +235,8 @@ class World:
             self.begin_session(engine)
         self.now = 1000.0
         self.ranks = [device(e, rank) for e in (ENGINE, OTHER) for rank in load_ranks]
-        self.executors = list(self.ranks)
-        self.executors += [DISK] if ssd else []
-        self.executors += [REMOTE] if remote else []
-        self.executors += [PEER] if peers else []
+        workers = {DISK: ssd > 0, REMOTE: remote, PEER: peers}
+        self.executors = [*self.ranks, *(name for name, is_there in workers.items() if is_there)]
         self.alive: dict[str, None] = {}
         self.tasks: dict[TaskId, TaskInfo] = {}
         self.at_work: dict[tuple[str, OpId], Errand] = {}

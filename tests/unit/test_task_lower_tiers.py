@@ -1125,7 +1125,7 @@ def test_a_late_match_of_former_weights_does_not_undo_a_clear() -> None:
     session = world.ids.session
     assert (
         world.engine.look_up(Prompt(TaskKind.GET, keys_of("ab"), 0, 2, 32), world.now, session)
-        is None
+        == []
     )
     assert remote.root_at_store(root) != root
     world.match(TaskKind.GET, "ab")
