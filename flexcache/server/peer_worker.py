@@ -163,11 +163,10 @@ class _Sender:
         # A connection stays for many reads: a new one costs a round trip and a slow start.
         try:
             with connection, contextlib.suppress(OSError):
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 while True:
-                    connection.settimeout(_IDLE_S)
+                    _set_patience(connection, _IDLE_S)
                     _receive(connection, [token])
-                    connection.settimeout(_PROGRESS_S)
+                    _set_patience(connection, _PROGRESS_S)
                     if not self._send(connection, bytes(token)):
                         return
         finally:
@@ -191,6 +190,14 @@ class _Sender:
         return True
 
 
+def _set_patience(connection: socket.socket, seconds: float) -> None:
+    """Give up a call after so long. By the kernel: Python would poll before each call."""
+    connection.setblocking(True)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(seconds), 0))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
 def _send_all(connection: socket.socket, parts: Sequence[bytes | memoryview]) -> None:
     left = [memoryview(part) for part in parts]
     while left:
@@ -210,7 +217,7 @@ def _receive(connection: socket.socket, parts: Parts, until_s: float | None = No
     """
     for part in parts:
         while part:
-            count = connection.recv_into(part)
+            count = connection.recv_into(part, len(part), socket.MSG_WAITALL)
             # After each: what was there in time was kept for us. One look at the end would do for
             # that, but a peer that sends a byte now and then would hold us for ever.
             if until_s is not None and time.monotonic() >= until_s:
@@ -311,7 +318,7 @@ class _Link:
         """Read what was lent into the host pool."""
         if self._data is None:
             self._data = socket.create_connection((self._host, loan.port), _PROGRESS_S)
-            self._data.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _set_patience(self._data, _PROGRESS_S)
         self._data.sendall(loan.token)
         header = memoryview(bytearray(_HEADER.size))
         _receive(self._data, [header])

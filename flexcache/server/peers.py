@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import random
 import secrets
 import socket
@@ -54,7 +55,9 @@ logger = logging.getLogger(__name__)
 _ANSWER_S = 0.02
 """How long a match waits for peers at most."""
 _PING_S = 5.0
-_PONG_S = 1.0
+_SILENCE_S = 1.0
+"""A peer that says nothing for this long to what it was asked fails. One that answers later than a
+match waits is busy, say: that is no failure."""
 _TRY_S = 0.5  # a peer that is not there
 _RESOLVE_S = 10.0
 _MAX_PEERS = 256
@@ -75,10 +78,9 @@ class _Link:
         self.breaker = CircuitBreaker()
         self.has_answered = False
         self.is_ourselves = False
-        self.ping_id = 0
-        """Number of the sign of life that was asked for; 0 for none."""
         self.ping_due_s = 0.0
-        self.pong_due_s = 0.0
+        self.fails_s = math.inf
+        """When it has been silent for too long; never, if nothing was asked since it was heard."""
         self.zmq_socket = socket = context.socket(zmq.DEALER)
         socket.linger = 0
         socket.immediate = True  # to one that is not there nothing is sent
@@ -94,12 +96,14 @@ class _Link:
         """Whether it may be asked."""
         return self.has_answered and not self.is_ourselves and self.breaker.is_closed
 
-    def send(self, message: FindBlocks) -> bool:
+    def ask(self, message: FindBlocks, now: float) -> bool:
         """Whether it is there."""
         try:
             self.zmq_socket.send(msgspec.msgpack.encode(message), zmq.NOBLOCK)
         except zmq.Again:
             return False
+        self.fails_s = min(self.fails_s, now + _SILENCE_S)
+        self.ping_due_s = now + _PING_S
         return True
 
 
@@ -156,7 +160,6 @@ class PeerLinks:
         self._listener: socket.socket | None = None
         self._links: dict[str, _Link] = {}
         self._questions: dict[int, _Question] = {}
-        self._num_pings = 0
         self._answers: list[tuple[LookedUp, str]] = []
         self._to_send: list[tuple[bytes, FoundBlocks | Loan]] = []
         self._refused: set[str] = set()
@@ -311,23 +314,22 @@ class PeerLinks:
                 self.failed(link.name, str(error), now)
                 continue
             self._heard(link, found, now)
-        if link.ping_id and now >= link.pong_due_s:
-            link.ping_id = 0
-            self._link_failed(link, f"no sign of life for {_PONG_S:g} s", now)
+        if now >= link.fails_s:
+            link.fails_s = math.inf
+            link.breaker.trip(f"silent for {_SILENCE_S:g} s", now)
+            log_event(logger, logging.WARNING, "peer_left_out", peer=link.name, reason="silent")
 
     def _heard(self, link: _Link, found: FoundBlocks, now: float) -> None:
         is_new, link.has_answered = not link.has_answered, True
+        link.fails_s = math.inf
+        self._link_is_well(link, now)
         # By what it says, not by its address: this host may have several, and names in between.
         if found.cache == self._id:
             link.is_ourselves = True
         elif is_new:
             log_event(logger, logging.INFO, "peer_found", peer=link.name)
-        if found.request_id == link.ping_id:
-            link.ping_id = 0
-            self._link_is_well(link, now)
         question = self._questions.get(found.request_id)
         if question is not None and link.name in question.asked:
-            self._link_is_well(link, now)
             question.take(found, link.name)
 
     def _end(self, lookup_id: int, now: float) -> None:
@@ -335,9 +337,6 @@ class PeerLinks:
         question = self._questions.pop(lookup_id)
         best = question.best
         count, tail = (0, -1) if best is None else (best.num_blocks, best.tail)
-        if not question.is_over:
-            for name in question.asked:
-                self._link_failed(self._links[name], f"no answer within {_ANSWER_S} s", now)
         count = max(0, min(count, question.num_keys))
         self._answers.append((LookedUp(lookup_id, count, None, tail), question.peer))
 
@@ -373,7 +372,7 @@ class PeerLinks:
         find = FindBlocks(look_up.lookup_id, look_up.root, b"".join(keys), key_bytes, tails)
         question = _Question(len(keys), bool(tails), now + _ANSWER_S)
         for link in self._links.values():
-            if link.is_up and link.send(find):
+            if link.is_up and link.ask(find, now):
                 question.asked.add(link.name)
         self._questions[look_up.lookup_id] = question
         # Here the lock is not held, and the task engine cannot be told: the next turn does it.
@@ -388,14 +387,12 @@ class PeerLinks:
         self._to_send.clear()
         for link in self._links.values():
             is_due = now >= link.ping_due_s or link.breaker.wants_trial(now)
-            if not is_due or link.ping_id or link.is_ourselves:
+            if not is_due or link.fails_s < math.inf or link.is_ourselves:
                 continue
-            self._num_pings -= 1  # below 0: questions count up
             link.ping_due_s = now + _TRY_S
-            if link.send(FindBlocks(self._num_pings)):
-                link.ping_id, link.pong_due_s = self._num_pings, now + _PONG_S
-                link.ping_due_s = now + _PING_S
-            elif link.has_answered and link.breaker.is_closed:
+            if link.ask(FindBlocks(0), now):  # look-ups have other numbers
+                continue
+            if link.has_answered and link.breaker.is_closed:
                 link.has_answered = False
                 log_event(logger, logging.WARNING, "peer_lost", peer=link.name)
             elif not link.breaker.is_closed:  # the trial has failed
@@ -405,8 +402,8 @@ class PeerLinks:
         """When there is something to do though nothing happens."""
         times = [question.due_s for question in self._questions.values()]
         for link in self._links.values():
-            if link.ping_id:
-                times.append(link.pong_due_s)
+            if link.fails_s < math.inf:
+                times.append(link.fails_s)
             elif not link.is_ourselves:
                 retry = link.breaker.next_deadline()
                 times.append(link.ping_due_s if retry is None else min(retry, link.ping_due_s))
