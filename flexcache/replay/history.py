@@ -286,7 +286,7 @@ def _add_match(summary: Summary, match: TaskMatched) -> None:
 
 _TASKS, _OPS = 1, 2  # process ids of the rows
 _DISK_OPS = (OpKind.DISK2H, OpKind.H2DISK, OpKind.COMMIT)
-_REMOTE_OPS = (OpKind.REMOTE2H, OpKind.H2REMOTE)
+_REMOTE_OPS = (OpKind.PEER2H, OpKind.REMOTE2H, OpKind.H2REMOTE)
 
 
 def chrome_trace(trace: Trace) -> dict[str, Any]:

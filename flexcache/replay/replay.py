@@ -154,7 +154,7 @@ def _make_writable(directory: Path) -> None:
 MAX_GPU_BLOCKS = 256
 """Tasks share the same GPU slots: their contents have no meaning."""
 
-_FILLS_DRAM = (OpKind.D2H, OpKind.DISK2H, OpKind.REMOTE2H)
+_FILLS_DRAM = (OpKind.D2H, OpKind.DISK2H, OpKind.PEER2H, OpKind.REMOTE2H)
 _SETTLE_LOOK_S = 0.01
 
 
@@ -369,6 +369,8 @@ def notes_on(header: TraceHeader, config: CacheConfig, num_dropped: int) -> list
     if held:
         listed = ", ".join(f"{count:,} in {tier}" for tier, count in held.items())
         notes.append(f"blocks that were cached when the trace began are missing: {listed}")
+    if TierName.PEER in header.capacities:
+        notes.append("the trace had other hosts to read from, the replay has none")
     if TierName.REMOTE in header.capacities and config.remote_url is None:
         notes.append("the trace had a remote store, the replay has none (--set remote_url=...)")
     if num_dropped:

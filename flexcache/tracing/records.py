@@ -15,7 +15,7 @@ import msgspec
 from flexcache.errors import TraceError
 from flexcache.ids import KVStatus, OpKind, TaskKind
 
-FORMAT = 3
+FORMAT = 4
 """Incremented when an old reader would misread or refuse a new trace. 1: no ops past DRAM; 2: no
 calls of users."""
 

@@ -186,15 +186,15 @@ def test_objects_of_another_format_have_other_names(monkeypatch: pytest.MonkeyPa
 # -- traces --------------------------------------------------------------------------------------
 
 
-def test_traces_are_format_3_and_older_readers_are_told(tmp_path: Path) -> None:
+def test_traces_are_format_4_and_older_readers_are_told(tmp_path: Path) -> None:
     tiers = World().cache.tiers
     config = CacheConfig(num_cpu_blocks=1, trace_dir=str(tmp_path))
     header = make_header(config, tiers, fingerprint="model", block_bytes=4096)
     Tracer(config, header).close()
     [file] = tmp_path.iterdir()
-    assert file.read_bytes().startswith(b'{"format":3,')
-    assert RecordedTrace([file]).header.format == 3
-    ops = "H2D D2H DISK2H H2DISK REMOTE2H H2REMOTE DISK2D D2DISK COMMIT"
+    assert file.read_bytes().startswith(b'{"format":4,')
+    assert RecordedTrace([file]).header.format == 4
+    ops = "H2D D2H DISK2H H2DISK PEER2H REMOTE2H H2REMOTE DISK2D D2DISK COMMIT"
     assert [kind.value for kind in OpKind] == ops.split()
 
 
