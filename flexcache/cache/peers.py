@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 import secrets
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +32,10 @@ from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId, TierName
 from flexcache.stats import LoanStats
 
+COMING_AGAIN_S = 0.01
+"""How soon a peer is asked again for what is on its way there."""
+COMING_S = 0.25
+"""For how long it is believed to be on its way, unless it is asked again."""
 KNOWN_S = 1.0
 """How long it is believed that a peer has a block: its DRAM evicts all the time."""
 LOAN_S = 3.0
@@ -41,6 +45,7 @@ GRACE_S = 1.0
 LENT_SHARE = 1 / 8
 """Share of DRAM that may be lent at once."""
 _MAX_LOANS = 64  # of one peer
+_MAX_COMING = 4096
 _TOKEN_BYTES = 16
 
 
@@ -56,6 +61,8 @@ class PeerTier(RemoteTier):
         self.can_be_asked = False  # until one has answered
         self._names: list[str] = []
         self._numbers: dict[str, int] = {}
+        self._coming: OrderedDict[tuple[RootId, BlockKey], tuple[float, float]] = OrderedDict()
+        """Since when a block is on its way at a peer, and until when that is believed."""
         self._peer_of: npt.NDArray[np.int32] = np.zeros(capacity, np.int32)
         self._known_until_s = np.zeros(capacity)
 
@@ -95,9 +102,23 @@ class PeerTier(RemoteTier):
         self, root: RootId, key: BlockKey, now: float, ttl_s: float | None = None
     ) -> None:
         # Never for long: it is a peer that lacks it, and another may have it.
-        super().learn_absent(root, key, now, UNKNOWN_TTL_S)
+        is_coming = self.coming_since(root, key, now) is not None
+        super().learn_absent(root, key, now, COMING_AGAIN_S if is_coming else UNKNOWN_TTL_S)
         if self.index.contains(root, key):
             self.discard(root, key)
+
+    def note_coming(self, root: RootId, key: BlockKey, now: float, is_coming: bool) -> None:
+        """Remember that a peer has said that a block is on its way, or that none says so."""
+        since, _ = self._coming.pop((root, key), (now, 0.0))
+        if is_coming:
+            self._coming[root, key] = since, now + COMING_S
+            while len(self._coming) > _MAX_COMING:
+                self._coming.popitem(last=False)
+
+    def coming_since(self, root: RootId, key: BlockKey, now: float) -> float | None:
+        """Return since when a block is on its way to a peer's DRAM; None if it is not."""
+        since, until_s = self._coming.get((root, key), (now, 0.0))
+        return since if now < until_s else None
 
     def forget(self) -> None:
         """Believe nothing any more, and ask again: a peer is gone."""
@@ -177,8 +198,9 @@ class PeerLoans:
 
     def find(
         self, root: RootId, keys: PackedBlockKeys, tails: Sequence[tuple[int, bytes, int]] = ()
-    ) -> tuple[int, int]:
-        """Return how many of consecutive blocks are here, from the first on, and which tail.
+    ) -> tuple[int, int, int]:
+        """Return how many of consecutive blocks are here, from the first on, which tail, and how
+        many more blocks are on their way here.
 
         Args:
             tails: Of each: how many of the blocks must be here for it to be of use, the key of the
@@ -188,7 +210,7 @@ class PeerLoans:
             With -1 for no tail.
         """
         if not self._is_shared(root):
-            return 0, -1
+            return 0, -1, 0
         contains, low, high = self._host.index.contains, 0, keys.num_blocks
         # Closed under prefixes. Mostly all of them are here, or none.
         if high and contains(root, keys.key(high - 1)):
@@ -201,12 +223,13 @@ class PeerLoans:
                 low = middle + 1
             else:
                 high = middle
+        num_coming = self._host.num_in_flight(keys, low, keys.num_blocks)
         for number, (num_needed, key, num_units) in enumerate(tails):
             if num_needed <= low:
                 tail = self._host.tails.find(root, BlockKey(key))
                 if tail is not None and len(tail.units) == num_units:
-                    return low, number
-        return low, -1
+                    return low, number, num_coming
+        return low, -1, num_coming
 
     def lend(
         self, peer: bytes, root: RootId, keys: Sequence[BlockKey], now: float,

@@ -179,6 +179,13 @@ class RemoteTier(Tier):
         self.num_clears += 1
         return super().clear()
 
+    def note_coming(self, root: RootId, key: BlockKey, now: float, is_coming: bool) -> None:
+        """Remember that a block is on its way, where that is known."""
+
+    def coming_since(self, root: RootId, key: BlockKey, now: float) -> float | None:
+        """Return since when; None if that is not known."""
+        return None
+
     def forget(self) -> None:
         """Believe nothing any more, and ask again, where that is known by others than a store."""
 

@@ -528,13 +528,15 @@ class FindBlocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class FoundBlocks(msgspec.Struct, tag=True, frozen=True):
-    """So many of them can be read, and the tail of this number; -1 for none. ``cache`` identifies
-    who answers, so that a cache knows itself among its peers."""
+    """So many of them can be read, and the tail of this number; -1 for none. So many more are on
+    their way to DRAM: ask again. ``cache`` identifies who answers, so that a cache knows itself
+    among its peers."""
 
     request_id: int
     cache: bytes
     num_blocks: int = 0
     tail: int = -1
+    num_coming: int = 0
 
 
 class AskLoan(msgspec.Struct, tag=True, frozen=True):

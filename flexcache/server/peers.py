@@ -122,7 +122,8 @@ class _Question:
     @property
     def is_over(self) -> bool:
         """Whether no answer could be better."""
-        has_all = self.best is not None and self.best.num_blocks >= self.num_keys
+        best = self.best
+        has_all = best is not None and best.num_blocks >= self.num_keys
         has_tail = not self.has_tails or (self.best is not None and self.best.tail == 0)
         return not self.asked or (has_all and has_tail)
 
@@ -133,9 +134,10 @@ class _Question:
             self.best, self.peer = found, peer
 
 
-def _worth(found: FoundBlocks) -> tuple[int, float]:
+def _worth(found: FoundBlocks) -> tuple[int, float, int]:
     # Tails are asked for with the last position first.
-    return found.num_blocks, -1.0 if found.tail < 0 else 1.0 / (1 + found.tail)
+    tail = -1.0 if found.tail < 0 else 1.0 / (1 + found.tail)
+    return found.num_blocks, tail, found.num_coming
 
 
 class PeerLinks:
@@ -336,9 +338,11 @@ class PeerLinks:
         """Answer a look-up with the best that peers have."""
         question = self._questions.pop(lookup_id)
         best = question.best
-        count, tail = (0, -1) if best is None else (best.num_blocks, best.tail)
-        count = max(0, min(count, question.num_keys))
-        self._answers.append((LookedUp(lookup_id, count, None, tail), question.peer))
+        if best is None:
+            best = FoundBlocks(0, b"")
+        count = max(0, min(best.num_blocks, question.num_keys))
+        answer = LookedUp(lookup_id, count, None, best.tail, best.num_coming)
+        self._answers.append((answer, question.peer))
 
     def failed(self, peer: str, reason: str, now: float) -> None:
         """A peer could not be read from, or sends what makes no sense."""

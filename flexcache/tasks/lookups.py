@@ -177,6 +177,9 @@ class RemoteLookUps:
             self._breaker.succeeded(now)
         if question.is_trial or not self._is_current(question):
             return
+        if num_present < len(question.keys):
+            missing, is_coming = question.keys[num_present], answer.num_coming > 0
+            self.tier.note_coming(question.root, missing, now, is_coming)
         present = question.keys[:num_present]
         num_known = self.tier.learn(
             question.root, question.parent, present, question.first, question.content, peer

@@ -258,11 +258,31 @@ class Matcher:
         What has not begun to move is left to the get, which moves blocks on as they come.
         """
         owner = self._sessions.get(session)
-        if owner is None or not self._cache.early.num_open:
+        if owner is None:
+            return False
+        if self._is_coming(owner, prompt, now):
+            return True
+        if not self._cache.early.num_open:
             return False
         for load in self._awaited(owner, prompt, now):
             self._end_unstarted(load, "its request has come, and loads the rest", now)
         return bool(self._awaited(owner, prompt, now))
+
+    def _is_coming(self, owner: Session, prompt: Prompt, now: float) -> bool:
+        """Whether a peer has more of a prompt in a moment: what another engine has computed is on
+        its way to that host's DRAM. Waits no longer than computing it would take."""
+        tier, keys = self._cache.tiers.peer, prompt.keys
+        if tier is None or not tier.can_be_asked or keys.parent_key is not None:
+            return False
+        self._roots.place(keys)
+        have = self._cache.tiers.most_cached(keys)
+        if have >= prompt.stop:
+            return False
+        since = tier.coming_since(keys.root, keys.key(have), now)
+        rate = owner.prefill_blocks_per_s
+        return since is not None and now < since + load_patience_s(
+            prompt.stop - have, rate, _LONGEST_WAIT_S
+        )
 
     def _awaited(self, owner: Session, prompt: Prompt, now: float) -> list[EarlyLoad]:
         """Return the early loads that a get waits for, no longer than computing its blocks would

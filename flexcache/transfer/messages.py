@@ -80,13 +80,15 @@ class LookUp(msgspec.Struct, tag=True, frozen=True):
 class LookedUp(msgspec.Struct, tag=True, frozen=True):
     """The store has the first ``num_present`` blocks; with an ``error``, the rest is unknown.
 
-    ``tail``: the first of the tails that is there and of use; -1 for none.
+    ``tail``: the first of the tails that is there and of use; -1 for none. ``num_coming``: so many
+    more are on their way, at a peer.
     """
 
     lookup_id: int
     num_present: int
     error: str | None = None
     tail: int = -1
+    num_coming: int = 0
 
 
 class Discard(msgspec.Struct, tag=True, frozen=True):

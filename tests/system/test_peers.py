@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -67,3 +68,29 @@ def test_blocks_in_dram_of_one_cache_reach_another_byte_for_byte(model: ModelCon
         assert two.read(BLOCKS) == expected
         assert two.manager.stats()["hit_blocks"] == {"PEER": NUM_BLOCKS, "CPU": NUM_BLOCKS}
         until(lambda: peers(one)["open"] == 0)
+
+
+def test_a_get_waits_for_what_is_on_its_way_to_the_dram_of_a_peer(model: ModelConfig) -> None:
+    with caches(model) as (one, two):
+        put, _ = one.manager.put_match(TOKENS)
+        one.manager.launch([put], [one.slots(BLOCKS)], gated=True)  # it is computed in a moment
+
+        def matched() -> Any:
+            return two.manager.get_match_by_tier(TOKENS, awaits_loads=True)
+
+        until(lambda: matched() is None)
+        for _ in range(20):
+            assert matched() is None
+            time.sleep(0.01)
+        one.clients[0].open_gates([put])
+        until(lambda: (found := matched()) is not None and found[1].all())
+        assert matched()[2] == {"PEER": len(TOKENS)}
+
+
+def test_a_get_does_not_wait_for_what_never_comes(model: ModelConfig) -> None:
+    with caches(model) as (one, two):
+        put, _ = one.manager.put_match(TOKENS)
+        one.manager.launch([put], [one.slots(BLOCKS)], gated=True)
+        until(lambda: two.manager.get_match_by_tier(TOKENS, awaits_loads=True) is None)
+        one.manager.cancel([put])
+        until(lambda: two.manager.get_match_by_tier(TOKENS, awaits_loads=True) is not None)
