@@ -26,6 +26,7 @@ from flexcache.stats import LoadCostStats
 _KEEP = 0.9  # weight of the past, per op
 _STALE_AFTER_S = 30.0
 _MIN_OPS = 4
+_MAX_LANES = 64
 _NAMES = {
     OpKind.DISK2H: TierName.SSD.value, OpKind.PEER2H: TierName.PEER.value,
     OpKind.REMOTE2H: TierName.REMOTE.value, OpKind.DISK2D: "SSD past DRAM",
@@ -61,6 +62,11 @@ class LoadCost:
 
     def started(self, kind: OpKind, now: float, peer: str = "") -> None:
         """Record that an op has started."""
+        if len(self._lanes) > _MAX_LANES:  # peers come and go
+            self._lanes = {
+                key: lane for key, lane in self._lanes.items()
+                if lane.running or now - lane.measured_s < _STALE_AFTER_S
+            }  # fmt: skip
         lane = self._lanes.setdefault((kind, peer), _Lane())
         if lane.running == 0:
             # A load past DRAM waits at its rank for a gate: when its first op began is not known.

@@ -118,9 +118,9 @@ class TailLoads:
 
         Those behind the last one that is known, except those known to be missing.
         """
-        # What a peer has said of tails, it is asked again: none would tell us of their end.
+        # What a peer has said is soon out of date.
         known_to = [tier for tier in self._tiers if not isinstance(tier, PeerTier)]
-        known = self.last(keys, 0, stop, known_to if isinstance(where, PeerTier) else self._tiers)
+        known = self.last(keys, 0, stop, known_to)
         start = 0 if known is None else known.position
         start = max(start, stop - _MAX_ASKED)
         cached = stop

@@ -24,9 +24,11 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcache.cache.block_keys import BlockKeys, PackedBlockKeys, PromptContent
+from flexcache.cache.eviction_policy import Outlook
+from flexcache.cache.pins import PinnedBlocks
 from flexcache.cache.prefix_index import EMPTY_MATCH, PrefixMatch
 from flexcache.cache.tail_index import Tail, tail_keys
-from flexcache.cache.tier import BlockIds, Tier
+from flexcache.cache.tier import BlockIds, Lease, Tier
 from flexcache.cache.tiers import UNKNOWN_TTL_S, RemoteTier, Tiers
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId, TierName
@@ -42,8 +44,8 @@ LOAN_S = 3.0
 """How long a reader may read what it was lent."""
 GRACE_S = 1.0
 """How much longer the owner keeps it."""
-LENT_SHARE = 1 / 8
-"""Share of DRAM that may be lent at once."""
+LENT_SHARE = 1 / 4
+"""Share of DRAM that loans may hold at once: a prompt's blocks, from its start to the last lent."""
 _MAX_LOANS = 64  # of one peer
 _MAX_COMING = 4096
 _TOKEN_BYTES = 16
@@ -59,20 +61,31 @@ class PeerTier(RemoteTier):
     def __init__(self, capacity: int, retention_s: float | None = None) -> None:
         super().__init__(capacity, retention_s, TierName.PEER)
         self.can_be_asked = False  # until one has answered
-        self._names: list[str] = []
-        self._numbers: dict[str, int] = {}
         self._coming: OrderedDict[tuple[RootId, BlockKey], tuple[float, float]] = OrderedDict()
         """Since when a block is on its way at a peer, and until when that is believed."""
-        self._peer_of: npt.NDArray[np.int32] = np.zeros(capacity, np.int32)
+        self._peer_of: npt.NDArray[np.object_] = np.full(capacity, "", object)
         self._known_until_s = np.zeros(capacity)
+
+    def match(
+        self, keys: BlockKeys, outlook: Outlook | None = None, retain_s: float = 0.0,
+        is_use: bool = True,
+    ) -> PrefixMatch:  # fmt: skip
+        # A plan may come without a question: what was said too long ago is not read.
+        match = super().match(keys, outlook, retain_s, is_use)
+        known = self._num_believed(self.index.blocks(match), self._now)
+        if known == match.num_blocks:
+            return match
+        return self.index.locate(keys.root, keys.key(known - 1)) if known else EMPTY_MATCH
+
+    def _num_believed(self, blocks: BlockIds, now: float) -> int:
+        outdated = self._known_until_s[blocks] < now
+        return int(outdated.argmax()) if outdated.any() else len(blocks)
 
     def first_unknown(self, keys: BlockKeys, stop: int, now: float) -> int | None:
         # A store's blocks are believed until a read fails. To fail costs a get, to ask a peer 0.2
         # ms: so what was said a while ago is asked again.
-        match = self.index.match(keys)
-        blocks = self.index.blocks(match)[:stop]
-        outdated = self._known_until_s[blocks] < now
-        position = int(outdated.argmax()) if outdated.any() else len(blocks)
+        blocks = self.index.blocks(self.index.match(keys))[:stop]
+        position = self._num_believed(blocks, now)
         if position >= stop or self.is_absent(keys.root, keys.key(position), now):
             return None
         return position
@@ -123,10 +136,12 @@ class PeerTier(RemoteTier):
     def forget(self) -> None:
         """Believe nothing any more, and ask again: a peer is gone."""
         self._known_until_s[:] = -1.0
+        for tail in self.tails.all_tails():
+            self.discard_tail(tail.root, tail.key)
 
     def peer_of(self, block: np.int64) -> str:
         """Return which peer has a block."""
-        return self._names[int(self._peer_of[block])]
+        return str(self._peer_of[block])
 
     def pieces(self, blocks: BlockIds, chunks: Iterable[range], first: int) -> Iterator[range]:
         """Divide chunks of consecutive blocks, the ``first`` of which is ``blocks[0]``, so that one
@@ -140,11 +155,7 @@ class PeerTier(RemoteTier):
                 start = stop
 
     def _note(self, blocks: BlockIds, peer: str) -> None:
-        number = self._numbers.get(peer)
-        if number is None:
-            number = self._numbers[peer] = len(self._names)
-            self._names.append(peer)
-        self._peer_of[blocks] = number
+        self._peer_of[blocks] = peer
         self._known_until_s[blocks] = self._now + KNOWN_S
 
 
@@ -190,7 +201,10 @@ class PeerLoans:
         self._of_peers: Counter[bytes] = Counter()
         self._ends: list[tuple[float, bytes]] = []
         """A heap; those of loans that have ended stay until they are due."""
-        self._num_blocks = 0
+        self._held = PinnedBlocks(lambda root: 0)
+        self._tiers = tiers
+        self._left: tuple[Lease, float] | None = None
+        """Blocks of former loans, and until when they are not used again."""
         self.max_blocks = int(LENT_SHARE * tiers.host.capacity)
         self.counters = LoanStats()
         self._begun: list[PeerLoan] = []
@@ -235,7 +249,7 @@ class PeerLoans:
         self, peer: bytes, root: RootId, keys: Sequence[BlockKey], now: float,
         tail: tuple[BlockKey, int] | None = None,
     ) -> PeerLoan | None:  # fmt: skip
-        """Keep consecutive blocks in place for a peer, as many from the first on as are here.
+        """Keep consecutive blocks in place for a peer, all of them or none.
 
         Args:
             tail: For units of the tail behind this block, from this number on; ``keys`` name them.
@@ -243,20 +257,13 @@ class PeerLoans:
         Returns:
             None if there is nothing to read.
         """
-        room = self.max_blocks - self._num_blocks
         if not keys or not self._is_shared(root):
-            return None
-        # A refusal is a miss for one peer. Else peers could pin all that our engines need.
-        if len(keys) > room or self._of_peers[peer] >= _MAX_LOANS:
-            self.counters.refused += 1
             return None
         token, ends_s = secrets.token_bytes(_TOKEN_BYTES), now + LOAN_S + GRACE_S
         if tail is not None:
             found = self._units(root, keys, tail)
             if found is None:
                 return None
-            # As a whole, however few of its units are read: there is never a part of a tail.
-            self._host.tails.pin(found)
             units = found.units[tail[1] : tail[1] + len(keys)].copy()
             loan = PeerLoan(token, peer, units, ends_s, tail=found)
         else:
@@ -264,12 +271,16 @@ class PeerLoans:
             if match is None:
                 return None
             blocks = self._host.index.blocks(match, match.num_blocks - len(keys)).copy()
-            # The path to its start, too: the index keeps no block without those before it.
-            self._host.index.pin(match)
             loan = PeerLoan(token, peer, blocks, ends_s, match)
+        # Counted first, and taken back if that is too many: what loans share counts once.
+        self._hold(loan)
+        # A refusal is a miss for one peer. Else peers could pin all that our engines need.
+        if self._held.num_blocks > self.max_blocks or self._of_peers[peer] >= _MAX_LOANS:
+            self._let_go(loan)
+            self.counters.refused += 1
+            return None
         self._loans[token] = loan
         self._of_peers[peer] += 1
-        self._num_blocks += len(loan.blocks)
         heapq.heappush(self._ends, (ends_s, token))
         self.counters.lent += 1
         self._begun.append(loan)
@@ -285,6 +296,10 @@ class PeerLoans:
 
     def expire(self, now: float) -> None:
         """End what was not given back in time."""
+        if self._left is not None and self._left[1] <= now:
+            self._host.release(self._left[0])
+            self._tiers.num_holders -= 1
+            self._left = None
         while self._ends and self._ends[0][0] <= now:
             loan = self._loans.get(heapq.heappop(self._ends)[1])
             if loan is not None:
@@ -304,20 +319,33 @@ class PeerLoans:
         return news
 
     def succeed(self, former: PeerLoans) -> None:
-        """Count on, after the index was lost and with it all pins. What was lent may be overwritten
-        from here on, which a peer notices by its checksums."""
+        """Count on, after the index was lost and with it all pins."""
         self.counters = former.counters
         self._ended = [*former._ended, *former._loans]
+        # The worker may be making checksums of them: they are not used again before a loan's end.
+        lent = [loan.blocks for loan in former._loans.values()]
+        ends_s = max((loan.ends_s for loan in former._loans.values()), default=0.0)
+        if former._left is not None:
+            lent.append(former._left[0].blocks)
+            ends_s = max(ends_s, former._left[1])
+        if lent:
+            # Those that executors use are kept by others.
+            free = np.intersect1d(np.concatenate(lent), self._host.pool.free_ids())
+            self._left = self._host.reserve_exactly(free), ends_s
+            self._tiers.num_holders += 1
 
     @property
     def next_end(self) -> float | None:
         """When `expire` has something to do."""
         while self._ends and self._ends[0][1] not in self._loans:
             heapq.heappop(self._ends)
-        return self._ends[0][0] if self._ends else None
+        times = [self._ends[0][0]] if self._ends else []
+        if self._left is not None:
+            times.append(self._left[1])
+        return min(times, default=None)
 
     def stats(self) -> LoanStats:
-        return self.counters.snapshot(open=len(self._loans), blocks=self._num_blocks)
+        return self.counters.snapshot(open=len(self._loans), blocks=self._held.num_blocks)
 
     def _is_shared(self, root: RootId) -> bool:
         """Whether peers mean the same by a root: after a clear its blocks here may be of other
@@ -346,18 +374,34 @@ class PeerLoans:
     def _end(self, loan: PeerLoan) -> None:
         del self._loans[loan.token]
         self._ended.append(loan.token)
-        self._num_blocks -= len(loan.blocks)
         self._of_peers[loan.peer] -= 1
         if not self._of_peers[loan.peer]:
             del self._of_peers[loan.peer]
-        self._host.unpin(loan.match)
+        self._let_go(loan)
+
+    def _hold(self, loan: PeerLoan) -> None:
+        # The path to its start, too: the index keeps no block without those before it. And a tail
+        # as a whole, however few of its units are read: there is never a part of one.
         if loan.tail is not None:
+            self._host.tails.pin(loan.tail)
+            self._held.add_tail(loan.tail)
+        else:
+            self._host.index.pin(loan.match)
+            self._held.add(loan.match)
+
+    def _let_go(self, loan: PeerLoan) -> None:
+        if loan.tail is not None:
+            self._held.remove_tail(loan.tail)
             self._host.unpin_tail(loan.tail)
+        else:
+            self._held.remove(loan.match)
+            self._host.unpin(loan.match)
 
     def check(self) -> None:
         """Raise `InternalError` if loans are miscounted."""
+        self._held.check(self._host.index.run)
         loans = self._loans.values()
-        if self._num_blocks != sum(len(loan.blocks) for loan in loans):
-            raise InternalError(f"{self._num_blocks} blocks are counted as lent to peers")
+        if not loans and self._held.num_blocks:
+            raise InternalError(f"{self._held.num_blocks} blocks are counted as lent to peers")
         if self._of_peers != Counter(loan.peer for loan in loans):
             raise InternalError("loans of peers are miscounted")

@@ -10,7 +10,7 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import xxhash
@@ -29,6 +29,9 @@ from flexcache.cache.tier import BlockIds, Lease, Tier
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId, TierName
 from flexcache.stats import TierStats
+
+if TYPE_CHECKING:
+    from flexcache.cache.peers import PeerTier
 
 _MAX_ABSENT = 65_536
 _MAX_PLAIN = 65_536
@@ -180,14 +183,7 @@ class RemoteTier(Tier):
         return super().clear()
 
     def note_coming(self, root: RootId, key: BlockKey, now: float, is_coming: bool) -> None:
-        """Remember that a block is on its way, where that is known."""
-
-    def coming_since(self, root: RootId, key: BlockKey, now: float) -> float | None:
-        """Return since when; None if that is not known."""
-        return None
-
-    def forget(self) -> None:
-        """Believe nothing any more, and ask again, where that is known by others than a store."""
+        """Remember that a block is on its way there, where that is known."""
 
     def stats(self, **others: Any) -> TierStats:
         return super().stats(known_absent=len(self._absent), **others)
@@ -220,7 +216,7 @@ class Tiers:
         self.beyond = [tier for tier in tiers if isinstance(tier, RemoteTier)]
         elsewhere = {tier.name: tier for tier in self.beyond}
         self.remote = elsewhere.get(TierName.REMOTE)
-        self.peer = elsewhere.get(TierName.PEER)
+        self.peer = cast("PeerTier | None", elsewhere.get(TierName.PEER))
         self.written = [tier for tier in self.lower if tier is not self.peer]
         self.unavailable: set[TierName] = set()
         self.num_holders = 0
@@ -361,7 +357,7 @@ class Tiers:
         for tier, before in zip(self._tiers, former, strict=True):
             tier.counters = before.counters
         for tier, was in zip(self.beyond, former.beyond, strict=True):
-            tier.num_clears = was.num_clears
+            tier.num_clears, tier.can_be_asked = was.num_clears, was.can_be_asked
             tier.clear()  # other names there
         if self.journal is None or former.journal is None:
             return

@@ -135,6 +135,8 @@ def isolated(config: CacheConfig, trace_dir: Path | None) -> Iterator[CacheConfi
             trace_dir=make_directory(None) if trace_dir is None else str(trace_dir.absolute()),
             trace_file_mb=1e6,  # a single file
             endpoint=None,
+            peer_endpoint=None,
+            peers=(),
             http_endpoint=None,
             kv_events=False,
             kv_events_endpoint=None,

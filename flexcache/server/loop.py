@@ -163,7 +163,7 @@ class EventLoop:
         for instruction in instructions:
             if isinstance(instruction, RunLookUp) and instruction.executor == PEER:
                 assert self._peers is not None
-                self._peers.ask(instruction, now)
+                self._peers.ask(instruction)
             else:
                 self._pool.carry_out(instruction)
         if self._peers is not None:

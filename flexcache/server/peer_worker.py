@@ -64,7 +64,7 @@ _PROGRESS_S = 1.0
 """A peer that sends, takes or answers nothing for this long is given up."""
 _TOKEN_PATIENCE_S = 1.0  # the peer may be faster than our server's message
 _IDLE_S = 60.0
-_MAX_CONNECTIONS = 64
+_MAX_CONNECTIONS = 768  # of 256 hosts
 _TOKEN_BYTES = 16
 _HEADER = struct.Struct("<4sIQ")  # magic, number of blocks, bytes of each
 _MAGIC = b"FCp1"
@@ -260,6 +260,7 @@ class _Link:
         self, context: zmq.Context[zmq.Socket[bytes]], name: str, curve_keys: str | None
     ) -> None:
         self._host, _ = split_tcp(name)
+        self.used_s = 0.0
         self._socket = control = context.socket(zmq.DEALER)
         self._data: socket.socket | None = None
         self._num_asked = 0
@@ -268,9 +269,14 @@ class _Link:
         control.immediate = True
         control.ipv6 = ":" in self._host
         control.sndtimeo = int(1000 * _PROGRESS_S)
-        if curve_keys is not None:
-            secure_client(control, curve_keys)
-        control.connect(name)
+        control.reconnect_ivl, control.reconnect_ivl_max = 200, 5000
+        try:
+            if curve_keys is not None:
+                secure_client(control, curve_keys)
+            control.connect(name)
+        except BaseException:
+            control.close()
+            raise
 
     def close(self) -> None:
         self._socket.close()
@@ -316,13 +322,8 @@ class _Link:
 
     def _fetch(self, op: _Read, pool: _Pool, loan: Loan, ends_s: float) -> None:
         """Read what was lent into the host pool."""
-        if self._data is None:
-            self._data = socket.create_connection((self._host, loan.port), _PROGRESS_S)
-            _set_patience(self._data, _PROGRESS_S)
-        self._data.sendall(loan.token)
-        header = memoryview(bytearray(_HEADER.size))
-        _receive(self._data, [header])
-        magic, count, size = _HEADER.unpack(header)
+        magic, count, size = self._show(loan, ends_s)
+        assert self._data is not None
         if (magic, count) == (_MAGIC, 0):
             raise _Over
         if (magic, count, size) != (_MAGIC, len(op.blocks), pool.block_bytes):
@@ -336,6 +337,28 @@ class _Link:
                 raise ValueError("a block has another checksum")
             op.num_ok += 1
 
+    def _show(self, loan: Loan, ends_s: float) -> tuple[bytes, int, int]:
+        """Show a token, and return the header of what follows."""
+        header = memoryview(bytearray(_HEADER.size))
+        # One that lay idle may have been closed meanwhile: that says nothing of the peer.
+        for is_used in (True, False):
+            if self._data is None and is_used:
+                continue
+            if self._data is None:
+                self._data = socket.create_connection((self._host, loan.port), _PROGRESS_S)
+                _set_patience(self._data, _PROGRESS_S)
+            try:
+                self._data.sendall(loan.token)
+                _receive(self._data, [header], ends_s)
+                break
+            except ConnectionError:
+                if not is_used:
+                    raise
+                self._data.close()
+                self._data = None
+        magic, count, size = _HEADER.unpack(header)
+        return magic, count, size
+
 
 class _Reader:
     """Reads from peers, for one thread."""
@@ -348,10 +371,13 @@ class _Reader:
 
     def read(self, op: _Read) -> list[Answer]:
         """Read an op's blocks, up to the first that does not come."""
-        name = op.names.peer
+        name, now = op.names.peer, time.monotonic()
+        for idle in [n for n, link in self._links.items() if now >= link.used_s + _IDLE_S]:
+            self._links.pop(idle).close()  # of a peer that has left, say
         try:
             if name not in self._links:
                 self._links[name] = _Link(self._context, name, self._curve_keys)
+            self._links[name].used_s = now
             self._links[name].read(op, self._pool)
         except _Missing:
             return [Done(op.op_id, 0, f"{name} lends it not", bad_block=True)]
@@ -435,6 +461,7 @@ class PeerService:
             answers = reader.read(op)
             with self._changed:
                 self._running[op.names.peer] -= 1
+                self._running += Counter()  # without those of which none runs
                 self._answer(answers)
                 self._changed.notify()  # of its peer another may run
 

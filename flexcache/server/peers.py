@@ -19,6 +19,7 @@ import random
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -33,7 +34,7 @@ from flexcache.cache.tail_index import TAIL_FIRST
 from flexcache.config import CacheConfig
 from flexcache.config.values import split_tcp
 from flexcache.errors import ConfigError
-from flexcache.ids import MAX_KEY_BYTES, ROOT_BYTES, BlockKey, RootId
+from flexcache.ids import MAX_KEY_BYTES, ROOT_BYTES, BlockKey, BreakerState, RootId
 from flexcache.logs import log_event
 from flexcache.protocol.messages import AskLoan, FindBlocks, FoundBlocks, FromPeer, GiveBack, Loan
 from flexcache.protocol.trust import secure_client, secure_server
@@ -87,9 +88,13 @@ class _Link:
         socket.ipv6 = "[" in name
         socket.reconnect_ivl, socket.reconnect_ivl_max = 200, 5000
         socket.heartbeat_ivl, socket.heartbeat_timeout = 1000, 3000
-        if curve_keys is not None:
-            secure_client(socket, curve_keys)
-        socket.connect(name)
+        try:
+            if curve_keys is not None:
+                secure_client(socket, curve_keys)
+            socket.connect(name)
+        except BaseException:
+            socket.close()  # else its context never ends
+            raise
 
     @property
     def is_up(self) -> bool:
@@ -134,10 +139,9 @@ class _Question:
             self.best, self.peer = found, peer
 
 
-def _worth(found: FoundBlocks) -> tuple[int, float, int]:
+def _worth(found: FoundBlocks) -> tuple[int, bool, int, int]:
     # Tails are asked for with the last position first.
-    tail = -1.0 if found.tail < 0 else 1.0 / (1 + found.tail)
-    return found.num_blocks, tail, found.num_coming
+    return found.num_blocks, found.tail >= 0, -found.tail, found.num_coming
 
 
 class PeerLinks:
@@ -189,7 +193,10 @@ class PeerLinks:
             port = split_tcp(address)[1] and split_tcp(bound)[1] + 1
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             where = ("" if host == "*" else host, port)
-            self._listener = socket.create_server(where, family=family, backlog=64)
+            is_dual = host == "::"  # as zmq binds it
+            self._listener = socket.create_server(
+                where, family=family, backlog=64, dualstack_ipv6=is_dual
+            )
         except (OSError, zmq.ZMQError) as error:
             reason = error.strerror or error
             raise ConfigError(
@@ -225,11 +232,14 @@ class PeerLinks:
         """Take in what peers have sent, and what is due."""
         if self._socket is not None:
             self._socket.flush()
-            self._take_requests(self._socket, now)
+            self._take_requests(self._socket)
         for link in self._links.values():
             self._take_answers(link, now)
         if (found := self._resolver.take()) is not None:
-            self._follow(found)
+            try:
+                self._follow(found)
+            except (ConfigError, zmq.ZMQError) as error:
+                log_event(logger, logging.ERROR, "peers_not_followed", reason=str(error))
         # After all answers of this turn: one that is here already is not late.
         for lookup_id, question in list(self._questions.items()):
             if question.is_over or now >= question.due_s:
@@ -246,7 +256,7 @@ class PeerLinks:
             tier.can_be_asked = num_up > 0
         tasks.loans.counters.up = num_up
 
-    def _take_requests(self, socket: RouterSocket, now: float) -> None:
+    def _take_requests(self, socket: RouterSocket) -> None:
         for _ in range(_MAX_MESSAGES_A_TURN):
             frames = socket.receive()
             if frames is None:
@@ -256,7 +266,7 @@ class PeerLinks:
             sender, *rest = frames
             try:
                 message = read_message(_DECODER, rest)
-                self._answer(sender, message, now)
+                self._answer(sender, message)
             except UnreadableError as error:
                 self._refuse(sender, error.why, str(error))
             except ValueError as error:
@@ -264,14 +274,14 @@ class PeerLinks:
             except Exception:  # it must not cost the others their server
                 log_failed(message, self._state.counters, sender)
 
-    def _answer(self, sender: bytes, message: FromPeer, now: float) -> None:
+    def _answer(self, sender: bytes, message: FromPeer) -> None:
         cache = self._state.slot.cache
         tasks = None if cache is None else cache.tasks
         match message:
             case FindBlocks():
                 self._to_send.append((sender, self._find(message, tasks)))
             case AskLoan():
-                self._to_send.append((sender, self._lend(sender, message, tasks, now)))
+                self._to_send.append((sender, self._lend(sender, message, tasks)))
             case GiveBack(token) if tasks is not None:
                 with tasks.change:
                     tasks.loans.give_back(token, sender)
@@ -285,13 +295,16 @@ class PeerLinks:
         found = tasks.loans.find(RootId(asked.root), keys, asked.tails)
         return FoundBlocks(asked.request_id, self._id, *found)
 
-    def _lend(self, sender: bytes, asked: AskLoan, tasks: KVTaskEngine | None, now: float) -> Loan:
+    def _lend(self, sender: bytes, asked: AskLoan, tasks: KVTaskEngine | None) -> Loan:
         keys = _read_keys(asked.root, asked.keys, asked.key_bytes)
         if tasks is None or self._listener is None or not tasks.executors.is_up(PEER):
             return Loan(asked.request_id)
         tail = (BlockKey(asked.tail), asked.first - TAIL_FIRST) if asked.tail else None
         names = keys.slice(0, keys.num_blocks)
+        # Not by the turn's time, which is from before we had the lock: the reader's loan must end
+        # before ours.
         with tasks.change:
+            now = time.monotonic()
             loan = tasks.loans.lend(sender, RootId(asked.root), names, now, tail)
         if loan is None:
             return Loan(asked.request_id)
@@ -318,8 +331,7 @@ class PeerLinks:
             self._heard(link, found, now)
         if now >= link.fails_s:
             link.fails_s = math.inf
-            link.breaker.trip(f"silent for {_SILENCE_S:g} s", now)
-            log_event(logger, logging.WARNING, "peer_left_out", peer=link.name, reason="silent")
+            self._link_failed(link, f"silent for {_SILENCE_S:g} s", now, is_over=True)
 
     def _heard(self, link: _Link, found: FoundBlocks, now: float) -> None:
         is_new, link.has_answered = not link.has_answered, True
@@ -352,24 +364,25 @@ class PeerLinks:
         if (link := self._links.get(peer)) is not None:
             self._link_failed(link, reason, now)
 
-    def _link_failed(self, link: _Link, reason: str, now: float) -> None:
+    def _link_failed(self, link: _Link, reason: str, now: float, is_over: bool = False) -> None:
         was_closed = link.breaker.is_closed
-        link.breaker.failed(reason, now)
+        (link.breaker.trip if is_over else link.breaker.failed)(reason, now)
         if was_closed and not link.breaker.is_closed:
             log_event(logger, logging.WARNING, "peer_left_out", peer=link.name, reason=reason)
 
     def _link_is_well(self, link: _Link, now: float) -> None:
         was_closed = link.breaker.is_closed
         link.breaker.succeeded(now)
-        if not link.breaker.is_closed:
+        if link.breaker.state is BreakerState.HALF_OPEN:
             link.ping_due_s = now  # the next trial
-        elif not was_closed:
+        elif link.breaker.is_closed and not was_closed:
             log_event(logger, logging.INFO, "peer_is_back", peer=link.name)
 
     # -- without the lock ------------------------------------------------------------------------
 
-    def ask(self, look_up: RunLookUp, now: float) -> None:
+    def ask(self, look_up: RunLookUp) -> None:
         """Ask all peers what they have."""
+        now = time.monotonic()  # since the turn began, we may have waited for the lock
         keys = look_up.keys
         key_bytes = len(keys[0]) if keys else 0
         tails = [(needed, bytes(key), units) for needed, key, units in look_up.tails]
@@ -390,7 +403,7 @@ class PeerLinks:
             self._socket.send(identity, msgspec.msgpack.encode(message))
         self._to_send.clear()
         for link in self._links.values():
-            is_due = now >= link.ping_due_s or link.breaker.wants_trial(now)
+            is_due = link.breaker.wants_trial(now) or now >= link.ping_due_s
             if not is_due or link.fails_s < math.inf or link.is_ourselves:
                 continue
             link.ping_due_s = now + _TRY_S

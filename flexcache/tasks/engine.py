@@ -711,7 +711,8 @@ class KVTaskEngine:
             self._runner.end_unstarted(task, now)
         for executor, lookups in self._lookups.items():
             lookups.tick(now, self.executors.is_up(executor), self._instructions)
-        self.loans.expire(now)
+        if self.cache.tiers.peer is not None:
+            self.loans.expire(now)
         self._runner.settle(self.executors.sync(), now)
         self._runner.follow(now)
         while (unlaunched := self._deadlines.take_unlaunched(now)) is not None:
@@ -744,7 +745,8 @@ class KVTaskEngine:
         times += [self.cache.next_deadline(), self._matcher.next_early()]
         for executor, lookups in self._lookups.items():
             times.append(lookups.next_deadline(self.executors.is_up(executor)))
-        times.append(self.loans.next_end)
+        if self.cache.tiers.peer is not None:
+            times.append(self.loans.next_end)
         return min((time for time in times if time is not None), default=None)
 
     def take_instructions(self) -> list[Instruction]:
@@ -755,9 +757,10 @@ class KVTaskEngine:
         if ssd is not None and ssd.doomed.has_news:
             self._instructions.append(EraseDeleted())
             ssd.doomed.has_news = False
-        begun, ended = self.loans.take_news()
-        self._instructions += [Lend(loan.token, loan.blocks, loan.ends_s) for loan in begun]
-        self._instructions += map(EndLoan, ended)
+        if self.cache.tiers.peer is not None:
+            begun, ended = self.loans.take_news()
+            self._instructions += [Lend(loan.token, loan.blocks, loan.ends_s) for loan in begun]
+            self._instructions += map(EndLoan, ended)
         try:  # an interrupt between two lines loses none
             return self._instructions.copy()
         finally:

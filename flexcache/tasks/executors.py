@@ -120,6 +120,7 @@ class Executors:
         self._unavailable = tiers.unavailable
         self._breaker = breaker
         self._lower = [tier.name for tier in tiers.lower]
+        self._peers = tiers.peer
         tiers.unavailable.update(self._lower)  # until their workers are up
         self._checksums = checksums
         self._instructions = instructions
@@ -231,6 +232,8 @@ class Executors:
         # One rule for both tiers. What a dying worker was writing back is dirty again, and so is
         # what the store has rejected: the breaker counts each failure, which bounds the retries.
         # Failed writes of a living disk worker are not retried.
+        if tier is TierName.PEER and self._peers is not None and not self._peers.can_be_asked:
+            return False
         return WORKERS[tier] in self._up and (
             tier is not TierName.REMOTE or self._breaker.is_closed
         )

@@ -71,8 +71,7 @@ def look_ups_of(
     """
     ids, found = itertools.count(1), dict[str, RemoteLookUps]()
     for tier in tiers.beyond:
-        # Each peer has a breaker of its own: this one opens if none of them is heard of in time.
-        own = breaker if tier is tiers.remote else CircuitBreaker()
+        own = breaker if tier is tiers.remote else None  # each peer has one
         name = WORKERS[tier.name]
         found[name] = RemoteLookUps(tier, own, timeout_s, ids, name)
     return found
@@ -83,13 +82,14 @@ class RemoteLookUps:
 
     Args:
         tier: Learns the answers.
+        breaker: The store's; None if it is not for this to say whether anything is asked.
         timeout_s: How long a match may wait for one.
         ids: Numbers the questions, where others number theirs likewise.
         executor: Who asks.
     """
 
     def __init__(
-        self, tier: RemoteTier, breaker: CircuitBreaker, timeout_s: float,
+        self, tier: RemoteTier, breaker: CircuitBreaker | None, timeout_s: float,
         ids: Iterator[int] | None = None, executor: str = REMOTE,
     ) -> None:  # fmt: skip
         self.tier = tier
@@ -115,7 +115,7 @@ class RemoteLookUps:
         Returns:
             The open question to wait for; None if there is nothing to ask.
         """
-        if not self._breaker.is_closed:
+        if self._breaker is not None and not self._breaker.is_closed:
             return None
         first = self.tier.first_unknown(keys, stop, now)
         if first is None:
@@ -168,13 +168,7 @@ class RemoteLookUps:
             return
         self._end(answer.lookup_id, instructions)
         num_present, error = max(0, answer.num_present), answer.error
-        if error is not None:
-            self._breaker.failed(f"look-up: {error}", now)
-        # A store that answers too late for a match is of no use, even if it is well.
-        elif question.is_trial and now - question.asked_s > self._timeout_s:
-            self._breaker.failed(f"look-up took {now - question.asked_s:.3f} s", now)
-        else:
-            self._breaker.succeeded(now)
+        self._judge(question, error, now)
         if question.is_trial or not self._is_current(question):
             return
         if num_present < len(question.keys):
@@ -189,6 +183,19 @@ class RemoteLookUps:
             self.tier.learn_absent(question.root, question.keys[num_known], now, ttl_s)
         if error is None:
             self._learn_tails(question, answer, now, peer)
+
+    def _judge(self, question: _LookUp, error: str | None, now: float) -> None:
+        """Inform the breaker of an answer."""
+        took_s = now - question.asked_s
+        if self._breaker is None:
+            return
+        if error is not None:
+            self._breaker.failed(f"look-up: {error}", now)
+        # A store that answers too late for a match is of no use, even if it is well.
+        elif question.is_trial and took_s > self._timeout_s:
+            self._breaker.failed(f"look-up took {took_s:.3f} s", now)
+        else:
+            self._breaker.succeeded(now)
 
     def _is_current(self, question: _LookUp) -> bool:
         """Whether nothing of its root was deleted since it was asked, and the tier not cleared."""
@@ -205,6 +212,7 @@ class RemoteLookUps:
                 self.tier.learn_tail(question.root, asked.key, asked.num_units, peer)
                 return
             self.tier.learn_absent(question.root, asked.last_unit, now)
+            self.tier.discard_tail(question.root, asked.key)
 
     def tick(self, now: float, worker_is_up: bool, instructions: list[Instruction]) -> None:
         """Let deadlines pass, and try a store again that was given up."""
@@ -213,7 +221,10 @@ class RemoteLookUps:
             question = self._open[lookup_id]
             self.counters.late += not question.is_trial
             self._give_up(lookup_id, now, instructions)
-            self._breaker.failed(f"no answer within {now - question.asked_s:.3f} s", now)
+            if self._breaker is not None:
+                self._breaker.failed(f"no answer within {now - question.asked_s:.3f} s", now)
+        if self._breaker is None:
+            return
         if worker_is_up and not self._has_trial and self._breaker.wants_trial(now):
             trial = _LookUp(RootId(b""), None, (), _TRIAL_ROOT, 0, now, now + _TRIAL_TIMEOUT_S)
             lookup_id = self._ask(trial)
@@ -228,7 +239,7 @@ class RemoteLookUps:
     def next_deadline(self, worker_is_up: bool) -> float | None:
         """When `tick` has something to do at the earliest."""
         times = [moment for moment, _ in self._deadlines[:1]]
-        retry = self._breaker.next_deadline()
+        retry = None if self._breaker is None else self._breaker.next_deadline()
         if retry is not None and worker_is_up and not self._has_trial:
             times.append(retry)
         return min(times) if times else None

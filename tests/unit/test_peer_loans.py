@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from task_builders import World
 
 from flexcache.cache.block_keys import EngineBlockKeys, PackedBlockKeys
 from flexcache.cache.peers import GRACE_S, KNOWN_S, LENT_SHARE, LOAN_S, PeerLoans, PeerTier
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiers import Tiers
-from flexcache.ids import BlockKey, RootId, TierName
+from flexcache.ids import BlockKey, OpKind, RootId, TaskKind, TierName
 
 ROOT = RootId(b"r" * 16)
 NUM_KEYS = 12
@@ -67,7 +68,7 @@ class LoansMachine(RuleBasedStateMachine):
           peer=st.sampled_from([b"one", b"two"]))  # fmt: skip
     def lend(self, prompt: int, start: int, count: int, peer: bytes) -> None:
         keys = keys_of(prompt)[start : start + count]
-        num_here, _ = self.loans.find(ROOT, packed(keys))
+        num_here, *_ = self.loans.find(ROOT, packed(keys))
         there = self.tiers.host.index.contains
         assert num_here == sum(there(ROOT, key) for key in keys)
         loan = self.loans.lend(peer, ROOT, keys, self.now)
@@ -138,20 +139,77 @@ def test_a_loan_lasts_longer_at_its_owner_than_at_who_reads() -> None:
     assert loans.stats().expired == 1
 
 
-def test_a_peer_has_a_number_of_loans_and_all_a_share_of_dram() -> None:
-    tiers, loans = make(8 * NUM_KEYS)
+def test_loans_hold_a_share_of_dram_and_what_they_share_counts_once() -> None:
+    tiers, loans = make(round(NUM_KEYS / LENT_SHARE))
     store(tiers, keys_of(1))
-    while loans.lend(b"one", ROOT, keys_of(1)[:1], now=0.0) is not None:
-        pass
-    assert loans.stats().open == NUM_KEYS
-    assert loans.lend(b"two", ROOT, keys_of(1)[:1], now=0.0) is None
-    assert loans.stats().refused == 2
-    tiers, loans = make(8 * 100)
+    store(tiers, keys_of(2))
+    whole = loans.lend(b"one", ROOT, keys_of(1), now=0.0)
+    assert whole is not None
+    assert loans.lend(b"two", ROOT, keys_of(1)[3:7], now=0.0) is not None
+    assert loans.stats().blocks == NUM_KEYS
+    assert loans.lend(b"two", ROOT, keys_of(2)[-1:], now=0.0) is None, "with all before it"
+    assert loans.stats().refused == 1
+    assert loans.give_back(whole.token, b"one")
+    assert loans.lend(b"two", ROOT, keys_of(2)[4:6], now=0.0) is not None
+
+
+def test_a_peer_has_a_number_of_loans() -> None:
+    tiers, loans = make()
     store(tiers, keys_of(1))
     while loans.lend(b"one", ROOT, keys_of(1)[:1], now=0.0) is not None:
         pass
     assert loans.stats().open == 64
     assert loans.lend(b"two", ROOT, keys_of(1)[:1], now=0.0) is not None
+
+
+def test_what_was_lent_is_not_used_again_before_the_end_of_the_loan_if_all_is_forgotten() -> None:
+    world = World(peers=True, cpu=12)
+    world.put("abc")
+    world.finish_all()
+    assert world.lend("abc", 0, 3)
+    [(_, _, blocks)] = world.lent.values()
+    world.engine.forget(None)
+    world.tick()
+    assert not world.lent, "its worker sends no more of it"
+    is_free = world.cache.tiers.host.pool.is_free
+    assert not any(map(is_free, blocks))
+    world.check()
+    world.engine.forget(None)  # and once more
+    assert not any(map(is_free, blocks))
+    world.tick(LOAN_S + GRACE_S)
+    assert all(map(world.cache.tiers.host.pool.is_free, blocks))
+    world.check_nothing_is_held()
+
+
+def test_without_a_peer_that_answers_the_tier_takes_no_part() -> None:
+    world = World(peers=True, cpu=12)
+    tier = world.cache.tiers.peer
+    assert tier is not None
+    world.stored_by_another("abc", "A")
+    lookup = world.look_up("abc")
+    assert lookup is not None
+    world.answer(lookup)
+    assert world.cached(TierName.PEER, "abc") == 3
+    tier.can_be_asked = False
+    world.tick()
+    assert TierName.PEER in world.cache.tiers.unavailable
+    assert world.look_up("abcd") is None
+    tier.can_be_asked = True
+    world.tick()
+    assert TierName.PEER not in world.cache.tiers.unavailable
+
+
+def test_a_load_without_a_question_reads_only_what_was_said_lately() -> None:
+    world = World(peers=True, cpu=12)
+    world.stored_by_another("abc", "A")
+    lookup = world.look_up("abc")
+    assert lookup is not None
+    world.answer(lookup)
+    world.tick(KNOWN_S + 0.1)
+    assert world.match(TaskKind.GET, "abc") is not None
+    assert not world.ops(OpKind.PEER2H)
+    [info] = world.tasks.values()
+    assert info.plan.num_blocks == 0
 
 
 @pytest.mark.parametrize("keys", [
@@ -170,14 +228,25 @@ def test_only_what_a_peer_means_by_its_keys_is_lent(keys: list[BlockKey]) -> Non
 def test_after_a_clear_nothing_is_shared_under_the_former_names() -> None:
     tiers, loans = make()
     store(tiers, keys_of(1))
-    assert loans.find(ROOT, packed(keys_of(1))) == (NUM_KEYS, -1)
+    assert loans.find(ROOT, packed(keys_of(1))) == (NUM_KEYS, -1, 0)
     tiers.clear(None)
     store(tiers, keys_of(1))  # of weights that have another name nowhere else
-    assert loans.find(ROOT, packed(keys_of(1))) == (0, -1)
+    assert loans.find(ROOT, packed(keys_of(1))) == (0, -1, 0)
     assert loans.lend(b"one", ROOT, keys_of(1), now=0.0) is None
     assert tiers.peer is not None
     tiers.peer.keep_plain(ROOT)  # these were named
-    assert loans.find(ROOT, packed(keys_of(1))) == (NUM_KEYS, -1)
+    assert loans.find(ROOT, packed(keys_of(1))) == (NUM_KEYS, -1, 0)
+
+
+def test_what_is_on_its_way_is_told() -> None:
+    tiers, loans = make()
+    store(tiers, keys_of(1)[:3])
+    lease = tiers.host.reserve(named(keys_of(1)), 3, 10)
+    assert loans.find(ROOT, packed(keys_of(1))) == (3, -1, 7)
+    assert loans.find(ROOT, packed(keys_of(1)[5:])) == (0, -1, 5)
+    tiers.host.publish(lease, 7)
+    tiers.host.release(lease)
+    assert loans.find(ROOT, packed(keys_of(1))) == (10, -1, 0)
 
 
 # -- what is known of peers ----------------------------------------------------------------------
@@ -209,6 +278,20 @@ def test_what_a_peer_has_no_more_is_forgotten_and_asked_for_again_soon() -> None
     assert tier.index.match(keys).num_blocks == 5
     assert tier.first_unknown(keys, NUM_KEYS, 10.05) is None
     assert tier.first_unknown(keys, NUM_KEYS, 10.2) == 5
+
+
+def test_what_is_on_its_way_at_a_peer_is_asked_for_at_once_and_believed_for_a_moment() -> None:
+    tier = PeerTier(64)
+    keys, first = named(keys_of(1)), keys_of(1)[0]
+    tier.note_coming(ROOT, first, 10.0, is_coming=True)
+    tier.learn_absent(ROOT, first, 10.0)
+    assert tier.first_unknown(keys, NUM_KEYS, 10.005) is None
+    assert tier.first_unknown(keys, NUM_KEYS, 10.02) == 0
+    tier.note_coming(ROOT, first, 10.1, is_coming=True)
+    assert tier.coming_since(ROOT, first, 10.2) == 10.0
+    assert tier.coming_since(ROOT, first, 10.5) is None, "nothing was heard of it since"
+    tier.note_coming(ROOT, first, 10.6, is_coming=False)
+    assert tier.coming_since(ROOT, first, 10.6) is None
 
 
 def test_each_piece_of_a_load_is_of_one_peer() -> None:

@@ -220,6 +220,18 @@ def test_what_a_peer_lends_is_read_and_given_back() -> None:
         until(lambda: len(peer.given_back) == 2)
 
 
+def once(connection: socket.socket, owner: Owner) -> None:
+    send_well(connection, owner)
+    connection.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_connection_that_was_closed_while_it_lay_idle_is_no_failure() -> None:
+    with host() as reader, owner(send=once) as peer:
+        for op_id in range(1, 7):  # of three threads
+            reader.load(peer.name, [3, 1], op_id)
+            assert reader.answers(1) == [Done(op_id, 2)]
+
+
 def lent_not(ask: AskLoan, port: int) -> list[bytes]:
     return [msgspec.msgpack.encode(Loan(ask.request_id))]
 
@@ -432,7 +444,8 @@ def test_blocks_that_are_overwritten_have_another_checksum() -> None:
         assert fetch(connection, 1)[HEADER.size :] == frame(2, content(3))
 
 
-def test_connections_are_bounded() -> None:
+def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_worker, "_MAX_CONNECTIONS", 64)
     with sending() as (sender, connection), ExitStack() as stack:
         lend(sender, [2])
         others = [

@@ -416,9 +416,17 @@ def _share(config: CacheConfig, rank: RankPlace) -> CacheConfig:
         config,
         **sizes,
         **addresses,
+        peer_endpoint=None if config.peer_endpoint is None else _peer(config.peer_endpoint, rank),
+        peers=tuple(_peer(address, rank) for address in config.peers),
         ssd_cache_dirs=tuple(str(Path(place) / rank.name) for place in config.ssd_cache_dirs),
         endpoint=None if endpoint is None else f"{endpoint}.{rank.name}",
     )
+
+
+def _peer(address: str, rank: RankPlace) -> str:
+    """Return where the caches of a rank read each other: two ports for each rank of a host."""
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + 2 * rank.index}"
 
 
 def _own(name: str, address: str, rank: RankPlace) -> str:
