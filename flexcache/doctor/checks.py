@@ -246,7 +246,7 @@ def check_hash_seed(subject: Subject) -> Iterator[Finding]:
         return
     config = subject.config
     outlives = config is not None and bool(
-        config.has_ssd_tier or config.remote_url or config.endpoint
+        config.has_ssd_tier or config.has_peers or config.remote_url or config.endpoint
     )
     differs = machine.first_two(version) < _FIXED_ROOT
     is_random = differs or subject.vllm.hash_algo.startswith("xxhash")
@@ -284,6 +284,7 @@ CHECKS: dict[str, Callable[[Subject], Iterable[Finding]]] = {
     "server": endpoints.check_server_endpoint,
     "http": endpoints.check_http,
     "kv_events": endpoints.check_event_endpoints,
+    "peers": endpoints.check_peers,
     "remote_store": endpoints.check_remote_store,
     "ssd_compression": endpoints.check_ssd_compression,
     "file_system": directories.check_file_systems,

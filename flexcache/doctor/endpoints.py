@@ -17,10 +17,12 @@ from flexcache.errors import ConfigError, MissingDependencyError
 from flexcache.events.publisher import is_bound
 from flexcache.protocol.endpoints import check_endpoint
 from flexcache.protocol.trust import find_listener
+from flexcache.server.peers import addresses_of, answers
 from flexcache.storage.compression import Codec, open_compressor
 from flexcache.storage.remote import check_packages
 
 _CONNECT_TIMEOUT_S = 1.0
+_MAX_PEERS_ASKED = 16
 
 
 def check_server_endpoint(subject: Subject) -> Iterator[Finding]:
@@ -176,6 +178,33 @@ def check_remote_store(subject: Subject) -> Iterator[Finding]:
             "check its address, the credentials in the environment and the network; until it "
             "answers, every lookup in the tier is a miss",
         )
+
+
+def check_peers(subject: Subject) -> Iterator[Finding]:
+    config = subject.config
+    if config is None or not config.has_peers:
+        return
+    if config.peer_endpoint is not None:
+        base, _, port = config.peer_endpoint.rpartition(":")
+        problems = [_bind_problem(f"{base}:{int(port) + i}") for i in range(2)]
+        what = f"peer_endpoint {config.peer_endpoint} and the next port"
+        yield _judge_bind(what, next(filter(None, problems), 0), subject)
+    for peer in config.peers:
+        try:
+            addresses = addresses_of(peer)
+        except OSError as problem_of_name:
+            yield warning(f"{peer}: {problem_of_name.strerror}", "check the name; until it is "
+                          "known, none of its hosts is asked")  # fmt: skip
+            continue
+        for address in addresses[:_MAX_PEERS_ASKED]:
+            if answers(address, config.curve_keys, _CONNECT_TIMEOUT_S):
+                yield ok(f"{address}: answers")
+            else:
+                yield warning(
+                    f"{address}: does not answer within {_CONNECT_TIMEOUT_S:g} s",
+                    "check that a cache with this peer_endpoint runs there, that it has the same "
+                    "curve_keys, and the network; until it answers it is not asked",
+                )
 
 
 def _look_up_problem(url: str) -> str | None:

@@ -487,11 +487,39 @@ class _Resolver:
 
     def _resolve(self, name: str) -> None:
         """Keep the former addresses if there are none: a name server may be away."""
-        host, port = split_tcp("tcp://" + name.partition("://")[2])
         with contextlib.suppress(OSError):
-            entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            hosts = sorted({str(entry[4][0]) for entry in entries})
-            self._known[name] = [
-                f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-                for host in hosts
-            ]
+            self._known[name] = addresses_of(name)
+
+
+def addresses_of(peer: str) -> list[str]:
+    """Return the addresses that an entry of the setting `peers` stands for.
+
+    Raises:
+        OSError: The name is not known.
+    """
+    if peer.startswith("tcp://"):
+        return [peer]
+    host, port = split_tcp("tcp://" + peer.partition("://")[2])
+    entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    hosts = sorted({str(entry[4][0]) for entry in entries})
+    return [f"tcp://[{each}]:{port}" if ":" in each else f"tcp://{each}:{port}" for each in hosts]
+
+
+def answers(address: str, curve_keys: str | None, patience_s: float) -> bool:
+    """Whether a cache answers there, to who has these keys.
+
+    Raises:
+        ConfigError: The keys cannot be read.
+    """
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        link = _Link(context, address, curve_keys)
+        until_s = time.monotonic() + patience_s
+        with link.zmq_socket as line:
+            while time.monotonic() < until_s:
+                link.ask(FindBlocks(0), 0.0)
+                if line.poll(100):
+                    return True
+        return False
+    finally:
+        context.term()

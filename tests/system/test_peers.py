@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,9 @@ from cluster import Cluster, running_cluster, until
 from ports import free_range
 
 from flexcache import ModelConfig
+from flexcache.doctor.endpoints import check_peers
+from flexcache.doctor.subject import Level, Subject
+from flexcache.protocol.trust import make_keys
 
 NUM_BLOCKS = 24
 TOKENS = np.arange(NUM_BLOCKS * 16)
@@ -68,6 +72,30 @@ def test_blocks_in_dram_of_one_cache_reach_another_byte_for_byte(model: ModelCon
         assert two.read(BLOCKS) == expected
         assert two.manager.stats()["hit_blocks"] == {"PEER": NUM_BLOCKS, "CPU": NUM_BLOCKS}
         until(lambda: peers(one)["open"] == 0)
+
+
+def test_the_doctor_says_which_peers_answer(model: ModelConfig, tmp_path: Path) -> None:
+    port, nobody = free_range(2), free_range(2)
+    address = f"tcp://127.0.0.1:{port}"
+    settings = {
+        "FLEXCACHE_NUM_CPU_BLOCKS": "8",
+        "FLEXCACHE_PEERS": f"{address},tcp://127.0.0.1:{nobody}",
+    }
+    with running_cluster(model=model, peer_endpoint=address):
+        found = list(check_peers(Subject(environ=settings)))
+        own = list(check_peers(Subject(environ={"FLEXCACHE_PEER_ENDPOINT": address})))
+    assert [each.level for each in found] == [Level.OK, Level.WARNING]
+    assert found[0].text == f"{address}: answers"
+    assert [each.level for each in own] == [Level.ERROR], "another process has it"
+    [free] = check_peers(Subject(environ={"FLEXCACHE_PEER_ENDPOINT": address}))
+    assert free.level is Level.OK
+    make_keys(tmp_path / "keys")
+    unknown = {
+        "FLEXCACHE_PEERS": "dns://no.such.name.invalid:9600",
+        "FLEXCACHE_CURVE_KEYS": str(tmp_path / "keys"),
+    }
+    [found_none] = check_peers(Subject(environ=unknown))
+    assert found_none.level is Level.WARNING
 
 
 def test_a_get_waits_for_what_is_on_its_way_to_the_dram_of_a_peer(model: ModelConfig) -> None:
