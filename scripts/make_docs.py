@@ -77,7 +77,7 @@ A [router](router.md) has metrics of its own, on its control port.
 
 * Sizes are in bytes, times in seconds. Between scrapes there is no cost.
 * A part that is switched off (no remote store, no events, no trace) has no samples.
-* `tier` is `CPU`, `SSD` or `REMOTE`; of a router `gpu`, `dram` or `disk`.
+* `tier` is `CPU`, `SSD`, `PEER` or `REMOTE`; of a router `gpu`, `dram` or `disk`.
 * In models with windows or states, blocks of a tier include those of tails, and each counts with as
   many tokens as any other. Hits count prefixes only.
 

@@ -65,6 +65,7 @@ _PROGRESS_S = 1.0
 _TOKEN_PATIENCE_S = 1.0  # the peer may be faster than our server's message
 _IDLE_S = 60.0
 _MAX_CONNECTIONS = 768  # of 256 hosts
+_MAX_NEWCOMERS = 64
 _TOKEN_BYTES = 16
 _HEADER = struct.Struct("<4sIQ")  # magic, number of blocks, bytes of each
 _MAGIC = b"FCp1"
@@ -117,7 +118,10 @@ class _Sender:
         self._changed = threading.Condition()
         self._lent: dict[bytes, _Lent] = {}
         self._messages: SimpleQueue[SendBlocks | SendNoMore] = SimpleQueue()
-        self._connections = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        self._newcomers: deque[socket.socket] = deque()
+        """Connections that have shown no token yet, the oldest first."""
+        self._num_known = 0
+        """Others."""
         # Apart from the messages: checksums of 16 MB take half a millisecond, and reads wait there.
         _start("flexcache-peer-lend", self._lend)
         _start("flexcache-peer-accept", self._accept)
@@ -153,10 +157,32 @@ class _Sender:
                 log_event(logger, logging.WARNING, "peer_not_accepted", error=str(error))
                 time.sleep(_PROGRESS_S)
                 continue
-            if self._connections.acquire(blocking=False):
-                _start("flexcache-peer-send", self._serve, connection)
-            else:
-                connection.close()
+            with self._changed:
+                # A peer shows its token at once. So strangers who hold connections lose them to it.
+                while len(self._newcomers) >= _MAX_NEWCOMERS:
+                    with contextlib.suppress(OSError):  # its thread closes it
+                        self._newcomers.popleft().shutdown(socket.SHUT_RDWR)
+                self._newcomers.append(connection)
+            _start("flexcache-peer-send", self._serve, connection)
+
+    def _admit(self, connection: socket.socket, token: bytes) -> _Lent | None:
+        """Return what a connection may read by a token, and know it from then on."""
+        with self._changed:
+            self._changed.wait_for(lambda: token in self._lent, _TOKEN_PATIENCE_S)
+            lent = self._lent.get(token)
+            if lent is not None and connection in self._newcomers:
+                if self._num_known >= _MAX_CONNECTIONS:
+                    return None
+                self._newcomers.remove(connection)
+                self._num_known += 1
+            return lent
+
+    def _leave(self, connection: socket.socket) -> None:
+        with self._changed:
+            if connection in self._newcomers:
+                self._newcomers.remove(connection)
+            elif self._num_known:
+                self._num_known -= 1
 
     def _serve(self, connection: socket.socket) -> None:
         token = memoryview(bytearray(_TOKEN_BYTES))
@@ -170,13 +196,11 @@ class _Sender:
                     if not self._send(connection, bytes(token)):
                         return
         finally:
-            self._connections.release()
+            self._leave(connection)
 
     def _send(self, connection: socket.socket, token: bytes) -> bool:
         """Send what a token is for; whether the connection can be used on."""
-        with self._changed:
-            self._changed.wait_for(lambda: token in self._lent, _TOKEN_PATIENCE_S)
-            lent = self._lent.get(token)
+        lent = self._admit(connection, token)
         if lent is None:
             connection.sendall(_HEADER.pack(_MAGIC, 0, self._pool.block_bytes))
             return False  # a guess costs a new connection

@@ -12,7 +12,6 @@ Used by the event loop's thread. What touches the task engine is called under th
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import random
@@ -53,9 +52,14 @@ from flexcache.transfer.messages import LookedUp
 
 logger = logging.getLogger(__name__)
 
-_ANSWER_S = 0.02
-"""How long a match waits for peers at most."""
-_PING_S = 5.0
+_ANSWER_S, _LONGEST_ANSWER_S = 0.02, 0.2
+"""How long a match waits for peers at most: the first, or a few times as long as their answers took
+lately, but no longer than the second."""
+_SPARE = 4
+_KEEP = 0.9
+_PING_S = 2.0
+_UNHEARD_S = 10.0
+"""A peer that has never answered for this long is named in the log, once."""
 _SILENCE_S = 1.0
 """A peer that says nothing for this long to what it was asked fails. One that answers later than a
 match waits is busy, say: that is no failure."""
@@ -78,8 +82,12 @@ class _Link:
         self.name = name
         self.breaker = CircuitBreaker()
         self.has_answered = False
+        self.is_told_s = time.monotonic() + _UNHEARD_S
+        """When its silence is logged, if it has never answered; never again after that."""
         self.is_ourselves = False
         self.ping_due_s = 0.0
+        self.answer_s = 0.0
+        """How long its answers took lately, at most; it wears off."""
         self.fails_s = math.inf
         """When it has been silent for too long; never, if nothing was asked since it was heard."""
         self.zmq_socket = socket = context.socket(zmq.DEALER)
@@ -159,6 +167,8 @@ class PeerLinks:
         self._state = state
         self._reactor = reactor
         self._id = secrets.token_bytes(8)
+        # Else the look-up would be given up before.
+        self._longest_answer_s = min(_LONGEST_ANSWER_S, config.remote_lookup_timeout_s / 2)
         # Of its own: a context has one authenticator, and the endpoint's lets engines in.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
@@ -334,7 +344,10 @@ class PeerLinks:
             self._link_failed(link, f"silent for {_SILENCE_S:g} s", now, is_over=True)
 
     def _heard(self, link: _Link, found: FoundBlocks, now: float) -> None:
-        is_new, link.has_answered = not link.has_answered, True
+        is_new, link.has_answered, link.is_told_s = not link.has_answered, True, math.inf
+        if link.fails_s < math.inf:
+            took_s = now - (link.fails_s - _SILENCE_S)  # also if it came too late for its match
+            link.answer_s = max(took_s, _KEEP * link.answer_s + (1 - _KEEP) * took_s)
         link.fails_s = math.inf
         self._link_is_well(link, now)
         # By what it says, not by its address: this host may have several, and names in between.
@@ -389,8 +402,14 @@ class PeerLinks:
         find = FindBlocks(look_up.lookup_id, look_up.root, b"".join(keys), key_bytes, tails)
         question = _Question(len(keys), bool(tails), now + _ANSWER_S)
         for link in self._links.values():
-            if link.is_up and link.ask(find, now):
+            if not link.is_up:
+                continue
+            if link.ask(find, now):
                 question.asked.add(link.name)
+                patience_s = min(_SPARE * link.answer_s, self._longest_answer_s)
+                question.due_s = max(question.due_s, now + patience_s)
+            else:
+                self._lost(link)
         self._questions[look_up.lookup_id] = question
         # Here the lock is not held, and the task engine cannot be told: the next turn does it.
         if question.is_over:
@@ -407,13 +426,25 @@ class PeerLinks:
             if not is_due or link.fails_s < math.inf or link.is_ourselves:
                 continue
             link.ping_due_s = now + _TRY_S
+            if now >= link.is_told_s:
+                self._tell_silent(link)
             if link.ask(FindBlocks(0), now):  # look-ups have other numbers
                 continue
             if link.has_answered and link.breaker.is_closed:
-                link.has_answered = False
-                log_event(logger, logging.WARNING, "peer_lost", peer=link.name)
+                self._lost(link)
             elif not link.breaker.is_closed:  # the trial has failed
                 self._link_failed(link, "it is not there", now)
+
+    def _tell_silent(self, link: _Link) -> None:
+        link.is_told_s = math.inf
+        log_event(
+            logger, logging.WARNING, "peer_does_not_answer", peer=link.name,
+            remedy="see its address, its curve_keys and firewalls; `flexcache doctor`",
+        )  # fmt: skip
+
+    def _lost(self, link: _Link) -> None:
+        link.has_answered = False
+        log_event(logger, logging.WARNING, "peer_lost", peer=link.name)
 
     def next_due(self, now: float) -> float | None:
         """When there is something to do though nothing happens."""
@@ -460,6 +491,8 @@ class _Resolver:
         self._reactor = reactor
         self._found: list[str] | None = None
         self._known: dict[str, list[str]] = {}
+        self._unknown: set[str] = set()
+        """Names that could not be looked up when last tried."""
         self._stopped = threading.Event()
 
     def start(self) -> None:
@@ -487,8 +520,15 @@ class _Resolver:
 
     def _resolve(self, name: str) -> None:
         """Keep the former addresses if there are none: a name server may be away."""
-        with contextlib.suppress(OSError):
+        try:
             self._known[name] = addresses_of(name)
+            self._unknown.discard(name)
+        except OSError as error:
+            if name not in self._unknown:
+                self._unknown.add(name)
+                log_event(
+                    logger, logging.WARNING, "peer_name_unknown", name=name, reason=error.strerror
+                )
 
 
 def addresses_of(peer: str) -> list[str]:

@@ -75,11 +75,11 @@ def test_blocks_in_dram_of_one_cache_reach_another_byte_for_byte(model: ModelCon
 
 
 def test_the_doctor_says_which_peers_answer(model: ModelConfig, tmp_path: Path) -> None:
-    port, nobody = free_range(2), free_range(2)
+    port, unused = free_range(2), free_range(2)
     address = f"tcp://127.0.0.1:{port}"
     settings = {
         "FLEXCACHE_NUM_CPU_BLOCKS": "8",
-        "FLEXCACHE_PEERS": f"{address},tcp://127.0.0.1:{nobody}",
+        "FLEXCACHE_PEERS": f"{address},tcp://127.0.0.1:{unused}",
     }
     with running_cluster(model=model, peer_endpoint=address):
         found = list(check_peers(Subject(environ=settings)))

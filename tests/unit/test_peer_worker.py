@@ -444,18 +444,20 @@ def test_blocks_that_are_overwritten_have_another_checksum() -> None:
         assert fetch(connection, 1)[HEADER.size :] == frame(2, content(3))
 
 
-def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_worker, "_MAX_CONNECTIONS", 64)
-    with sending() as (sender, connection), ExitStack() as stack:
+def test_strangers_who_hold_connections_keep_no_peer_out() -> None:
+    with sending() as (sender, known), ExitStack() as stack:
         lend(sender, [2])
-        others = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", sender.port), PATIENCE_S))
-            for _ in range(80)
-        ]
-        until(lambda: any(select.select(others, [], [], 0)[0]))
-        closed, _, _ = select.select(others, [], [], 1.0)
-        assert 80 - len(closed) < 64
-        assert len(fetch(connection, 1)) > BLOCK
+        whole = HEADER.size + CHECKSUM.size + BLOCK
+        assert len(fetch(known, 1)) == whole
+
+        def connect() -> socket.socket:
+            place = ("127.0.0.1", sender.port)
+            return stack.enter_context(socket.create_connection(place, PATIENCE_S))
+
+        strangers = [connect() for _ in range(80)]
+        until(lambda: len(select.select(strangers, [], [], 0)[0]) == 16)  # those are closed
+        assert len(fetch(connect(), 1)) == whole
+        assert len(fetch(known, 1)) == whole
 
 
 # -- faults that a test must see -----------------------------------------------------------------
