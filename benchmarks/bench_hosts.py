@@ -192,7 +192,7 @@ def own(line: Connection, addresses: Sequence[str], *sizes: int) -> None:
 def until_in_touch(cache: CpuEngine, num_peers: int) -> None:
     while True:
         stats = cache.manager.stats()
-        if stats["peers"]["up"] >= num_peers and stats["tiers"]["PEER"]["available"]:
+        if stats["peers"]["up"] >= num_peers and stats["worker_up"].get("peer"):
             return
         time.sleep(ASK_EVERY_S)
 

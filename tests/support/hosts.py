@@ -207,7 +207,7 @@ def serve() -> None:
         client = KVTPClient(manager.endpoint, curve_keys=config.curve_keys)
         client.register_kv_caches(kv)
         manager.wait_ready(60)
-        while not manager.stats()["tiers"]["PEER"]["available"]:
+        while not manager.stats()["worker_up"].get("peer"):
             time.sleep(0.02)
         engine = LoadEngine(manager, kv, seed=os.getpid(), client=client)
         print(json.dumps({"result": None}), flush=True)

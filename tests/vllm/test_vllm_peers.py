@@ -38,11 +38,14 @@ def settle(engine: DrivenEngine) -> None:
 
 @pytest.mark.newest
 @pytest.mark.parametrize(
-    ("model", "position"),
-    [("gemma3", 128), pytest.param("qwen3next", 256, marks=pytest.mark.whole)],
+    ("model", "position", "dtype"),
+    [
+        ("gemma3", 128, "float32"),
+        pytest.param("qwen3next", 256, "bfloat16", marks=pytest.mark.whole),
+    ],
 )
 def test_one_engine_decodes_what_another_has_prefilled(
-    model: str, position: int, tmp_path: Path
+    model: str, position: int, dtype: str, tmp_path: Path
 ) -> None:
     addresses = [f"tcp://127.0.0.1:{free_range(2)}" for _ in range(2)]
 
@@ -52,7 +55,7 @@ def test_one_engine_decodes_what_another_has_prefilled(
             "skip_slow_loads": False,
         }  # fmt: skip
         (tmp_path / str(number)).mkdir()
-        return engine_of(model, tmp_path, config, **SAME_STATES)
+        return engine_of(model, tmp_path, config, dtype=dtype, **SAME_STATES)
 
     prompts = [make_prompt(length, i) for i, length in enumerate(LENGTHS)]
     with running(engine(0)) as prefill, running(engine(1)) as decode:
