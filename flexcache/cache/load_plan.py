@@ -40,6 +40,7 @@ from flexcache.cache.tier import BlockIds, Tier
 from flexcache.cache.tiers import RemoteTier, Tiers
 from flexcache.config.model import UnitShape
 from flexcache.ids import BlockKey, OpId, OpKind, TaskKind, TierName
+from flexcache.transfer.messages import BlockNames
 from flexcache.transfer.scheduler import TransferOp
 
 # Mostly the last tail is near the end, and each key of a long prompt costs a hash.
@@ -177,8 +178,8 @@ class TailLoads:
         if tier is not self._host:
             source = at_tier[chunk.start : chunk.stop]
             names = planned.names(tier, plan.root, chunk) if isinstance(tier, RemoteTier) else None
-            if names is not None and (peer := peer_of(tier, source[0])):
-                names = msgspec.structs.replace(names, peer=peer, tail=planned.key)
+            if names is not None:
+                names = _of_peer(names, tier, source[0], planned.key)
             op = next(self._op_ids)
             load = TransferOp(op, LOAD_OP[tier.name], first, source, landing, names=names)
             plan.graph.ops.append(load)
@@ -413,7 +414,7 @@ class LoadPlanner:
                 names = None
                 if isinstance(tier, RemoteTier):
                     names = block_names(tier, keys, chunk.start, chunk.stop)
-                    names = msgspec.structs.replace(names, peer=peer_of(tier, source[0]))
+                    names = _of_peer(names, tier, source[0])
                 op = next(self._op_ids)
                 load = TransferOp(op, LOAD_OP[tier.name], chunk.start, source, landing, names=names)
                 plan.graph.ops.append(load)
@@ -422,6 +423,12 @@ class LoadPlanner:
                     plan.graph.ops.append(
                         TransferOp(upload, OpKind.H2D, chunk.start, landing, None, (op,))
                     )
+
+
+def _of_peer(names: BlockNames, tier: Tier, block: np.int64, tail: bytes = b"") -> BlockNames:
+    """Name the peer too that has the first of these blocks, if the tier is of peers."""
+    peer = peer_of(tier, block)
+    return msgspec.structs.replace(names, peer=peer, tail=tail) if peer else names
 
 
 def _last_used(segments: list[_Segment]) -> Seconds | None:

@@ -120,8 +120,8 @@ class _Sender:
         self._messages: SimpleQueue[SendBlocks | SendNoMore] = SimpleQueue()
         self._newcomers: deque[socket.socket] = deque()
         """Connections that have shown no token yet, the oldest first."""
-        self._num_known = 0
-        """Others."""
+        self._known: set[socket.socket] = set()
+        """Those that have."""
         # Apart from the messages: checksums of 16 MB take half a millisecond, and reads wait there.
         _start("flexcache-peer-lend", self._lend)
         _start("flexcache-peer-accept", self._accept)
@@ -171,18 +171,17 @@ class _Sender:
             self._changed.wait_for(lambda: token in self._lent, _TOKEN_PATIENCE_S)
             lent = self._lent.get(token)
             if lent is not None and connection in self._newcomers:
-                if self._num_known >= _MAX_CONNECTIONS:
+                if len(self._known) >= _MAX_CONNECTIONS:
                     return None
                 self._newcomers.remove(connection)
-                self._num_known += 1
+                self._known.add(connection)
             return lent
 
     def _leave(self, connection: socket.socket) -> None:
         with self._changed:
-            if connection in self._newcomers:
+            self._known.discard(connection)
+            if connection in self._newcomers:  # else it was closed for a newer one
                 self._newcomers.remove(connection)
-            elif self._num_known:
-                self._num_known -= 1
 
     def _serve(self, connection: socket.socket) -> None:
         token = memoryview(bytearray(_TOKEN_BYTES))
@@ -273,6 +272,35 @@ class _Over(FlexCacheError):
     """The loan was over before all had arrived."""
 
 
+def connect_peer(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, curve_keys: str | None,
+    is_watched: bool = False,
+) -> zmq.Socket[bytes]:  # fmt: skip
+    """Connect to where a cache answers other hosts. To one that is not there nothing is sent.
+
+    Args:
+        is_watched: Whether the connection ends if it is cut, also while nothing is sent.
+
+    Raises:
+        ConfigError: The keys cannot be read.
+    """
+    line = context.socket(zmq.DEALER)
+    line.linger = 0
+    line.immediate = True
+    line.ipv6 = "[" in address
+    line.reconnect_ivl, line.reconnect_ivl_max = 200, 5000
+    if is_watched:
+        line.heartbeat_ivl, line.heartbeat_timeout = 1000, 3000
+    try:
+        if curve_keys is not None:
+            secure_client(line, curve_keys)
+        line.connect(address)
+    except BaseException:
+        line.close()  # else its context never ends
+        raise
+    return line
+
+
 class _Link:
     """One thread's connections to one peer.
 
@@ -285,22 +313,11 @@ class _Link:
     ) -> None:
         self._host, _ = split_tcp(name)
         self.used_s = 0.0
-        self._socket = control = context.socket(zmq.DEALER)
+        self._socket = connect_peer(context, name, curve_keys)
+        self._socket.sndtimeo = int(1000 * _PROGRESS_S)
         self._data: socket.socket | None = None
         self._num_asked = 0
         self._decoder = msgspec.msgpack.Decoder(Loan)
-        control.linger = 0
-        control.immediate = True
-        control.ipv6 = ":" in self._host
-        control.sndtimeo = int(1000 * _PROGRESS_S)
-        control.reconnect_ivl, control.reconnect_ivl_max = 200, 5000
-        try:
-            if curve_keys is not None:
-                secure_client(control, curve_keys)
-            control.connect(name)
-        except BaseException:
-            control.close()
-            raise
 
     def close(self) -> None:
         self._socket.close()

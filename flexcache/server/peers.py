@@ -36,7 +36,8 @@ from flexcache.errors import ConfigError
 from flexcache.ids import MAX_KEY_BYTES, ROOT_BYTES, BlockKey, BreakerState, RootId
 from flexcache.logs import log_event
 from flexcache.protocol.messages import AskLoan, FindBlocks, FoundBlocks, FromPeer, GiveBack, Loan
-from flexcache.protocol.trust import secure_client, secure_server
+from flexcache.protocol.trust import secure_server
+from flexcache.server.peer_worker import connect_peer
 from flexcache.server.reactor import (
     FLUSH_INTERVAL_S,
     Reactor,
@@ -90,19 +91,7 @@ class _Link:
         """How long its answers took lately, at most; it wears off."""
         self.fails_s = math.inf
         """When it has been silent for too long; never, if nothing was asked since it was heard."""
-        self.zmq_socket = socket = context.socket(zmq.DEALER)
-        socket.linger = 0
-        socket.immediate = True  # to one that is not there nothing is sent
-        socket.ipv6 = "[" in name
-        socket.reconnect_ivl, socket.reconnect_ivl_max = 200, 5000
-        socket.heartbeat_ivl, socket.heartbeat_timeout = 1000, 3000
-        try:
-            if curve_keys is not None:
-                secure_client(socket, curve_keys)
-            socket.connect(name)
-        except BaseException:
-            socket.close()  # else its context never ends
-            raise
+        self.zmq_socket = connect_peer(context, name, curve_keys, is_watched=True)
 
     @property
     def is_up(self) -> bool:
