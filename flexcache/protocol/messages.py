@@ -36,7 +36,9 @@ from flexcache.config.model import EngineKeys, KVGroup, ModelConfig, read_dtype
 from flexcache.errors import ConfigError
 from flexcache.ids import (
     MAX_KEY_BYTES,
+    NO_HAND_OVER,
     ROOT_BYTES,
+    HandOver,
     PromptDetail,
     RequestInfo,
     RootId,
@@ -288,6 +290,7 @@ class Match(msgspec.Struct, tag=True, frozen=True):
     ``awaits_loads``: a get that may not wait is to ask again while its blocks are loaded early.
     ``weights``: the generation of the engine's weights that ``root`` is named by.
     ``adapter``: as in `Execute`.
+    ``hand_over``: what a get that awaits loads may wait for besides.
     """
 
     request_id: int
@@ -315,6 +318,7 @@ class Match(msgspec.Struct, tag=True, frozen=True):
     awaits_loads: bool = False
     weights: int = 0
     adapter: str = ""
+    hand_over: HandOver = NO_HAND_OVER
 
 
 class Matched(msgspec.Struct, tag=True, frozen=True):
