@@ -32,7 +32,7 @@ from flexcache.cache.tiers import IndexedKeys
 from flexcache.ids import BlockKey, RootId, TaskKind
 
 MAX_KEYS = 1 << 16
-"""Of one portion, from the prompt's start on."""
+"""Most keys of a portion, from the prompt's start on."""
 LONGEST_AGE_S = 1e9
 
 
@@ -67,7 +67,7 @@ class Portion(msgspec.Struct, frozen=True):
 class _Piece:
     used_s: float
     number: int
-    """Of the run that it ends in, and how many blocks of that belong to it."""
+    """The run that it ends in; ``length`` of its blocks belong to the piece."""
     length: int
     tail: Tail | None = None
 

@@ -95,7 +95,7 @@ class Drain:
         self._is_there = False
         self._open: dict[int, Portion] = {}
         self._again: list[Portion] = []
-        """Of which the peer has taken a part."""
+        """Portions of which the peer has taken a part."""
         self._to_send: list[TakeBlocks] = []
         self._num_sent = 0
         self._line: zmq.Socket[bytes] | None = None
