@@ -39,7 +39,7 @@ TOPIC = b"t"
 
 
 class Publisher:
-    """Does what it is told, when it is told."""
+    """Publishes, loses and answers when the test says so."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], makes_snapshots: bool) -> None:
         self.pub, self.router = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
