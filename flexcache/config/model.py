@@ -323,6 +323,11 @@ class ModelConfig:
         return self._usual_replicas if self.kv_replicas is None else self.kv_replicas
 
     @property
+    def _is_alike(self) -> bool:
+        """Whether all tensor-parallel ranks hold the same KV."""
+        return self.num_replicas == self.tp_size
+
+    @property
     def _usual_replicas(self) -> int:
         return self.tp_size if self.use_mla else max(1, self.tp_size // self.num_kv_heads)
 
@@ -366,12 +371,13 @@ class ModelConfig:
         """Name, in readable form, all that must agree for KV bytes to be interchangeable."""
         attention = "mla" if self.use_mla else "mha"
         groups = ",".join(group.describe() for group in self.groups)
-        ranks = f"tp={self.tp_size}"
+        # Where ranks do not divide the KV, the bytes are those of one rank, whatever their number.
+        ranks = "tp=1" if self._is_alike else f"tp={self.tp_size}"
         if self.pp_size > 1:
             ranks += f",pp={self.pp_size}"
         if self.cp_size > 1:
             ranks += f",cp={self.cp_size}"
-        if self.num_replicas != (self.tp_size if self.use_mla else 1):
+        if not self._is_alike and (self.use_mla or self.num_replicas > 1):
             ranks += f",replicas={self.num_replicas}"
         return (
             f"{self.model_id}|{str(self.dtype).removeprefix('torch.')}|{attention}"

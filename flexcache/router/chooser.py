@@ -183,7 +183,7 @@ class Arrival:
         tried: Names of the workers that were tried already; they come last.
         only: ``HOST:PORT`` of the engines that may be chosen, as in their URLs; None: all. If none
             of them takes requests, the request is not routed (503).
-        may_divide: Whether one engine may compute the prompt, and another the answer.
+        may_divide: Whether the caller can have one engine compute the prompt, another the answer.
     """
 
     request_id: str

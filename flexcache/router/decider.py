@@ -52,7 +52,7 @@ from flexcache.router.roster import Roster
 from flexcache.router.router import KVRouter, prefill_id
 from flexcache.router.stats import LineStats
 from flexcache.router.stored import StoredIds
-from flexcache.router.tokens.body import named_model
+from flexcache.router.tokens.body import may_be_divided, named_model
 from flexcache.router.waiting import is_set_within
 
 T = TypeVar("T")
@@ -314,9 +314,10 @@ class Decider:
             url = await self.stored_ids.find(arrival, self.roster.urls)
             only = None if url is None else (urlsplit(url).netloc,)
         request = await self.read(arrival)
+        may_divide = arrival.may_divide and only is None and self.routing.fleet.has_stages
         terms = Terms(
             tried=arrival.tried, only=only, owner=owner, attempt=len(arrival.tried),
-            may_divide=arrival.may_divide and only is None,
+            may_divide=may_divide and may_be_divided(arrival.method, arrival.path, arrival.body),
         )  # fmt: skip
         decision = await self.decide(request, terms)
         matched = None if request.token_ids is None else decision.matched_tokens

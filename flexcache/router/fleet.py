@@ -133,6 +133,7 @@ class Fleet:
 
     Attributes:
         models: Names of models and adapters that workers list, and of models that they did before.
+        has_stages: Whether some of them compute prompts for others.
     """
 
     def __init__(self) -> None:
@@ -142,7 +143,7 @@ class Fleet:
         self.models: set[str] = set()
         self._masks: dict[str | None, np.ndarray] = {}
         """By model: which workers may be chosen."""
-        self._has_stages = False
+        self.has_stages = False
         self._once_listed: OrderedDict[str, None] = OrderedDict()
         """Models, no adapters, that workers have listed, the latest last."""
 
@@ -275,7 +276,7 @@ class Fleet:
         Args:
             tried: Names of those that are not to be chosen.
         """
-        if not self._has_stages:
+        if not self.has_stages:
             return None
         able = [m for m in self._serving(model) if m.spec.role == "prefill"]
         mask = self._mask([member for member in able if member.spec.name not in tried])
@@ -310,7 +311,7 @@ class Fleet:
 
     def _note_models(self) -> None:
         self._masks.clear()
-        self._has_stages = any(member.spec.role == "prefill" for member in self)
+        self.has_stages = any(member.spec.role == "prefill" for member in self)
         self.models = {*self._once_listed, *(name for member in self for name in member.models)}
 
     def check(self) -> None:

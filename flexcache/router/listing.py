@@ -165,9 +165,7 @@ class Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             cache_url = parse_cache_url(cache_url, host)
         common = [parse_source(text, host) for text in (*entry.shared_events, *self.shared_events)]
         own = [parse_source(text, host) for text in entry.events]
-        step = 0 if entry.transfer == "flexcache" else 1
-        if (entry.peer_port or 0) + step * (entry.data_parallel_size - 1) > _MAX_PORT:
-            raise reject(_PEER_PORT, entry.peer_port, "leaves no port for the last rank")
+        ports = _peer_ports(entry)
         is_one = entry.data_parallel_size == 1
         return tuple(
             WorkerSpec(
@@ -176,7 +174,7 @@ class Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 data_parallel_rank=None if is_one else rank,
                 sources=unique([*(of_rank(source, rank) for source in own), *common]),
                 cache_url=cache_url,
-                peer_port=None if entry.peer_port is None else entry.peer_port + step * rank,
+                peer_port=ports[rank],
                 role=entry.role,
                 transfer=entry.transfer,
             )
@@ -189,6 +187,16 @@ class Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def _urls(self) -> list[tuple[WorkerEntry, WorkerUrl]]:
         return [(entry, WorkerUrl.parse(entry.url)) for entry in self.workers]
+
+
+def _peer_ports(entry: WorkerEntry) -> Sequence[int | None]:
+    """Return the port of each rank."""
+    size, first = entry.data_parallel_size, entry.peer_port
+    if first is None or entry.transfer == "flexcache":
+        return [first] * size
+    if first + size > _MAX_PORT + 1:
+        raise reject(_PEER_PORT, first, "leaves no port for the last rank")
+    return range(first, first + size)
 
 
 LISTING_KEYS = Listing.__struct_fields__

@@ -190,15 +190,12 @@ class KVRouter:
         before = self.running.get(request.request_id)
         if before is not None:  # it moves
             self.holdings.expectations.settle(before)
-        if may_divide and request.token_ids is not None:
-            stages = self._stages(request, prompt, now, eligible, tried)
-            if stages is not None:
-                return self._divided(request, prompt, found, stages, now, len(tried))
+        stages = self._stages(request, prompt, now, eligible, tried) if may_divide else None
+        if stages is not None:
+            return self._divided(request, prompt, found, stages, now, len(tried))
         assumed, holder = self._with_turns(request, prompt) if request.turns else (prompt, None)
         pick, running = self.dispatcher.choose(request.request_id, assumed, now, eligible)
         decision = self._decision(request, prompt, pick, found, now)
-        if (peer := self._richer_peer(request, prompt, pick.worker)) is not None:
-            decision = replace(decision, richer_peer=peer)
         if pick.worker == holder and decision.reason == "load":
             decision = replace(decision, reason="conversation")
         if request.token_ids is not None:
@@ -224,7 +221,7 @@ class KVRouter:
         Only our policy has costs in seconds."""
         prefilling = self.fleet.prefilling(request.model, tried)
         prefilling = None if prefilling is None else self._with_room(prefilling, now)
-        if prefilling is None or self.policy != "ours":
+        if prefilling is None or request.token_ids is None or self.policy != "ours":
             return None
         return self.dispatcher.divide(prompt, now, eligible, prefilling, self.fleet.like)
 
@@ -462,6 +459,7 @@ class KVRouter:
             matched=matched,
             ttft_s=ttft_s,
             reason="load" if request.token_ids is None else pick.reason,
+            richer_peer=self._richer_peer(request, prompt, pick.worker),
             disk_block=self.holdings.disk_block(spec, found, matched[Tier.DISK]),
         )
 

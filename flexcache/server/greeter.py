@@ -226,10 +226,19 @@ class Greeter:
             return Refused(str(error))
         except (RegistrationError, OSError) as error:
             return Refused(str(error), final=False)
-        fingerprint = model.fingerprint(hello.model.tokens_per_block)
-        if cache is None or fingerprint == cache.fingerprint:
+        if cache is None:
             return None
-        return Refused(f"the engine's KV is {fingerprint}, the server holds {cache.fingerprint}")
+        fingerprint = model.fingerprint(hello.model.tokens_per_block)
+        if fingerprint != cache.fingerprint:
+            held = cache.fingerprint
+            return Refused(f"the engine's KV is {fingerprint}, the server holds {held}")
+        if model.num_ranks != cache.model.num_ranks:  # each of them has a share of the host pool
+            return Refused(
+                f"the engine has {model.num_ranks} ranks, this server's have "
+                f"{cache.model.num_ranks}: give each number of ranks a server of its own; they "
+                "share KV by `peers`, SSD directories that one takes over, or a remote store"
+            )
+        return None
 
     def _begin_session(self, identity: bytes, hello: HelloEngine, now: float) -> None:
         state, name = self._state, hello.engine

@@ -194,6 +194,9 @@ def test_a_second_engine_of_the_same_sizes_waits_for_nothing(world: World) -> No
     other = replace(STAGED, pp_size=1)
     [refused] = world.send(b"u", hello_engine("g", "g", b"g", spec=ModelSpec.of(other, 16)))
     assert "pp=2" in refused.reason
+    more = replace(STAGED, tp_size=4, kv_replicas=4)  # the same bytes, but other places
+    [refused] = world.send(b"v", hello_engine("h", "h", b"h", spec=ModelSpec.of(more, 16)))
+    assert "has 8 ranks, this server's have 4" in refused.reason
 
 
 def test_a_rank_beyond_the_engine_is_refused_by_name(world: World) -> None:

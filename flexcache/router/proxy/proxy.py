@@ -61,7 +61,6 @@ from flexcache.router.proxy.engines import (
 )
 from flexcache.router.proxy.transfers import (
     decode_body,
-    may_be_divided,
     prefill_body,
     with_kv_source,
 )
@@ -128,6 +127,12 @@ class RequestLife:
         if error is not None:
             outcome = Outcome.REFUSED if isinstance(error, NotTaken) else Outcome.BROKEN
         self._chooser.ended(request_id, outcome, self.prefill_usage)
+
+    def refused(self) -> None:
+        """End what was begun: another engine may be tried."""
+        self.stop_prefill()
+        if self.choice is not None:
+            self.end(Outcome.REFUSED)
 
     def stop_prefill(self) -> None:
         """End what another engine computes: it is not waited for."""
@@ -324,7 +329,7 @@ class Proxy:
                 path=request.raw_path,
                 headers={n: fields[n] for n in ROUTING_HEADERS if n in fields},
                 body=body,
-                may_divide=may_be_divided(request.method, request.raw_path, body),
+                may_divide=True,
             )
             if is_for_all(arrival.method, arrival.path):
                 passed = headers_to_engine(fields, {REQUEST_ID_HEADER: life.shown_id})
@@ -354,7 +359,9 @@ class Proxy:
                 if error.retry_after is None and failure is not None:
                     error.retry_after = failure.retry_after
                 failure = error
-            arrival = replace(arrival, tried=tuple(life.workers))
+            # What is wrong with a request, the engine that decodes is to say.
+            may_divide = arrival.may_divide and (failure.status or _SERVER_ERROR) >= _SERVER_ERROR
+            arrival = replace(arrival, tried=tuple(life.workers), may_divide=may_divide)
             if failure.is_full:
                 if time.monotonic() > give_up_s:
                     return _not_taken(failure)
@@ -380,29 +387,30 @@ class Proxy:
         except NotRouted as refused:
             return _not_routed(refused) if failure is None else _not_taken(failure)
         life.begin(choice)
-        is_other = choice.worker not in arrival.tried
-        if failure is not None:
-            if not (is_other or failure.may_be_stale or failure.is_full):
-                return _not_taken(failure)  # no other engine is left
-            self.num_retries += is_other  # one that is full is asked ten times a second
+        if failure is not None and not self._may_follow(choice, arrival, failure):
+            return _not_taken(failure)  # no other engine is left
         added = {**choice.headers, REQUEST_ID_HEADER: life.shown_id}
         fields = headers_to_engine(request.headers, added)
-        body = arrival.body if request.body_exists else None
-        if body and choice.fetch_from is not None and choice.prefill is None:
-            body = with_kv_source(arrival.path, body, choice.fetch_from, life.request_id)
         send = partial(self._engines.send, choice.url, arrival.method, arrival.path, fields)
         try:
             if choice.prefill is not None:
                 return await self._divide(request, arrival, life, send)
+            body = arrival.body if request.body_exists else None
+            if body and choice.fetch_from is not None:
+                body = with_kv_source(arrival.path, body, choice.fetch_from, life.request_id)
             return await send(body)
         except NoAnswer as error:
             life.end(Outcome.BROKEN)
             return error_answer(502, str(error))
         except NotTaken:
-            life.stop_prefill()
-            if life.choice is not None:
-                life.end(Outcome.REFUSED)
+            life.refused()
             raise
+
+    def _may_follow(self, choice: Choice, arrival: Arrival, failure: NotTaken) -> bool:
+        """Return whether a choice is of use after a failure, and count it if it is a retry."""
+        is_other = choice.worker not in arrival.tried
+        self.num_retries += is_other  # one that is full is asked ten times a second
+        return is_other or failure.may_be_stale or failure.is_full
 
     async def _divide(
         self, request: web.Request, arrival: Arrival, life: RequestLife,
@@ -439,7 +447,8 @@ class Proxy:
             if choice.worker not in arrival.tried:
                 del life.workers[choice.worker]
             life.workers[first.worker] = None
-            raise NotTaken(f"{first.worker}: {error}") from error
+            status = error.status if isinstance(error, NotTaken) else None
+            raise NotTaken(f"{first.worker}: {error}", status) from error
         finally:
             if sent is not None:
                 sent.cancel()
@@ -465,14 +474,13 @@ class Proxy:
             data = await read_whole(answer)
         except EngineBroke as error:
             raise NoAnswer(str(error)) from error
-        if answer.status >= _SERVER_ERROR:
-            raise NoAnswer(f"status {answer.status}")
-        if answer.status < _FIRST_ERROR:  # else the other says what is wrong with the request
-            self._chooser.first_token(first.request_id)
-            reader = AnswerReader()
-            reader.feed(data)
-            reader.end()
-            life.prefill_usage = reader.usage()
+        if answer.status >= _FIRST_ERROR:
+            raise NotTaken(f"status {answer.status}", answer.status)
+        self._chooser.first_token(first.request_id)
+        reader = AnswerReader()
+        reader.feed(data)
+        reader.end()
+        life.prefill_usage = reader.usage()
         return data
 
     async def _pass_on(

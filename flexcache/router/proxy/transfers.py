@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
 from typing import Any
 
 import msgspec
 
 from flexcache.router.chooser import Source
 from flexcache.router.tokens.body import (
-    CHAT_PATH,
-    COMPLETION_PATH,
-    MESSAGES_PATH,
+    PROMPT_PATHS,
     TRANSFER,
     UNREADABLE,
+    are_ours,
     read_fields,
     read_params,
     with_params,
 )
-
-_PROMPT_PATHS = (CHAT_PATH, COMPLETION_PATH, MESSAGES_PATH)
-"""Those whose prompts are routed by their tokens."""
-
-
-def _are_ours(names: Collection[str]) -> bool:
-    return all(name.startswith("flexcache_") for name in names)
 
 
 def with_kv_source(path: str, body: bytes, source: Source, request_id: str) -> bytes:
@@ -37,19 +28,19 @@ def with_kv_source(path: str, body: bytes, source: Source, request_id: str) -> b
     Args:
         request_id: Names the transfer to both engines; unique.
     """
-    if path.partition("?")[0] not in _PROMPT_PATHS or source.port is None:
+    if path.partition("?")[0] not in PROMPT_PATHS or source.port is None:
         return body
     values: dict[str, Any] = {}
     if source.transfer == "flexcache":
         values["flexcache_source"] = _address(source)
     elif source.transfer == "offloading":
         values["remote_kv_source"] = _kv_request(source, request_id)
-    return with_params(body, values, _are_ours) if values else body
+    return with_params(body, values, are_ours) if values else body
 
 
 # -- a request that is divided between two engines -------------------------------------------------
 #
-#                what the engine that computes is told        and the one that decodes
+#                the engine that computes hears               the one that decodes hears
 #     flexcache   that another waits                           where, and how long to wait
 #     offloading  the transfer's name                          the name, and where
 #     sglang      a room at the bootstrap server               the same
@@ -67,20 +58,6 @@ _OF_ANSWERS = (
 )  # fmt: skip
 """What the engine that computes the prompt need not know. It is left out: some of it makes a
 request of one token invalid."""
-
-
-def may_be_divided(method: str, path: str, body: bytes) -> bool:
-    """Return whether one engine may compute a request's prompt and another its answer. Never
-    raises."""
-    if method != "POST" or path.partition("?")[0] not in _PROMPT_PATHS:
-        return False
-    try:
-        fields = read_fields(body)
-        params = read_params(fields.get(TRANSFER, b"null")) or {}
-    except UNREADABLE:
-        return False
-    # With these an engine computes the prompt, whatever its cache has.
-    return _are_ours(params) and not {"prompt_logprobs", "echo"} & fields.keys()
 
 
 def prefill_body(body: bytes, source: Source, request_id: str) -> bytes:
@@ -106,7 +83,7 @@ def prefill_body(body: bytes, source: Source, request_id: str) -> bytes:
             params = _NIXL_PREFILL
         case "sglang":
             fields.update(_room(source, request_id))
-    return with_params(msgspec.json.encode(fields), params, _are_ours)
+    return with_params(msgspec.json.encode(fields), params, are_ours)
 
 
 def decode_body(
@@ -136,7 +113,7 @@ def decode_body(
         case "sglang":
             fields = read_fields(body)
             return msgspec.json.encode({**fields, **_room(source, request_id)})
-    return with_params(body, params, _are_ours)
+    return with_params(body, params, are_ours)
 
 
 def _raw(value: Any) -> msgspec.Raw:

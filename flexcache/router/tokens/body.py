@@ -43,6 +43,8 @@ COMPLETION_PATH = "/v1/completions"
 MESSAGES_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
 CHAT_PATHS = (CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH)
+PROMPT_PATHS = (CHAT_PATH, COMPLETION_PATH, MESSAGES_PATH)
+"""Those of requests that may say from where KV comes."""
 
 TOKENS_PER_MEDIUM = 576
 """For estimates: an image of 336 by 336 pixels in patches of 14."""
@@ -418,3 +420,22 @@ def with_params(
         return body
     fields[TRANSFER] = msgspec.Raw(msgspec.json.encode({**params, **values}))
     return msgspec.json.encode(fields)
+
+
+def are_ours(names: Collection[str]) -> bool:
+    """Return whether all fields of ``kv_transfer_params`` are hints for FlexCache."""
+    return all(name.startswith("flexcache_") for name in names)
+
+
+def may_be_divided(method: str, path: str, body: bytes) -> bool:
+    """Return whether one engine may compute a request's prompt and another its answer. Never
+    raises."""
+    if method != "POST" or path.partition("?")[0] not in PROMPT_PATHS:
+        return False
+    try:
+        fields = read_fields(body)
+        params = read_params(fields.get(TRANSFER, b"null")) or {}
+    except UNREADABLE:
+        return False
+    # With these an engine computes the prompt, whatever its cache has.
+    return are_ours(params) and not {"prompt_logprobs", "echo"} & fields.keys()
