@@ -73,9 +73,9 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 77_600,
-    "files of the package": 261,
-    "lines of the router": 16_000,
+    "lines of the package": 78_250,
+    "files of the package": 262,
+    "lines of the router": 16_510,
     "modules under 120 lines with one importer": 2,
     "class names that several classes have": 2,
     "functions with too many parameters": 5,
