@@ -73,15 +73,15 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 76_700,
-    "files of the package": 259,
+    "lines of the package": 77_010,
+    "files of the package": 260,
     "lines of the router": 16_000,
     "modules under 120 lines with one importer": 2,
     "class names that several classes have": 2,
     "functions with too many parameters": 5,
     "functions more complex than 12": 34,
     "types of messages": 66,
-    "settings of the cache": 52,
+    "settings of the cache": 53,
     "settings of the router": 33,
     "metrics": 123,
 }
