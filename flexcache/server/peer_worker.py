@@ -40,6 +40,7 @@ from flexcache.protocol.messages import AskLoan, GiveBack, Loan
 from flexcache.protocol.trust import secure_client
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.pieces import Parts, checksum
+from flexcache.storage.shards import shards_of_block
 from flexcache.transfer.messages import (
     BlockNames,
     Done,
@@ -95,8 +96,7 @@ class _Pool:
         self.block_bytes = sum(shard_bytes)
 
     def pieces(self, block: int) -> Parts:
-        sizes = self._sizes
-        return [s.block(block)[:size] for s, size in zip(self._segments, sizes, strict=True)]
+        return shards_of_block(self._segments, self._sizes, block)
 
 
 # -- what peers read here -------------------------------------------------------------------------
