@@ -18,6 +18,7 @@ A Hello may be repeated while the server is still considering it.
     peer: another host's server, and its peer worker
       FindBlocks -> FoundBlocks
       AskLoan -> Loan,  GiveBack ->
+      TakeBlocks -> TookBlocks
 """
 
 from __future__ import annotations
@@ -573,7 +574,35 @@ class GiveBack(msgspec.Struct, tag=True, frozen=True):
     token: bytes
 
 
-FromPeer = FindBlocks | AskLoan | GiveBack
+class TakeBlocks(msgspec.Struct, tag=True, frozen=True):
+    """Read blocks of a prompt from ``cache``, which goes; as of a `Portion`. Answered once what the
+    peer wants of them is there.
+
+    ``identity``: digests of model and layout, as in a `KVIdentity`.
+    """
+
+    request_id: int
+    cache: bytes
+    identity: bytes
+    root: bytes
+    keys: bytes
+    key_bytes: int
+    age_s: float
+    num_units: int = 0
+
+
+class TookBlocks(msgspec.Struct, tag=True, frozen=True):
+    """So many of the prompt's blocks are in DRAM now, and its tail if that was wanted. So many were
+    read for this. ``refusal`` says why no such request is taken at all."""
+
+    request_id: int
+    num_blocks: int = 0
+    has_tail: bool = False
+    num_read: int = 0
+    refusal: str = ""
+
+
+FromPeer = FindBlocks | AskLoan | GiveBack | TakeBlocks
 SessionRequest = Match | Promise | Clear | Control | SessionHint | NewWeights | CheckInvariants
 """Requests that need a session."""
 Request = SessionRequest | GetStats
