@@ -73,7 +73,7 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 77_600,
+    "lines of the package": 77_900,
     "files of the package": 261,
     "lines of the router": 16_000,
     "modules under 120 lines with one importer": 2,
@@ -81,7 +81,7 @@ CEILINGS = {
     "functions with too many parameters": 5,
     "functions more complex than 12": 34,
     "types of messages": 68,
-    "settings of the cache": 52,
+    "settings of the cache": 53,
     "settings of the router": 33,
     "metrics": 124,
 }
