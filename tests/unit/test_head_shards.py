@@ -268,7 +268,7 @@ STATES = (KVGroup("full", 16), KVGroup("state", 16))
         ({"store_shards": 2, "groups": STATES}, "store_shards = 2: must be 1, or unset: .*states"),
         ({"store_shards": 2, "groups": STATES, "use_mla": True}, "store_shards = 2: .*states"),
         ({"store_shards": 8, "tp_size": 4, "groups": STATES}, "store_shards = 8: must be 4"),
-        ({"store_shards": 4, "tp_size": 2, "cp_size": 2, "sized_by_ranks": True}, "more than heads"),
+        ({"store_shards": 4, "tp_size": 2, "cp_size": 2, "sized_by_ranks": True}, "than heads"),
         ({"store_shards": 8, "tp_size": 4, "kv_replicas": 2}, "store_shards = 8: must be 2"),
     ],
 )
