@@ -313,6 +313,15 @@ class LoanStats(Counters):
     )] = 0  # fmt: skip
     refused: Annotated[int, counter("peer_loans", "", outcome="refused")] = 0
     expired: Annotated[int, counter("peer_loans", "", outcome="expired")] = 0
+    moved: Annotated[int, counter(
+        "peer_drained_blocks",
+        "Blocks of drains: moved to another host, there already, left here; and taken over from "
+        "another host.",
+        outcome="moved",
+    )] = 0  # fmt: skip
+    there: Annotated[int, counter("peer_drained_blocks", "", outcome="there")] = 0
+    left: Annotated[int, counter("peer_drained_blocks", "", outcome="left")] = 0
+    taken: Annotated[int, counter("peer_drained_blocks", "", outcome="taken")] = 0
 
 
 # -- sessions of users -----------------------------------------------------------------------------

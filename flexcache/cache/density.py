@@ -149,6 +149,12 @@ class DensityQueue(EvictionQueue):
     def worth_of_hold(self, hold_s: float, now: float) -> float:
         return now - hold_s if self.ranking.is_lru else 1.0 / max(hold_s, _SHORTEST_HOLD_S)
 
+    def worth_at(self, age_s: float, now: float) -> float:
+        if self.ranking.is_lru:
+            return now - age_s
+        # Of the kind that blocks have of which no prompt is known.
+        return self.ranking.worths[0][bisect_right(self.ranking.edges, age_s)]
+
     def add(self, entry: Entry) -> None:
         """Add a tail that is not in the queue. O(log n)."""
         kind = entry[2]

@@ -245,6 +245,11 @@ class EvictionQueue(ABC):
         """Return what blocks are worth that are held so long for each use."""
         return math.inf
 
+    def worth_at(self, age_s: float, now: float) -> float:
+        """Return what blocks are worth that were last used this long ago, elsewhere; in a policy
+        without worths nothing is evicted for them."""
+        return -math.inf
+
     def check(self, queued: set[Entry]) -> None:
         """Raise `InternalError` if the queue has others than these entries, or an invariant does
         not hold. O(entries)."""
@@ -279,6 +284,9 @@ class LruQueue(EvictionQueue):
 
     def worth_of_hold(self, hold_s: float, now: float) -> float:
         return now - hold_s  # age stands for the time to the next use
+
+    def worth_at(self, age_s: float, now: float) -> float:
+        return now - age_s
 
     def check(self, queued: set[Entry]) -> None:
         super().check(queued)

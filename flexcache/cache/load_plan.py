@@ -153,13 +153,16 @@ class TailLoads:
         # What another task brings is read into units of its own: to wait would tie it to that task.
         if tier is not self._host:
             if not self._host.is_tail_in_flight(keys.root, planned.key, count):
-                planned.staging = self._host.reserve_tail(keys.root, planned.key, count)
+                planned.staging = self._host.reserve_tail(
+                    keys.root, planned.key, count, retain_s=-plan.age_s
+                )
             else:  # another task is loading it
                 planned.staging = self._host.reserve_private(keys.root, count)
             if planned.staging is None or len(planned.staging) < count:
                 return False
             if not is_use:
-                planned.staging.used_s = np.array([found.tail.used])
+                used_s = min(found.tail.used, self._tiers.now - plan.age_s)
+                planned.staging.used_s = np.array([used_s])
             planned.units = planned.staging.blocks.copy()
         if plan.kind is TaskKind.GET:
             planned.num_copied = count
@@ -300,7 +303,7 @@ class LoadPlanner:
     def _add_blocks(self, plan: Plan, keys: BlockKeys, start: int, stop: int) -> None:
         """Load the cached part of blocks ``[start, stop)``."""
         is_use = plan.kind is TaskKind.GET  # a prefetch may be for nothing
-        on_host = self._host.match(keys, is_use=is_use)
+        on_host = self._host.match(keys, retain_s=-plan.age_s, is_use=is_use)
         num_cached = on_host.num_blocks
         covered = min(num_cached, stop)
         segments: list[_Segment] = []
@@ -309,7 +312,7 @@ class LoadPlanner:
                 break
             if tier.name in self._tiers.unavailable:
                 continue
-            match = tier.match(keys, is_use=is_use)
+            match = tier.match(keys, retain_s=-plan.age_s, is_use=is_use)
             num_cached = max(num_cached, match.num_blocks)
             # Of what faster tiers have, nothing is read again: one supplies what lies behind.
             begin, end = max(covered, start), min(match.num_blocks, stop)
@@ -388,7 +391,9 @@ class LoadPlanner:
         if attaches and not self._host.num_in_flight(keys, begin, begin + 1):
             hold_s = None if plan.terms is None else plan.terms.hold_s
             outlook = self._tiers.recall(keys)
-            plan.staging = self._host.reserve(keys, begin, stop, outlook, hold_s=hold_s)
+            plan.staging = self._host.reserve(
+                keys, begin, stop, outlook, retain_s=-plan.age_s, hold_s=hold_s
+            )
             if plan.staging.is_refused:
                 plan.skipped[plan.staging.why_short("host")] = stop - begin - len(plan.staging)
         else:
@@ -398,7 +403,7 @@ class LoadPlanner:
             plan.staging = self._host.reserve_private(keys.root, stop - begin)
         if plan.kind is TaskKind.PREFETCH:
             # What a load ahead brings is as old on the host as where it comes from.
-            plan.staging.used_s = _last_used(segments)
+            plan.staging.used_s = _last_used(segments, self._tiers.now - plan.age_s)
         staged = plan.staging.blocks.copy()
         plan.stop = begin + len(staged)
         for tier, match, low, high in segments:
@@ -431,8 +436,8 @@ def _of_peer(names: BlockNames, tier: Tier, block: np.int64, tail: bytes = b"") 
     return msgspec.structs.replace(names, peer=peer, tail=tail) if peer else names
 
 
-def _last_used(segments: list[_Segment]) -> Seconds | None:
+def _last_used(segments: list[_Segment], latest_s: float) -> Seconds | None:
     """Return when the blocks that lower tiers supply were last used, where that matters."""
     times = [(s.tier.last_used(s.match, s.begin), s) for s in segments]
     pieces = [t[: s.end - s.begin] for t, s in times if t is not None]
-    return np.concatenate(pieces) if pieces else None
+    return np.minimum(np.concatenate(pieces), latest_s) if pieces else None

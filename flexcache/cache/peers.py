@@ -46,6 +46,8 @@ GRACE_S = 1.0
 """How much longer the owner keeps it."""
 LENT_SHARE = 1 / 4
 """Share of DRAM that loans may hold at once: a prompt's blocks, from its start to the last lent."""
+DRAINED_SHARE = 3 / 4
+"""Likewise while the host hands over what it has."""
 _MAX_LOANS = 64  # of one peer
 _MAX_COMING = 4096
 _TOKEN_BYTES = 16
@@ -203,6 +205,8 @@ class PeerLoans:
         """A heap; those of loans that have ended stay until they are due."""
         self._held = PinnedBlocks(lambda root: 0)
         self._tiers = tiers
+        self.is_draining = False
+        """Whether this host hands over what it has: then its own engines come after peers."""
         self._left: tuple[Lease, float] | None = None
         """Blocks of former loans, and until when they are not used again."""
         self.max_blocks = int(LENT_SHARE * tiers.host.capacity)
@@ -223,7 +227,7 @@ class PeerLoans:
         Returns:
             With -1 for no tail.
         """
-        if not self._is_shared(root):
+        if not self.is_shared(root):
             return 0, -1, 0
         contains, low, high = self._host.index.contains, 0, keys.num_blocks
         # Closed under prefixes. Mostly all of them are here, or none.
@@ -257,7 +261,7 @@ class PeerLoans:
         Returns:
             None if there is nothing to read.
         """
-        if not keys or not self._is_shared(root):
+        if not keys or not self.is_shared(root):
             return None
         token, ends_s = secrets.token_bytes(_TOKEN_BYTES), now + LOAN_S + GRACE_S
         if tail is not None:
@@ -275,7 +279,8 @@ class PeerLoans:
         # Counted first, and taken back if that is too many: what loans share counts once.
         self._hold(loan)
         # A refusal is a miss for one peer. Else peers could pin all that our engines need.
-        if self._held.num_blocks > self.max_blocks or self._of_peers[peer] >= _MAX_LOANS:
+        limit = int(DRAINED_SHARE * self._host.capacity) if self.is_draining else self.max_blocks
+        if self._held.num_blocks > limit or self._of_peers[peer] >= _MAX_LOANS:
             self._let_go(loan)
             self.counters.refused += 1
             return None
@@ -347,7 +352,7 @@ class PeerLoans:
     def stats(self) -> LoanStats:
         return self.counters.snapshot(open=len(self._loans), blocks=self._held.num_blocks)
 
-    def _is_shared(self, root: RootId) -> bool:
+    def is_shared(self, root: RootId) -> bool:
         """Whether peers mean the same by a root: after a clear its blocks here may be of other
         weights under the same name."""
         return self._names is not None and self._names.root_at_store(root) == root

@@ -81,11 +81,13 @@ class EarlyTerms(NamedTuple):
         num_blocks: At most this many are loaded.
         wait_s: How long its request is likely to wait before it asks.
         hold_s: How long DRAM holds its blocks for each use that is made of them, on average.
+        age_s: How long ago its blocks were last used, elsewhere; they are no more recent here.
     """
 
     num_blocks: int
     wait_s: float
     hold_s: float
+    age_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -182,6 +184,11 @@ class Plan:
     @property
     def num_blocks(self) -> int:
         return self.stop - self.start
+
+    @property
+    def age_s(self) -> float:
+        """How long ago its blocks were last used."""
+        return 0.0 if self.terms is None else self.terms.age_s
 
     @property
     def offset(self) -> int:

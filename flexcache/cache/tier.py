@@ -258,7 +258,7 @@ class Tier:
 
         Args:
             outlook: Kinds of the prompt's blocks, if known.
-            retain_s: Once published, they count as used this much later.
+            retain_s: Once published, they count as used this much later; or earlier, if negative.
             hold_s: Of blocks that are loaded early: how long they are held for each use. None is
                 evicted for them that is likely to be used sooner.
         """
@@ -325,17 +325,17 @@ class Tier:
         flight = self._flights.get(root)
         return flight is not None and tail_keys(key, count)[0] in flight.owners
 
-    def reserve_tail(self, root: RootId, key: BlockKey, count: int) -> Lease | None:
-        """Reserve ``count`` units for the tail behind the block ``key``.
-
-        None if there is no room for all of it.
-        """
+    def reserve_tail(
+        self, root: RootId, key: BlockKey, count: int, retain_s: float = 0.0
+    ) -> Lease | None:
+        """Reserve ``count`` units for the tail behind the block ``key``; None if there is no room
+        for all of it. ``retain_s``: as in `reserve`."""
         names = tail_keys(key, count)
         lease = self._reserve(root, None, count, lambda n: names[:n])
         if len(lease) < count:
             self.release(lease)
             return None
-        lease.tail = Tail(root, key, lease.blocks)
+        lease.tail, lease.retain_s = Tail(root, key, lease.blocks), retain_s
         return lease
 
     def publish(self, lease: Lease, count: int) -> None:
@@ -581,11 +581,8 @@ class Tier:
 
     def _allocate(self, root: RootId, count: int, below: float = math.inf) -> BlockIds:
         """Take free blocks, and evict as many as are missing, of those that are worth less than
-        ``below``. Before that, blocks that are only expected go: they are the oldest.
-
-        Evicted blocks are handed over directly: through the free stack they would cost twice as
-        much.
-        """
+        ``below``. Before that, blocks that are only expected go: they are the oldest."""
+        # Evicted blocks are handed over directly: by the free stack they would cost twice as much.
         num_free, blocks = self.pool.num_free, NO_BLOCKS
         if count > num_free and len(self._expected):
             num_free += len(self._give_up(count - num_free))
@@ -624,6 +621,14 @@ class Tier:
                     missing = min(missing, quotas.room(tenant))
         return np.concatenate(pieces)
 
+    def make_room(self, root: RootId, count: int, age_s: float) -> None:
+        """Have ``count`` blocks free, if a root's tenant has so many that are worth less than what
+        was last used this long ago."""
+        tenant = 0 if self.quotas is None else self.quotas.tenant(root)
+        if (missing := count - self.pool.num_free) > 0:
+            below = self.index.queues[tenant].worth_at(age_s, self._now)
+            self._take_from(tenant, missing, 0, below)
+
     def _take_from(self, tenant: int, count: int, wanted: int, below: float) -> BlockIds:
         """Evict ``count`` blocks of a tenant if possible; return ``wanted`` at most.
 
@@ -643,17 +648,14 @@ class Tier:
 
     def _evict_with_tails(self, count: int, below: float, tenant: int) -> BlockIds:
         """Remove ``count`` unheld blocks of a tenant if possible, and a few more if the last are a
-        tail's.
-
-        A tail goes before blocks that were used no earlier: without them it would be useless.
-        """
-        pieces = [NO_BLOCKS]
+        tail's. A tail goes before blocks used no earlier: without them it would be useless."""
+        pieces, worth_at = [NO_BLOCKS], self.index.queues[tenant].worth_at
         while count > 0:
             due = self.tails.next_due(tenant)
             pieces.append(self.index.evict(count, due, below, tenant))
             count -= len(pieces[-1])
             # Without a tail that may go, the index has given all that it can.
-            if due == math.inf:
+            if due == math.inf or worth_at(self._now - due, self._now) >= below:
                 break
             if count > 0:
                 pieces.append(self.tails.evict(tenant))

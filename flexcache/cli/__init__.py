@@ -14,7 +14,8 @@ app = typer.Typer(
     help="A KV-cache memory hierarchy for LLM serving.",
 )
 for command in (
-    server.server, status.status, config.config, doctor.doctor, bench.bench, trace.replay
+    server.server, status.status, config.config, doctor.doctor, bench.bench, trace.replay,
+    cache.drain,
 ):  # fmt: skip
     app.command()(command)
 app.add_typer(cache.app, name="cache")

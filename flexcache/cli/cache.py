@@ -1,4 +1,5 @@
-"""`flexcache cache`: look up, pin and delete what is cached, by the HTTP API of a server."""
+"""`flexcache cache`, `flexcache drain`: look up, pin, delete, hand over what is cached, by the HTTP
+API of a server."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from typing import Annotated, Any
 from urllib.error import HTTPError
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeElapsedColumn
 
 from flexcache.cli.status import answer_of
 from flexcache.errors import ConfigError, FlexCacheError
@@ -20,6 +23,7 @@ from flexcache.terminal import user_errors
 app = typer.Typer(no_args_is_help=True, help="What is cached: look it up, pin it, delete it.")
 
 _TIMEOUT_S = 60.0
+_POLL_S = 0.2
 _MOST_BYTES = 1 << 20
 _REFUSED = 3
 
@@ -117,6 +121,63 @@ def delete(
         _show(found, found["deleted_blocks"], "blocks deleted", as_json)
 
 
+def drain(
+    to: Annotated[str | None, typer.Option(
+        help="The peer_endpoint of the cache that takes the blocks: tcp://HOST:PORT.",
+    )] = None,
+    seconds: Annotated[float, typer.Option(help="How long it may take.", min=0.1)] = 60.0,
+    num_bytes: Annotated[int | None, typer.Option(
+        "--bytes", help="How many bytes may be moved. Default: all.", min=1,
+    )] = None,
+    stop: Annotated[bool, typer.Option("--stop", help="Stop the drain that is under way.")] = False,
+    endpoint: _Endpoint = None,
+    as_json: _AsJson = False,
+) -> None:  # fmt: skip
+    """Hand what this cache has in DRAM to a peer, hottest first, before its host goes.
+
+    The peer reads it, and pushes out nothing for it that was used later. Ctrl-C stops it. The exit
+    status is 1 if it fails; what time or bytes have left is no failure.
+    """
+    with user_errors():
+        if (to is None) is not stop:
+            raise ConfigError("give either --to tcp://HOST:PORT or --stop")
+        body = {"to": to, "seconds": seconds, "bytes": num_bytes} if to else {"to": None}
+        found = _post(endpoint, "drain", body)
+        if found is not None and not stop:
+            found = _follow_drain(endpoint, found, is_shown=not as_json)
+        if as_json:
+            typer.echo(json.dumps(found))
+        elif found is None:
+            typer.echo("there was no drain")
+        else:
+            typer.echo(
+                f"{found['state']}: {found['moved_blocks']:,} blocks moved "
+                f"({found['moved_bytes'] / 1e9:,.2f} GB), {found['there_blocks']:,} were there, "
+                f"{found['left_blocks']:,} left, {found['seconds']:.1f} s"
+            )
+        if found is not None and found["state"] == "failed":
+            raise FlexCacheError(found["error"])
+
+
+def _follow_drain(endpoint: str | None, found: dict[str, Any], is_shown: bool) -> dict[str, Any]:
+    """Show how a drain goes until it has ended; return how."""
+    columns = (
+        "{task.description}", BarColumn(), TaskProgressColumn(), "{task.fields[moved]:.2f} GB",
+        TimeElapsedColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), disable=not is_shown) as bar:
+        task = bar.add_task(f"to {found['to']}", total=found["total_blocks"], moved=0.0)
+        while found["state"] == "running":
+            try:
+                time.sleep(_POLL_S)
+                found = _post(endpoint, "drain")
+            except KeyboardInterrupt:
+                found = _post(endpoint, "drain", {"to": None})
+            num_gone = found["moved_blocks"] + found["there_blocks"]
+            bar.update(task, completed=num_gone, moved=found["moved_bytes"] / 1e9)
+    return found
+
+
 def _named(
     tokens: str | None, keys: str | None, namespace: list[str] | None, session: str | None = None
 ) -> dict[str, Any]:
@@ -153,18 +214,18 @@ def _words(path: str) -> list[str]:
     return words
 
 
-def _post(endpoint: str | None, call: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Call a cache by HTTP; return the answer.
+def _post(endpoint: str | None, call: str, body: dict[str, Any] | None = None) -> Any:
+    """Call a cache by HTTP; return the answer. Without a body it is a GET.
 
     Raises:
         FlexCacheError: It refuses; the message says why.
     """
     url = _address(endpoint)
-    token, content = os.environ.get("FLEXCACHE_HTTP_TOKEN") or None, json.dumps(body).encode()
+    token = os.environ.get("FLEXCACHE_HTTP_TOKEN") or None
+    content = None if body is None else json.dumps(body).encode()
     try:
         with answer_of(url, f"/cache/{call}", token, _TIMEOUT_S, content) as answer:
-            found: dict[str, Any] = json.loads(answer.read(_MOST_BYTES))
-            return found
+            return json.loads(answer.read(_MOST_BYTES))
     except HTTPError as error:
         with error:
             text = error.read(_MOST_BYTES).decode(errors="replace")

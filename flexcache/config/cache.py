@@ -199,6 +199,13 @@ class CacheConfig:
         "`team-a=50%,team-b=20GB/200GB,*=10%` (with a slash: DRAM/SSD; `*`: all others together). "
         "What is unused may be borrowed, and is given back first.",
     )
+    store_shards: Count | None = setting(
+        None,
+        "Parts in which blocks are stored, each some of the KV heads: then engines of other "
+        "tensor-parallel sizes find them, in a peer's DRAM, on SSD and in the remote store. A "
+        "multiple of each of these sizes that divides the KV heads. Unset: the engine's own size. "
+        "Models with states only take that.",
+    )
     endpoint: str | None = setting(
         None,
         "Address of a server that engines share, `ipc://PATH` or `tcp://HOST:PORT`. Unset: "

@@ -2,7 +2,8 @@
 
 Batches are numbered. After a gap in the numbers, and after every connect, the subscriber requests
 the missing batches; those that the publisher no longer has are reported as lost. A repeated number
-with different content means that the publisher restarted. For one thread.
+with different content means that the publisher restarted. For one thread, which may follow many
+publishers by `BatchSubscriber.step`: none of them has it wait.
 
 Where the publisher makes snapshots, and the subscriber wants them, a snapshot replaces the batches
 that are not known from the first on: at the first connect, after a restart, and where a replay does
@@ -12,14 +13,16 @@ not reach back.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 import zmq
@@ -39,59 +42,32 @@ from flexcache.logs import log_event
 logger = logging.getLogger(__name__)
 
 _MAX_SOCKETS = 65_535
-
-
-class SnapshotReader:
-    """Requests the pages of one snapshot, one after another."""
-
-    def __init__(self, endpoint: str, timeout_s: float, topic: bytes) -> None:
-        self._timeout_s = timeout_s
-        self._topic = topic
-        self._cursor: int | None = 0
-        self._publisher: bytes | None = None
-        self._socket = _connected(endpoint)
-
-    def read(self) -> tuple[Page, bytes] | None:
-        """Return the next page and its topic; None if the publisher makes none, or is not the one
-        that made the pages before."""
-        assert self._cursor is not None
-        request = pack_request(self._cursor)
-        self._socket.send_multipart([b"", request])
-        if not self._socket.poll(int(self._timeout_s * 1000)):
-            return None
-        frames = self._socket.recv_multipart()
-        if len(frames) != 4 or frames[2] != request or not frames[1].startswith(self._topic):
-            return None
-        try:
-            page = msgspec.msgpack.decode(frames[3], type=Page)
-        except msgspec.MsgspecError:
-            return None
-        if self._publisher not in (None, page.publisher):
-            return None
-        self._publisher, self._cursor = page.publisher, page.cursor
-        return page, frames[1]
-
-    def close(self) -> None:
-        """Close the socket. Idempotent."""
-        self._socket.close(linger=0)
+_MAX_MESSAGE = 128 << 20  # a batch is decoded at once: a larger one would hold up all others
+_MAX_REPLAY = 512 << 20
+_MAX_REPLAYED = 100_000  # batches: one that goes on sending would take all memory
 
 
 def make_socket(kind: int, endpoint: str) -> zmq.Socket[bytes]:
     """Return a socket that can be connected to the endpoint."""
     socket = _context(os.getpid()).socket(kind)
     socket.ipv6 = "[" in endpoint
+    socket.maxmsgsize = _MAX_MESSAGE
     return socket
 
 
-def _connected(endpoint: str) -> zmq.Socket[bytes]:
+@contextmanager
+def _asking(endpoint: str) -> Iterator[zmq.Socket[bytes]]:
+    """Yield a socket of its own for a replay or a snapshot: a late answer to an earlier request
+    must not interfere."""
     socket = make_socket(zmq.DEALER, endpoint)
     socket.rcvhwm = 0
     try:
         socket.connect(endpoint)
+        yield socket
     except zmq.ZMQError as error:
-        socket.close(linger=0)
         raise ConfigError(f"address of KV events {endpoint!r}: {error.strerror}") from None
-    return socket
+    finally:
+        socket.close(linger=0)
 
 
 @cache
@@ -106,6 +82,28 @@ T = TypeVar("T")
 S = TypeVar("S", bound="BatchSubscriber[Any]")
 
 _RECEIVE_QUEUE = 100_000  # batches queued here while the caller is busy
+
+
+class Wait(NamedTuple):
+    """What a subscriber waits for: a message on one of the sockets, or a (monotonic) time.
+
+    Attributes:
+        until_s: None: however long it takes; then no request is open.
+    """
+
+    sockets: tuple[zmq.Socket[bytes], ...]
+    until_s: float | None = None
+
+    def poll(self, timeout_ms: int) -> list[Any]:
+        """Return the sockets that have a message, as soon as one has."""
+        found = zmq.zmq_poll([(socket, zmq.POLLIN) for socket in self.sockets], timeout_ms)
+        return [socket for socket, _ in found]
+
+
+_GO_ON = Wait((), 0.0)
+Steps = Generator[Wait, list[Any], T]
+"""Work that is interrupted where something must arrive, and between its longer parts. It gets
+the sockets that have a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +168,9 @@ class BatchSubscriber(Generic[T]):
 
     Attributes:
         num_connects: How often a connection to the publisher was made.
-        is_connected: Whether there is one, as far as `receive` has noticed.
+        is_connected: Whether there is one, as far as `step` has noticed.
+        news: What was found and not taken yet, for callers of `step`.
+        waits: What the next step waits for.
 
     Raises:
         ConfigError: An address cannot be used.
@@ -194,8 +194,6 @@ class BatchSubscriber(Generic[T]):
         self._replay_timeout_s = replay_timeout_s
         self._topic = topic.encode()
         self._wants_snapshots = snapshots
-        self._snapshot: SnapshotReader | None = None
-        """The snapshot that is being read."""
         self._covered = 0
         """Batches before this one are in a snapshot, or lost; they may also arrive late."""
         self._next = 0
@@ -203,7 +201,8 @@ class BatchSubscriber(Generic[T]):
         """Payload of the batch before ``_next``."""
         self._replayed: dict[int, int] = {}
         """Replayed batches, which may also arrive regularly, with their payloads' hashes."""
-        self._news: deque[BatchNews[T]] = deque()
+        self._must_catch_up = False
+        self.news: deque[BatchNews[T]] = deque()
         self._socket = make_socket(zmq.SUB, endpoint)
         self._socket.rcvhwm = _RECEIVE_QUEUE
         self._socket.subscribe(topic)
@@ -214,13 +213,13 @@ class BatchSubscriber(Generic[T]):
         self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         )
+        self._steps = self._follow()
+        self.waits: Wait = next(self._steps)
         try:
             (self._socket.bind if "*" in endpoint else self._socket.connect)(endpoint)
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(f"address of KV events {endpoint!r}: {error.strerror}") from None
-        self._poller = zmq.Poller()
-        self.register(self._poller)
 
     def __enter__(self: S) -> S:
         return self
@@ -246,25 +245,36 @@ class BatchSubscriber(Generic[T]):
         Takes longer if missed batches have to be requested and the publisher does not answer.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self._news:
-            if self._snapshot is not None:
-                self._continue_snapshot(self._snapshot)
+        while not self.news:
+            if self.step():
                 continue
-            wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready = dict(self._poller.poll(None if wait_s is None else int(wait_s * 1000)))
-            if self._monitor in ready:
-                self._take_monitor_event()
-            elif self._socket in ready:
-                self._take_message(self._socket.recv_multipart())
-            elif deadline is not None and time.monotonic() >= deadline:
+            until_s, now = self.waits.until_s, time.monotonic()
+            if until_s is None and deadline is not None and now >= deadline:
                 return None
-        return self._news.popleft()
+            end = deadline if until_s is None else until_s
+            self.waits.poll(-1 if end is None else max(0, math.ceil((end - now) * 1000)))
+        return self.news.popleft()
+
+    def step(self) -> bool:
+        """Do a part of what there is to do, if there is anything, without waiting: take a message,
+        or one of an answer. Returns whether there was; `news` may have grown."""
+        ready, until_s = self.waits.poll(0), self.waits.until_s
+        if not ready and (until_s is None or time.monotonic() < until_s):
+            return False
+        try:
+            self.waits = self._steps.send(ready)
+        except BaseException:
+            self._steps = self._follow()
+            self.waits = next(self._steps)
+            raise
+        return True
 
     def catch_up(self) -> None:
-        """Request everything since the last batch. Without this call, a batch lost during a
+        """Have everything since the last batch requested. Without this call, a batch lost during a
         connection is noticed only when the next one arrives."""
-        if self._last_payload is not None or not self._begin_snapshot():
-            self._take_replay()
+        self._must_catch_up = True
+        if self.waits.until_s is None:
+            self.waits = _GO_ON
 
     def register(self, poller: zmq.Poller) -> None:
         """Make a poller wake when `receive` may have something."""
@@ -273,23 +283,32 @@ class BatchSubscriber(Generic[T]):
 
     def close(self) -> None:
         """Close the sockets. Idempotent."""
-        if self._snapshot is not None:
-            self._snapshot.close()
+        self._steps.close()
         if not self._socket.closed:
             self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
 
-    def _take_monitor_event(self) -> None:
-        event = recv_monitor_message(self._monitor)["event"]
-        self.is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-        if self.is_connected:
-            self.num_connects += 1
-            self.catch_up()
+    def _follow(self) -> Steps[None]:
+        idle = Wait((self._monitor, self._socket))
+        while True:
+            if self._must_catch_up:
+                self._must_catch_up = False  # first: should this fail, the next connect repeats it
+                if self._last_payload is not None or not (yield from self._read_snapshot()):
+                    yield from self._take_replay()
+                continue
+            ready = yield idle
+            if self._monitor in ready:
+                event = recv_monitor_message(self._monitor)["event"]
+                self.is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                self.num_connects += self.is_connected
+                self._must_catch_up |= self.is_connected
+            elif ready:
+                yield from self._take_message(self._socket.recv_multipart())
 
     # -- numbers ---------------------------------------------------------------------------------
 
-    def _take_message(self, frames: list[bytes]) -> None:
+    def _take_message(self, frames: list[bytes]) -> Steps[None]:
         if len(frames) != 3 or len(frames[1]) != NUMBER_BYTES:
             self._found_malformed(f"a message of {len(frames)} frames")
             return
@@ -303,9 +322,8 @@ class BatchSubscriber(Generic[T]):
             self._note_restart()
         if number > self._next:
             self.counters.gaps += 1
-            self._take_replay(number)
-        if self._snapshot is not None:
-            return  # a replay follows it
+            if (yield from self._take_replay(number)):
+                return  # with all that was published since
         if number >= self._next:
             self._deliver(number, payload, topic)
             self._replayed.clear()  # this batch comes after all replayed ones
@@ -318,7 +336,7 @@ class BatchSubscriber(Generic[T]):
         self._next, self._last_payload = 0, None
         self._replayed.clear()
         self._covered = 0
-        self._news.append(PublisherRestarted())
+        self.news.append(PublisherRestarted())
 
     def _deliver(self, number: int, payload: bytes, topic: bytes) -> None:
         """Deliver a batch; those between it and the last delivered one are lost."""
@@ -331,7 +349,7 @@ class BatchSubscriber(Generic[T]):
             return
         self._next = number + 1
         self.counters.received += 1
-        self._news.append(Received(number, batch, topic.decode(errors="replace")))
+        self.news.append(Received(number, batch, topic.decode(errors="replace")))
 
     def _read(self, payload: bytes, what: str) -> T | None:
         try:
@@ -351,55 +369,71 @@ class BatchSubscriber(Generic[T]):
     def _lose(self, stop: int) -> None:
         self.counters.lost += stop - self._next
         self._covered = stop
-        self._news.append(Lost(self._next, stop))
+        self.news.append(Lost(self._next, stop))
         self._next = stop
 
     # -- snapshots -------------------------------------------------------------------------------
 
-    def _begin_snapshot(self) -> bool:
-        """Deliver the first part of a snapshot; return whether the publisher makes any."""
+    def _read_snapshot(self) -> Steps[bool]:
+        """Deliver all that the publisher holds, page by page, and then what was published since.
+
+        Returns:
+            Whether the publisher makes snapshots.
+        """
         if not self._wants_snapshots or self._replay_endpoint is None:
             return False
-        reader = SnapshotReader(self._replay_endpoint, self._replay_timeout_s, self._topic)
-        first = reader.read()
-        if first is None:
-            reader.close()
+        publisher: bytes | None = None
+        cursor: int | None = 0
+        with _asking(self._replay_endpoint) as socket:
+            while cursor is not None:
+                found = yield from self._read_page(socket, cursor)
+                if found is None or publisher not in (None, found[0].publisher):
+                    break
+                page, topic = found
+                batch = self._read(page.batch, "a snapshot")
+                if batch is not None:
+                    name = topic.decode(errors="replace")
+                    self.news.append(SnapshotPart(batch, name, is_first=publisher is None))
+                if publisher is None:
+                    self.counters.snapshots += 1
+                    self._next = self._covered = page.number
+                    self._last_payload = None
+                    self._replayed.clear()
+                publisher, cursor = page.publisher, page.cursor
+        if publisher is None:
             return False
-        page, topic = first
-        self.counters.snapshots += 1
-        self._snapshot = reader
-        self._next, self._last_payload = page.number, None
-        self._replayed.clear()
-        self._covered = page.number
-        self._deliver_part(page, topic, is_first=True)
+        if cursor is None:
+            yield from self._take_replay(may_begin_snapshot=False)
+        else:  # the publisher is away, or another: the next connect begins a new one
+            self.news.append(Lost(0, self._next))
         return True
 
-    def _continue_snapshot(self, reader: SnapshotReader) -> None:
-        """Deliver the next part."""
-        found = reader.read()
-        if found is not None:
-            self._deliver_part(*found, is_first=False)
-        else:  # the publisher is away, or another: the next connect begins a new one
-            self._end_snapshot(reader)
-            self._news.append(Lost(0, self._next))
+    def _read_page(
+        self, socket: zmq.Socket[bytes], cursor: int
+    ) -> Steps[tuple[Page, bytes] | None]:
+        """Return a page and its topic; None if the publisher makes none."""
+        request = pack_request(cursor)
+        socket.send_multipart([b"", request])
+        if not (yield from self._hears(socket)):
+            return None
+        frames = socket.recv_multipart()
+        if len(frames) != 4 or frames[2] != request or not frames[1].startswith(self._topic):
+            return None
+        try:
+            return msgspec.msgpack.decode(frames[3], type=Page), frames[1]
+        except msgspec.MsgspecError:
+            return None
 
-    def _end_snapshot(self, reader: SnapshotReader) -> None:
-        reader.close()
-        self._snapshot = None
-
-    def _deliver_part(self, page: Page, topic: bytes, is_first: bool) -> None:
-        """Deliver a part and, after the last one, what was published since the first."""
-        assert self._snapshot is not None
-        batch = self._read(page.batch, "a snapshot")
-        if batch is not None:
-            self._news.append(SnapshotPart(batch, topic.decode(errors="replace"), is_first))
-        if page.cursor is None:
-            self._end_snapshot(self._snapshot)
-            self._take_replay(may_begin_snapshot=False)
+    def _hears(self, socket: zmq.Socket[bytes]) -> Steps[bool]:
+        """Wait for an answer; returns whether there is one."""
+        ready = yield Wait((socket,), time.monotonic() + self._replay_timeout_s)
+        return bool(ready)
 
     # -- replay ----------------------------------------------------------------------------------
 
-    def _take_replay(self, stop: int | None = None, *, may_begin_snapshot: bool = True) -> None:
+    def _take_replay(
+        self, stop: int | None = None, *, may_begin_snapshot: bool = True
+    ) -> Steps[bool]:
         """Request and deliver a replay of the batches not delivered yet.
 
         The request includes the last delivered batch. A publisher always keeps its last one, so if
@@ -408,23 +442,28 @@ class BatchSubscriber(Generic[T]):
         Args:
             stop: Number of a batch that has arrived.
             may_begin_snapshot: Deliver a snapshot instead where batches are missing for good.
+
+        Returns:
+            Whether it did.
         """
         known = self._last_payload
         first = self._next if known is None else self._next - 1
-        again, is_whole = self._request_replay(first)
+        again, is_whole = yield from self._request_replay(first)
         if known is not None and not self._goes_on(again, is_whole):
             self._note_restart()
-            if may_begin_snapshot and self._begin_snapshot():
-                return
-            again, _ = self._request_replay(0)
+            if may_begin_snapshot and (yield from self._read_snapshot()):
+                return True
+            again, _ = yield from self._request_replay(0)
         again = [batch for batch in again if batch[0] >= self._next]
         has_hole = self._has_hole([batch[0] for batch in again], stop)
-        if has_hole and may_begin_snapshot and self._begin_snapshot():
-            return
+        if has_hole and may_begin_snapshot and (yield from self._read_snapshot()):
+            return True
         for number, topic, payload in again:
             self.counters.replayed += 1
             self._replayed[number] = hash(payload)
             self._deliver(number, payload, topic)
+            yield _GO_ON
+        return False
 
     def _goes_on(self, again: Sequence[tuple[int, bytes, bytes]], is_whole: bool) -> bool:
         """Return whether a replay from the last delivered batch on is of the same publisher."""
@@ -433,7 +472,7 @@ class BatchSubscriber(Generic[T]):
         number, _, payload = again[0]
         return number != self._next - 1 or payload == self._last_payload
 
-    def _request_replay(self, first: int) -> tuple[list[tuple[int, bytes, bytes]], bool]:
+    def _request_replay(self, first: int) -> Steps[tuple[list[tuple[int, bytes, bytes]], bool]]:
         """Return number, topic and payload of the kept batches from ``first`` on, and whether the
         answer was complete.
 
@@ -442,14 +481,16 @@ class BatchSubscriber(Generic[T]):
         """
         if self._replay_endpoint is None:
             return [], False
-        # One socket per request: a late answer to an earlier request must not interfere.
-        socket = _connected(self._replay_endpoint)
         batches: list[tuple[int, bytes, bytes]] = []
-        try:
+        num_bytes = num_messages = 0
+        with _asking(self._replay_endpoint) as socket:
             socket.send_multipart([b"", first.to_bytes(NUMBER_BYTES, "big")])
-            while socket.poll(int(self._replay_timeout_s * 1000)):
+            while num_bytes < _MAX_REPLAY and num_messages < _MAX_REPLAYED:
+                if not (yield from self._hears(socket)):
+                    break
                 # "", topic, number, payload; without the topic until vLLM 0.25
                 frames = socket.recv_multipart()
+                num_bytes, num_messages = num_bytes + len(frames[-1]), num_messages + 1
                 if len(frames) not in (3, 4) or len(frames[-2]) != NUMBER_BYTES:
                     self._found_malformed(f"a replay of {len(frames)} frames")
                     continue
@@ -459,11 +500,9 @@ class BatchSubscriber(Generic[T]):
                 topic = frames[1] if len(frames) == 4 else b""
                 if not topic or topic.startswith(self._topic):
                     batches.append((int.from_bytes(number_bytes, "big"), topic, payload))
-        finally:
-            socket.close(linger=0)
         log_event(
             logger, logging.WARNING, "kv_events_replay_incomplete", endpoint=self._replay_endpoint,
-            waited_s=self._replay_timeout_s,
+            waited_s=self._replay_timeout_s, batches=num_messages,
         )  # fmt: skip
         return batches, False
 

@@ -158,7 +158,7 @@ class DeciderService:
         await self._session.close()
         await self._prefetches.close()
         await self._cache_session.close()
-        await self._feed.close()
+        self._feed.close()
         await self.tokenizers.close()
 
     # -- what the parts tell each other ------------------------------------------------------------

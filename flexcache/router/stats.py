@@ -291,8 +291,8 @@ class SourceStats(Counters):
     """Time since its last batch; None before the first."""
     batches: int = 0
     """Batches received."""
-    waiting_batches: int = 0
-    """Batches received and not applied yet."""
+    lag_s: float | None = None
+    """From the publication of the last batch, by the publisher's clock, until it was applied."""
     gaps: Annotated[int, counter("router_source_gaps", "Gaps in the numbers of batches.")] = 0
     """Whether or not they could be filled."""
     losses: Annotated[

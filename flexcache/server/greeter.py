@@ -106,9 +106,10 @@ class Greeter:
         welcome = WelcomeRank(
             self._state.epoch, os.getpid(), segment,
             self._state.engine(hello.engine).fence.path,
-            cache.shards.sizes[cache.shards.of_rank(hello.rank)], cache.fingerprint,
+            cache.shards.rank_bytes[cache.shards.of_rank(hello.rank)], cache.fingerprint,
             cache.shape.blocks_per_unit, may_skip=cache.model.has_tails,
             num_groups=max(1, len(cache.model.groups)), direct=direct,
+            num_shards=cache.shards.per_rank,
         )  # fmt: skip
         rank = Rank(identity, hello.engine, hello.rank, hello.client, hello.pid, now)
         self._add(rank)
@@ -216,6 +217,9 @@ class Greeter:
             return Refused(
                 f"this cache is engine {owner!r}'s alone; engines share one by `endpoint`"
             )
+        own, theirs = self._config.store_shards, hello.model.store_shards
+        if own not in (None, theirs):
+            return Refused(f"the engine has store_shards = {theirs}, the server {own}")
         # Users need not write down what their first engine knows: layers, heads, dtype, block size.
         try:
             model = hello.model.model()
@@ -226,10 +230,19 @@ class Greeter:
             return Refused(str(error))
         except (RegistrationError, OSError) as error:
             return Refused(str(error), final=False)
-        fingerprint = model.fingerprint(hello.model.tokens_per_block)
-        if cache is None or fingerprint == cache.fingerprint:
+        if cache is None:
             return None
-        return Refused(f"the engine's KV is {fingerprint}, the server holds {cache.fingerprint}")
+        fingerprint = model.fingerprint(hello.model.tokens_per_block)
+        if fingerprint != cache.fingerprint:
+            held = cache.fingerprint
+            return Refused(f"the engine's KV is {fingerprint}, the server holds {held}")
+        if model.num_ranks != cache.model.num_ranks:  # each of them has a share of the host pool
+            return Refused(
+                f"the engine has {model.num_ranks} ranks, this server's have "
+                f"{cache.model.num_ranks}: give each number of ranks a server of its own; they "
+                "share KV by `peers`, SSD directories that one takes over, or a remote store"
+            )
+        return None
 
     def _begin_session(self, identity: bytes, hello: HelloEngine, now: float) -> None:
         state, name = self._state, hello.engine

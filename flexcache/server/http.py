@@ -12,6 +12,8 @@
     POST /cache/delete     as lookup, or {"session_id": ".."}, or a "namespace" alone
     POST /cache/session    {"session_id": ".."} with "over": true or "returns_in_s": 20
     POST /cache/weights    {"version": "step-17"} or null, and a "client" where several are attached
+    POST /cache/drain      {"to": "tcp://HOST:PORT", "seconds": 60, "bytes": 8e9}; null to stop it
+    GET  /cache/drain      how that goes
 
 The API has its own event loop, on a daemon thread; it calls the server on further threads, so that
 neither waits for the other. On loopback it answers only requests that name a loopback host (so a
@@ -147,6 +149,14 @@ class WeightsRequest(msgspec.Struct, forbid_unknown_fields=True):
 
     version: str | None
     client: str | None = None
+
+
+class DrainRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Request for a drain to a peer; None to stop the one that is under way."""
+
+    to: str | None
+    seconds: float = 60.0
+    bytes: int | None = None
 
 
 class HttpService:
@@ -329,6 +339,15 @@ def _make_app(server: Operator, gate: _Gate, patience_s: float) -> Starlette:
         version = await run_in_threadpool(server.new_weights, wanted.version, wanted.client)
         return _json({"version": version})
 
+    async def drain(request: Request) -> Response:
+        stop = False
+        if request.method == "POST":
+            wanted = await _read(request, DrainRequest, patience_s)
+            stop = wanted.to is None
+            if wanted.to is not None:
+                await run_in_threadpool(server.drain, wanted.to, wanted.seconds, wanted.bytes)
+        return _json(await run_in_threadpool(server.drain_progress, stop))
+
     return Starlette(
         routes=[
             Route("/metrics", metrics),
@@ -339,6 +358,7 @@ def _make_app(server: Operator, gate: _Gate, patience_s: float) -> Starlette:
             *_control_routes(server, patience_s),
             Route("/cache/session", session, methods=["POST"]),
             Route("/cache/weights", weights, methods=["POST"]),
+            Route("/cache/drain", drain, methods=["GET", "POST"]),
         ],
         middleware=[Middleware(BaseHTTPMiddleware, dispatch=gate)],
         exception_handlers={

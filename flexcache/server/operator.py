@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from flexcache.cache.control import CacheCall, Pin
+from flexcache.cache.drain import HotBlocks
 from flexcache.cache.prompt import (
     Prompt,
     PromptMaker,
@@ -22,6 +25,7 @@ from flexcache.cache.prompt import (
 )
 from flexcache.cache.tiers import IndexedKeys, find_prefix
 from flexcache.config.model import EngineKeys
+from flexcache.config.values import split_tcp
 from flexcache.errors import AmbiguousEngineError, ClosedError, RegistrationError
 from flexcache.events.wire import low_64_bits
 from flexcache.ids import (
@@ -34,6 +38,7 @@ from flexcache.ids import (
     TierName,
 )
 from flexcache.server.cache import ServedCache
+from flexcache.server.drain import Drain, DrainProgress
 from flexcache.stats import Stats
 from flexcache.tasks.instructions import Offer, PromisedLoad
 
@@ -127,6 +132,7 @@ class LocalSession:
 
 
 _NAME = "operator"
+_RUNS_AT_ONCE = 4096
 
 
 class Operator:
@@ -280,6 +286,54 @@ class Operator:
     def _control(self, call: CacheCall) -> Any:
         self._require_cache()
         return self._server.control(call)
+
+    def drain(self, to: str, seconds: float, num_bytes: int | None = None) -> None:
+        """Begin to hand what DRAM has to a peer, which reads it, hottest first.
+
+        Args:
+            to: The peer's ``peer_endpoint``.
+            seconds: How long it may take.
+            num_bytes: How much may be moved; None for all.
+
+        Raises:
+            ValueError: Another drain is under way, others may not read here, or it makes no sense.
+            RegistrationError: The model or its layout is not known yet.
+        """
+        cache, peers = self._require_cache(), self._server.peers
+        if peers is None or peers.listen_fd < 0:
+            raise ValueError("others may not read here: set peer_endpoint")
+        if not (0 < seconds < math.inf and (num_bytes is None or num_bytes > 0)):
+            raise ValueError("seconds and bytes must be above 0")
+        if not to.startswith("tcp://") or not split_tcp(to)[1]:
+            raise ValueError(f"{to!r}: must be a peer_endpoint, tcp://HOST:PORT")
+        if cache.layout is None:
+            raise RegistrationError("no engine has said yet how it lays out its blocks")
+        with self._server.lock, self._server.session() as tasks:
+            blocks = HotBlocks(tasks.cache, tasks.loans.is_shared)
+        # In parts, since engines wait for the lock.
+        is_more = True
+        while is_more:
+            with self._server.lock, self._server.session():
+                is_more = blocks.gather(_RUNS_AT_ONCE)
+        blocks.sort()
+        size = cache.shards.block_bytes
+        most = math.inf if num_bytes is None else num_bytes / size
+        with self._server.lock, self._server.session():
+            peers.begin_drain(Drain(to, peers.id, blocks, size, seconds, most))
+
+    def drain_progress(self, stop: bool = False) -> DrainProgress | None:
+        """Return how the last drain goes, or has ended; None if there was none.
+
+        Args:
+            stop: Whether to ask the peer for nothing more.
+        """
+        with self._server.lock:
+            drain = None if self._server.peers is None else self._server.peers.drain
+            if drain is None:
+                return None
+            if stop:
+                drain.stop()
+            return msgspec.structs.replace(drain.progress)
 
     def _prompts(
         self,

@@ -68,7 +68,7 @@ class RdmaPlane:
         self._avoided: dict[str, float] = {}
         """Hosts that are read by TCP for now, and until when."""
         self._num_given_up = 0
-        """Transfers that nobody waits for, and that have not ended."""
+        """Transfers that were given up and have not ended."""
         self._told: set[str] = set()
         self._threads = ThreadPoolExecutor(_ROOMS, "flexcache-peer-rdma")
         self.port = 0
@@ -150,7 +150,7 @@ class RdmaPlane:
             transfer = self._threads.submit(self._transfer, *there, address_of(room), num_bytes)
             wait([transfer], seconds_until(until_s))
             if not transfer.done():
-                rest = stack.pop_all()  # nobody else has the room before it has ended
+                rest = stack.pop_all()  # the room is not free before it has ended
                 rest.callback(self._count_given_up, -1)
                 self._count_given_up(1)
                 transfer.add_done_callback(lambda _: rest.close())

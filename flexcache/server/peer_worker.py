@@ -48,6 +48,7 @@ from flexcache.protocol.trust import secure_client
 from flexcache.server.peer_rdma import RdmaPlane, TransferError
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.pieces import Parts, address_of, checksum, cut, gather, scatter_checked
+from flexcache.storage.shards import shards_of_block
 from flexcache.transfer.messages import (
     BlockNames,
     Done,
@@ -110,8 +111,7 @@ class _Pool:
         self.block_bytes = sum(shard_bytes)
 
     def pieces(self, block: int) -> Parts:
-        sizes = self._sizes
-        return [s.block(block)[:size] for s, size in zip(self._segments, sizes, strict=True)]
+        return shards_of_block(self._segments, self._sizes, block)
 
 
 # -- what peers read here -------------------------------------------------------------------------

@@ -35,8 +35,19 @@ from flexcache.config.values import split_tcp
 from flexcache.errors import ConfigError
 from flexcache.ids import MAX_KEY_BYTES, ROOT_BYTES, BlockKey, BreakerState, RootId
 from flexcache.logs import log_event
-from flexcache.protocol.messages import AskLoan, FindBlocks, FoundBlocks, FromPeer, GiveBack, Loan
+from flexcache.protocol.messages import (
+    AskLoan,
+    FindBlocks,
+    FoundBlocks,
+    FromPeer,
+    GiveBack,
+    Loan,
+    TakeBlocks,
+    TookBlocks,
+)
 from flexcache.protocol.trust import secure_server
+from flexcache.server.cache import ServedCache
+from flexcache.server.drain import Drain, Takeovers
 from flexcache.server.peer_worker import connect_peer
 from flexcache.server.reactor import (
     FLUSH_INTERVAL_S,
@@ -86,6 +97,8 @@ class _Link:
         self.is_told_s = time.monotonic() + _UNHEARD_S
         """When its silence is logged, if it has never answered; never again after that."""
         self.is_ourselves = False
+        self.cache = b""
+        """What it calls itself."""
         self.ping_due_s = 0.0
         self.answer_s = 0.0
         """How long its answers took lately, at most; it wears off."""
@@ -155,7 +168,8 @@ class PeerLinks:
         self._config = config
         self._state = state
         self._reactor = reactor
-        self._id = secrets.token_bytes(8)
+        self.id = secrets.token_bytes(8)
+        """What peers know this cache by."""
         # Else the look-up would be given up before.
         self._longest_answer_s = min(_LONGEST_ANSWER_S, config.remote_lookup_timeout_s / 2)
         # Of its own: a context has one authenticator, and the endpoint's lets engines in.
@@ -166,7 +180,10 @@ class PeerLinks:
         self._links: dict[str, _Link] = {}
         self._questions: dict[int, _Question] = {}
         self._answers: list[tuple[LookedUp, str]] = []
-        self._to_send: list[tuple[bytes, FoundBlocks | Loan]] = []
+        self._to_send: list[tuple[bytes, FoundBlocks | Loan | TookBlocks]] = []
+        self.drain: Drain | None = None
+        """The last one: what this host hands over before it goes."""
+        self._takeovers = Takeovers()
         self._refused: set[str] = set()
         """Kinds of refused messages that were logged."""
         self._resolver = _Resolver(config.peers, reactor)
@@ -254,6 +271,27 @@ class PeerLinks:
         if (tier := tasks.cache.tiers.peer) is not None:
             tier.can_be_asked = num_up > 0
         tasks.loans.counters.up = num_up
+        self._to_send += self._takeovers.advance(tasks, now)
+        self._go_on_draining(cache, now)
+
+    def _go_on_draining(self, cache: ServedCache, now: float) -> None:
+        if self.drain is not None:
+            self.drain.connect(self._context, self._config.curve_keys, self._reactor)
+            self.drain.receive(cache, now)
+            cache.tasks.loans.is_draining = not self.drain.is_over
+            if self.drain.is_over:
+                self.drain.close(self._reactor)
+
+    def begin_drain(self, drain: Drain) -> None:
+        """Hand over what a drain has to. Under the lock, on any thread.
+
+        Raises:
+            ValueError: Another one is under way.
+        """
+        if self.drain is not None and not self.drain.is_over:
+            raise ValueError(f"a drain to {self.drain.progress.to} is under way")
+        self.drain = drain
+        self._reactor.wake()
 
     def _take_requests(self, socket: RouterSocket) -> None:
         for _ in range(_MAX_MESSAGES_A_TURN):
@@ -284,15 +322,22 @@ class PeerLinks:
             case GiveBack(token) if tasks is not None:
                 with tasks.change:
                     tasks.loans.give_back(token, sender)
+            case TakeBlocks():
+                # By what it calls itself: to be sent an address would let a peer have us read from
+                # anywhere.
+                names = {link.cache: name for name, link in self._links.items() if link.is_up}
+                refused = self._takeovers.ask(sender, message, cache, names.get(message.cache))
+                if refused is not None:
+                    self._to_send.append((sender, refused))
 
     def _find(self, asked: FindBlocks, tasks: KVTaskEngine | None) -> FoundBlocks:
         keys = _read_keys(asked.root, asked.keys, asked.key_bytes)
         if len(asked.tails) > _MAX_TAILS:
             raise ValueError(f"{len(asked.tails)} tails")
         if tasks is None or not tasks.executors.is_up(PEER):
-            return FoundBlocks(asked.request_id, self._id)
+            return FoundBlocks(asked.request_id, self.id)
         found = tasks.loans.find(RootId(asked.root), keys, asked.tails)
-        return FoundBlocks(asked.request_id, self._id, *found)
+        return FoundBlocks(asked.request_id, self.id, *found)
 
     def _lend(self, sender: bytes, asked: AskLoan, tasks: KVTaskEngine | None) -> Loan:
         keys = _read_keys(asked.root, asked.keys, asked.key_bytes)
@@ -339,8 +384,9 @@ class PeerLinks:
             link.answer_s = max(took_s, _KEEP * link.answer_s + (1 - _KEEP) * took_s)
         link.fails_s = math.inf
         self._link_is_well(link, now)
+        link.cache = found.cache
         # By what it says, not by its address: this host may have several, and names in between.
-        if found.cache == self._id:
+        if found.cache == self.id:
             link.is_ourselves = True
         elif is_new:
             log_event(logger, logging.INFO, "peer_found", peer=link.name)
@@ -405,11 +451,10 @@ class PeerLinks:
             self._reactor.wake()
 
     def send_due(self, now: float) -> None:
-        """Send answers, and ask for signs of life."""
-        for identity, message in self._to_send:
-            assert self._socket is not None
-            self._socket.send(identity, msgspec.msgpack.encode(message))
-        self._to_send.clear()
+        """Send answers, what is handed over, and ask for signs of life."""
+        self._send_answers()
+        if self.drain is not None:
+            self.drain.send_due(now)
         for link in self._links.values():
             is_due = link.breaker.wants_trial(now) or now >= link.ping_due_s
             if not is_due or link.fails_s < math.inf or link.is_ourselves:
@@ -423,6 +468,12 @@ class PeerLinks:
                 self._lost(link)
             elif not link.breaker.is_closed:  # the trial has failed
                 self._link_failed(link, "it is not there", now)
+
+    def _send_answers(self) -> None:
+        for identity, message in self._to_send:
+            assert self._socket is not None
+            self._socket.send(identity, msgspec.msgpack.encode(message))
+        self._to_send.clear()
 
     def _tell_silent(self, link: _Link) -> None:
         link.is_told_s = math.inf
@@ -438,6 +489,8 @@ class PeerLinks:
     def next_due(self, now: float) -> float | None:
         """When there is something to do though nothing happens."""
         times = [question.due_s for question in self._questions.values()]
+        drain_s = None if self.drain is None else self.drain.next_due()
+        times += [due for due in (drain_s, self._takeovers.next_due) if due is not None]
         for link in self._links.values():
             if link.fails_s < math.inf:
                 times.append(link.fails_s)
@@ -452,6 +505,8 @@ class PeerLinks:
         """Idempotent."""
         self._resolver.stop()
         self._follow(())
+        if self.drain is not None:
+            self.drain.close(self._reactor)
         if self._authenticator is not None:
             self._authenticator.stop()
             self._authenticator = None

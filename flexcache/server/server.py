@@ -89,7 +89,7 @@ class KVServer:
         self.config = config
         self.endpoint = endpoint or config.endpoint or private_endpoint()
         check_endpoint(self.endpoint, has_keys=config.curve_keys is not None)
-        self._model = model
+        self._model = model = model and model.in_shards(config.store_shards)
         self._cache: ServedCache | None = None
         if model is not None and not model.sized_by_ranks:  # wrong sizes are refused at once
             shards = Shards.of_model(model, config.tokens_per_block)
@@ -110,7 +110,8 @@ class KVServer:
         self._pool = WorkerPool(self._reactor, self.hub)
         self._background = BackgroundThread(self._end_job)
         self._endpoint: Endpoint | None = None
-        self._peers: PeerLinks | None = None
+        self.peers: PeerLinks | None = None
+        """Lines to other hosts' caches, if there are any."""
         self._thread: ServiceThread | None = None
         self._ends = threading.RLock()  # held by a caller of `shutdown`
         self._started_s = 0.0
@@ -192,8 +193,8 @@ class KVServer:
             serve_lines(self.endpoint, self)
             self._reactor.open(self._endpoint.socket)
             if self.config.has_peers:
-                self._peers = PeerLinks(self.config, self.state, self._reactor)
-                self._pool.on_peer_failed = self._peers.failed
+                self.peers = PeerLinks(self.config, self.state, self._reactor)
+                self._pool.on_peer_failed = self.peers.failed
             if self.config.has_workers:
                 self._pool.bind(self._endpoint.context, self._endpoint.worker_address)
             if self._model is not None:
@@ -215,7 +216,7 @@ class KVServer:
         idle_exit = None if self._idle_exit is None else self._idle_exit(now)
         loop = EventLoop(
             self.hub, self._reactor, self._endpoint.socket, self._pool, self._background, idle_exit,
-            self._peers,
+            self.peers,
         )  # fmt: skip
         log_event(logger, logging.INFO, "server_began", endpoint=self.endpoint)
         return loop, ids
@@ -230,7 +231,7 @@ class KVServer:
         assert endpoint is not None
 
         def begin_workers() -> None:
-            peer_fd = None if self._peers is None else self._peers.listen_fd
+            peer_fd = None if self.peers is None else self.peers.listen_fd
             self._pool.add_store_workers(store, endpoint.worker_address, peer_fd)
             self._pool.start_due(time.monotonic())
 
@@ -393,8 +394,8 @@ class KVServer:
             self.hub.close()
         # Before its context ends, which waits for sockets that are open.
         self._pool.close()
-        if self._peers is not None:
-            self._peers.close()
+        if self.peers is not None:
+            self.peers.close()
         if self._endpoint is not None:
             self._endpoint.close()
         self._reactor.close()

@@ -117,12 +117,15 @@ def _sources(sources: Mapping[str, SourceStats], width: int) -> Table | None:
     def age(_: str, source: SourceStats) -> str:
         return "-" if source.last_batch_age_s is None else duration(source.last_batch_age_s)
 
+    def lag(_: str, source: SourceStats) -> str:
+        return "-" if source.lag_s is None else f"{source.lag_s * 1e3:.0f} ms"
+
     columns: list[Column[SourceStats]] = [
         Column("publisher", entry_name, is_number=False),
         Column("state", state, is_number=False),
         Column("batches", number(lambda source: source.batches)),
         Column("last", age, 1),
-        Column("waiting", number(lambda source: source.waiting_batches), 3),
+        Column("lag", lag, 3),
         Column("gaps", number(lambda source: source.gaps)),
         Column("lost", number(lambda source: source.losses)),
         Column("restarts", number(lambda source: source.restarts), 2),

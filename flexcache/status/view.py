@@ -389,6 +389,7 @@ def _other_hosts(cache: CacheStats) -> Iterator[Text]:
     if (peers := cache.peers) is not None:
         lent = {"blocks lent": peers.blocks, "loans": peers.lent}
         lent |= {"refused": peers.refused, "expired": peers.expired}
+        lent |= {"handed over": peers.moved, "taken over": peers.taken}
         yield titled("peers", f"{peers.up:,} answer", listed(lent))
     if cache.remote is not None:
         yield _remote(cache.remote)

@@ -27,11 +27,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import NamedTuple
 
 import numpy as np
 
 from flexcache.breaker import CircuitBreaker
 from flexcache.cache.control import CacheCall, CallOutcome
+from flexcache.cache.drain import Portion, plan_takeover
 from flexcache.cache.eviction_policy import EvictionPolicy, Study
 from flexcache.cache.peers import PeerLoans
 from flexcache.cache.plan import Plan
@@ -188,6 +190,37 @@ class _Change:
             self._engine.is_in_doubt = False
         else:
             self._engine.forget(error)
+
+
+class Takeover(NamedTuple):
+    """What is being read of what a peer has handed over.
+
+    Attributes:
+        leases: On DRAM, of blocks and of a tail.
+        task_id: None if there is nothing to read.
+    """
+
+    cache: TieredCache
+    leases: list[Lease]
+    task_id: TaskId | None
+
+    @classmethod
+    def begin(
+        cls, tasks: KVTaskEngine, portion: Portion, peer: str, most: int, now: float
+    ) -> Takeover:
+        """Begin to read what a peer hands over before it goes, as of `plan_takeover`."""
+        with tasks.change:
+            tasks.cache.tiers.advance(now)
+            plan = plan_takeover(tasks.cache, portion, peer, most)
+            tail = None if plan.tail is None else plan.tail.staging
+            leases = [lease for lease in (plan.staging, tail) if lease is not None]
+            return cls(tasks.cache, leases, tasks._runner.store(plan, now))
+
+    def is_over(self, tasks: KVTaskEngine) -> bool:
+        """Whether what has come can be found. It may wait for another portion's blocks."""
+        is_forgotten = tasks.cache is not self.cache
+        is_moving = self.task_id in tasks.sessions.tasks
+        return is_forgotten or not (is_moving or any(lease.waiting for lease in self.leases))
 
 
 class KVTaskEngine:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.plan import Plan
 from flexcache.cache.tiered_cache import TieredCache
-from flexcache.ids import KVStatus, OpId, OpKind, TaskKind
+from flexcache.ids import KVStatus, OpId, OpKind, TaskId, TaskKind
 from flexcache.tasks.accounts import Accounts
 from flexcache.tasks.executors import Executors
 from flexcache.tasks.instructions import Instruction, RevokeTask, TaskAnswered, TaskResult
@@ -65,10 +65,11 @@ class TaskRunner:
         if not task.plan.graph.ops:  # a prefetch of what the host tier has
             self.end_unmoved(task, now)
 
-    def store(self, plan: Plan, now: float) -> None:
-        """Carry out a plan on the cache's own account."""
-        self._submit_store(plan, now)
+    def store(self, plan: Plan, now: float) -> TaskId | None:
+        """Carry out a plan on the cache's own account; return its task, if there is one to do."""
+        task_id = self._submit_store(plan, now)
         self.follow(now)
+        return task_id
 
     def load_early(self, plan: Plan, keys: BlockKeys, now: float) -> None:
         """Carry out a prefetch on the cache's own account."""
@@ -183,14 +184,15 @@ class TaskRunner:
         task.launch(now)
         self._outcomes.extend(self._scheduler.submit(task.task_id, task.plan.graph))
 
-    def _submit_store(self, plan: Plan, now: float) -> None:
+    def _submit_store(self, plan: Plan, now: float) -> TaskId | None:
         self._accounts.totals.dropped_blocks.update(plan.dropped)
         if not plan.graph.ops:
             self._cache.finish(plan)
-            return
+            return None
         task = self._sessions.internal_task(plan)
         self._sessions.open(task)
         self._submit(task, now)
+        return task.task_id
 
     def _settle_one(self, run: OpRun) -> None:
         """Count what an op has lost, drop a bad block, and tell the scheduler of the op's end."""

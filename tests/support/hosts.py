@@ -83,7 +83,7 @@ def network(count: int) -> Iterator[Network]:
 class HostCache:
     """A cache with one engine on a host."""
 
-    def __init__(self, namespace: str, log: Path, **settings: Any) -> None:
+    def __init__(self, namespace: str, log: Path, head_size: int = 64, **settings: Any) -> None:
         self._log = log.open("ab")
         self._directory = tempfile.mkdtemp(prefix="fc-host-")  # for sockets: with short paths
         environment = {
@@ -93,7 +93,7 @@ class HostCache:
             "XDG_RUNTIME_DIR": self._directory,
         }
         self._process = subprocess.Popen(
-            ["ip", "netns", "exec", namespace, sys.executable, __file__],
+            ["ip", "netns", "exec", namespace, sys.executable, __file__, str(head_size)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=environment,
             start_new_session=True,
         )  # fmt: skip
@@ -199,7 +199,7 @@ def serve() -> None:
     from flexcache.config.sources import read_layers
 
     _, variables = read_layers(os.environ, None)
-    model = make_model(dp_size=1)  # else both find one private server
+    model = make_model(int(sys.argv[1]), dp_size=1)  # else both find one private server
     kv = make_kv(model)
     config = CacheConfig.from_layers(variables)
     manager = KVManager(model, config)
@@ -222,6 +222,10 @@ def serve() -> None:
 
 
 def carry_out(engine: Any, request: dict[str, Any]) -> Any:
+    from msgspec import to_builtins
+
+    from flexcache.server.operator import Operator
+
     manager, act = engine.manager, request.pop("act")
     if act == "put":
         engine.put(request["prompt"], request["count"])
@@ -239,6 +243,11 @@ def carry_out(engine: Any, request: dict[str, Any]) -> Any:
             "steps": seen.steps, "hits": seen.hits, "lost": seen.lost, "wrong": seen.wrong,
             "longest_call_s": seen.longest_call_s,
         }  # fmt: skip
+    elif act == "drain":
+        Operator(manager._transport.server).drain(request["to"], request["seconds"])
+    elif act == "drained":
+        operator = Operator(manager._transport.server)
+        return to_builtins(operator.drain_progress(request.get("stop", False)))
     elif act == "clear":
         return manager.clear(request.get("tier"))
     elif act == "stats":

@@ -58,7 +58,7 @@ def make_source(**changes: object) -> SourceStats:
         "is_unmatched": False,
         "last_batch_age_s": 0.5,
         "batches": 900,
-        "waiting_batches": 4,
+        "lag_s": 0.004,
         "gaps": 6,
         "losses": 1,
         "replayed_batches": 31,

@@ -93,7 +93,9 @@ def model_of(groups: tuple[KVGroup, ...]) -> ModelConfig:
 
 
 @contextlib.contextmanager
-def tailed_engine(groups: tuple[KVGroup, ...], **settings: Any) -> Iterator[TailedEngine]:
+def tailed_engine(
+    groups: tuple[KVGroup, ...], awaits_tiers: bool = True, **settings: Any
+) -> Iterator[TailedEngine]:
     config = CacheConfig(**{"tokens_per_block": 32, "num_cpu_blocks": 64, **settings})
     tokens_per_block = 16 if groups == GEMMA_LIKE else 32
     shape = (NUM_GPU_BLOCKS, 2, tokens_per_block, 2, 16)
@@ -104,7 +106,8 @@ def tailed_engine(groups: tuple[KVGroup, ...], **settings: Any) -> Iterator[Tail
     ):
         rank.register_kv_caches(kv)
         manager.wait_ready(PATIENCE_S)
-        until(lambda: all(t["available"] for t in manager.stats()["tiers"].values()))
+        if awaits_tiers:
+            until(lambda: all(t["available"] for t in manager.stats()["tiers"].values()))
         yield TailedEngine(manager, groups, kv)
         manager.check()
         if config.endpoint is None:

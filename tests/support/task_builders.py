@@ -20,6 +20,7 @@ from builders import make_cache
 
 from flexcache.cache.block_keys import ENGINE_KEYS, EngineBlockKeys, LayoutRoots, make_root
 from flexcache.cache.control import CacheCall, CallName, CallOutcome
+from flexcache.cache.drain import Portion
 from flexcache.cache.peers import PeerTier
 from flexcache.cache.plan import Plan
 from flexcache.cache.prompt import Prompt
@@ -39,7 +40,7 @@ from flexcache.ids import (
     make_session,
 )
 from flexcache.stats import BreakerStats, CacheIdentity, CacheStats
-from flexcache.tasks.engine import KVTaskEngine
+from flexcache.tasks.engine import KVTaskEngine, Takeover
 from flexcache.tasks.instructions import (
     DISK,
     PEER,
@@ -325,6 +326,14 @@ class World:
         for end in range(1, len(text) + 1):
             name = (self.placed(text).root, text[:end].encode())
             store[name] = [(text[:end] + self.layout, copy) for copy in self._copies]
+
+    def take_over(self, text: str, peer: str, age_s: float, most: int = 99) -> Takeover:
+        """Let a peer that goes hand over a prompt."""
+        keys = self.placed(text)
+        portion = Portion(keys.root, keys.slice(0, keys.num_blocks), age_s)
+        takeover = Takeover.begin(self.engine, portion, peer, most, self.now)
+        self._carry_out()
+        return takeover
 
     def lend(self, text: str, start: int, stop: int) -> bool:
         """Let a peer ask for blocks of a prompt; whether they are lent."""

@@ -11,9 +11,10 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hosts import HostCache, Network, host_caches, network, until_all_are_up
+from hosts import PORT, HostCache, Network, host_caches, network, until_all_are_up
 from stores import missing
 
 COUNT = 24  # blocks of a prompt
@@ -142,6 +143,111 @@ def test_a_reader_that_is_killed_leaves_no_loan(pair: list[HostCache]) -> None:
     two.kill()
     pair.remove(two)
     until(lambda: one.do("stats")["peers"]["open"] == 0)
+
+
+# -- before a host goes ----------------------------------------------------------------------------
+
+
+def drain(one: HostCache, seconds: float = 60.0) -> None:
+    one.do("drain", to=f"tcp://10.77.0.2:{PORT}", seconds=seconds)
+
+
+def until_drained(one: HostCache) -> dict[str, Any]:
+    until(lambda: one.do("drained")["state"] != "running")
+    found: dict[str, Any] = one.do("drained")
+    return found
+
+
+def num_leased(cache: HostCache) -> int:
+    return int(cache.do("stats")["tiers"]["CPU"]["leased"])
+
+
+def test_a_drain_that_is_stopped_leaves_nothing_behind(pair: list[HostCache]) -> None:
+    one, two = pair
+    one.do("put", prompt=0, count=COUNT)
+    two.signal(signal.SIGSTOP, "peer")
+    drain(one)
+    until(lambda: num_leased(two) > 0)
+    found = one.do("drained", stop=True)
+    found = until_drained(one)
+    assert (found["state"], found["left_blocks"]) == ("stopped", COUNT)
+    two.signal(signal.SIGCONT, "peer")
+    until(lambda: num_leased(two) == 0)
+    drain(one)  # and once more
+    found = until_drained(one)
+    assert found["moved_blocks"] + found["there_blocks"] == COUNT
+    assert get(two, 0) == COUNT
+    assert hits(two) == {"CPU": COUNT}
+
+
+def test_a_drain_to_a_host_that_is_killed_fails(pair: list[HostCache]) -> None:
+    one, two = pair
+    one.do("put", prompt=0, count=COUNT)
+    two.signal(signal.SIGSTOP, "peer")
+    drain(one)
+    until(lambda: num_leased(two) > 0)
+    two.kill()
+    pair.remove(two)
+    found = until_drained(one)
+    assert found["state"] == "failed"
+    assert found["left_blocks"] == COUNT
+
+
+def test_a_host_that_is_killed_while_it_is_drained_leaves_what_was_moved(
+    pair: list[HostCache],
+) -> None:
+    one, two = pair
+    one.do("put", prompt=0, count=COUNT)
+    drain(one)
+    assert until_drained(one)["moved_blocks"] == COUNT
+    one.do("put", prompt=4, count=COUNT)
+    one.signal(signal.SIGSTOP, "peer")
+    drain(one)
+    until(lambda: num_leased(two) > 0)
+    one.kill()
+    pair.remove(one)
+    until(lambda: num_leased(two) == 0)
+    assert get(two, 0) == COUNT
+    assert get(two, 4) == 0
+
+
+@pytest.mark.whole
+def test_all_bytes_are_right_while_a_host_is_drained(pair: list[HostCache]) -> None:
+    one, two = pair
+    for cache in pair:
+        cache.begin("load", seconds=4.0)
+    for cache in pair:
+        assert cache.end()["wrong"] == []
+    for turn in range(3):
+        drain(one, seconds=2.0)
+        for cache in pair:
+            cache.begin("load", seconds=2.0)
+        for cache in pair:
+            assert cache.end()["wrong"] == [], turn
+        assert until_drained(one)["state"] in ("done", "time")
+    assert two.do("stats")["peers"]["taken"] > 0
+
+
+@pytest.mark.whole
+def test_a_gigabyte_is_drained_within_its_time(hosts: Network, tmp_path: Path) -> None:
+    with host_caches(tmp_path, hosts, head_size=1024, num_cpu_blocks=4600) as (one, two):
+        until_all_are_up([one, two])
+        prompts = range(0, 4 * 171, 4)
+        for prompt in prompts:
+            one.do("put", prompt=prompt, count=COUNT)
+        total = len(prompts) * COUNT  # 1.08 GB
+        moved = 0
+        for seconds in (0.2, 10.0):
+            drain(one, seconds)
+            found = until_drained(one)
+            assert found["state"] in ("done", "time")
+            assert (found["total_blocks"], found["there_blocks"]) == (total, moved)
+            assert found["seconds"] < seconds + LONGEST_GET_S
+            moved += found["moved_blocks"]
+            assert found["left_blocks"] == total - moved
+        one.kill()
+        assert sum(get(two, prompt) for prompt in prompts) == moved > 0
+        assert hits(two) == {"CPU": moved}
 
 
 def test_all_bytes_are_right_while_prompts_are_overwritten(pair: list[HostCache]) -> None:

@@ -219,6 +219,7 @@ def test_a_gap_beyond_what_is_kept_is_filled_by_a_snapshot() -> None:
             link.wait_subscribed()
             held = Held()
             held.follow_until(subscriber, range(first))
+            assert subscriber.receive(0) is None  # the replay after the snapshot has ended
             publish(publisher, *[stored(first + number) for number in range(9)])
             link.send(link.take(first + 1))  # only the last two are kept
             held.follow_until(subscriber, range(first + 9))

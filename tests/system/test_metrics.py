@@ -388,6 +388,7 @@ COUNTED_BY_UNIT_TESTS = {
         "tier_pinned_blocks",
     ],
     "test_peer_loans": ["peer_loans_total", "peer_lent_blocks", "peers_up"],
+    "test_drain": ["peer_drained_blocks_total"],
     "test_early_loads": ["early_load_blocks_total"],
     "test_prompt_sessions": ["session_hints_total", "session_hint_blocks_total"],
     "test_quotas": [

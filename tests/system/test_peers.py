@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from cluster import Cluster, running_cluster, until
-from ports import free_range
+from ports import free_port, free_range
+from typer.testing import CliRunner
 
 from flexcache import ModelConfig
+from flexcache.cli import app
+from flexcache.cli import cache as cache_commands
 from flexcache.doctor.endpoints import check_peers
 from flexcache.doctor.subject import Level, Subject
 from flexcache.protocol.trust import make_keys
@@ -32,18 +37,24 @@ def model() -> ModelConfig:
 
 
 @contextmanager
-def caches(model: ModelConfig, count: int = 2, **settings: Any) -> Iterator[list[Cluster]]:
-    """Run caches that know each other, and themselves, by address."""
+def caches(
+    model: ModelConfig, count: int = 2, first: Mapping[str, Any] = MappingProxyType({}),
+    **settings: Any,
+) -> Iterator[list[Cluster]]:  # fmt: skip
+    """Run caches that know each other, and themselves, by address.
+
+    Args:
+        first: Settings of the first one alone.
+    """
     ports = [free_range(2) for _ in range(count)]
     addresses = [f"tcp://127.0.0.1:{port}" for port in ports]
     settings = {"num_cpu_blocks": 256, "skip_slow_loads": False, **settings}
     with ExitStack() as stack:
-        clusters = [
-            stack.enter_context(
-                running_cluster(model=model, peer_endpoint=own, peers=addresses, **settings)
-            )
-            for own in addresses
-        ]
+        clusters = []
+        for own in addresses:
+            mine = {**settings, **(first if not clusters else {}), "peer_endpoint": own}
+            cluster = running_cluster(model=model, peers=addresses, **mine)
+            clusters.append(stack.enter_context(cluster))
         for cluster in clusters:
             until(lambda cluster=cluster: is_ready(cluster, count - 1))
         yield clusters
@@ -122,3 +133,101 @@ def test_a_get_does_not_wait_for_what_never_comes(model: ModelConfig) -> None:
         until(lambda: two.manager.get_match_by_tier(TOKENS, awaits_loads=True) is None)
         one.manager.cancel([put])
         until(lambda: two.manager.get_match_by_tier(TOKENS, awaits_loads=True) is not None)
+
+
+# -- before a host goes ----------------------------------------------------------------------------
+
+
+def drained(port: int, *options: str, status: int = 0) -> Any:
+    ran = CliRunner().invoke(app, ["drain", "--endpoint", str(port), "--json", *options])
+    assert ran.exit_code == status, ran.output
+    return json.loads(ran.output.splitlines()[0])
+
+
+def prompt_of(number: int) -> np.ndarray:
+    return TOKENS + 100_000 * number
+
+
+def address_of(cluster: Cluster) -> str:
+    found = cluster.config.peer_endpoint
+    assert found is not None
+    return found
+
+
+def test_a_peer_takes_over_what_a_host_has_that_goes(model: ModelConfig) -> None:
+    port = free_port()
+    with caches(model, first={"http_endpoint": str(port)}) as (one, two):
+        expected = one.read(BLOCKS)
+        for number in range(3):
+            one.put(prompt_of(number), BLOCKS)
+        two.put(prompt_of(1), BLOCKS)  # it has that already
+        found = drained(port, "--to", address_of(two))
+        assert found["state"] == "done"
+        assert found["total_blocks"] == 3 * NUM_BLOCKS
+        assert found["moved_blocks"] == 2 * NUM_BLOCKS
+        assert (found["there_blocks"], found["left_blocks"]) == (NUM_BLOCKS, 0)
+        assert peers(one)["moved"] == peers(two)["taken"] == 2 * NUM_BLOCKS
+        until(lambda: peers(one)["open"] == 0)
+        one.manager.clear("CPU")
+        for number in (0, 2):
+            two.wipe(BLOCKS)
+            assert two.get(prompt_of(number), BLOCKS).mask.all()
+            assert two.read(BLOCKS) == expected
+        assert two.manager.stats()["hit_blocks"] == {"CPU": 2 * NUM_BLOCKS}
+
+
+def test_a_peer_keeps_what_it_used_later_than_what_it_is_handed(model: ModelConfig) -> None:
+    port = free_port()
+    settings = {"num_cpu_blocks": 3 * NUM_BLOCKS, "eviction_policy": "lru"}
+    first = {"http_endpoint": str(port), "num_cpu_blocks": 256}
+    with caches(model, first=first, **settings) as (one, two):
+        one.put(prompt_of(0), BLOCKS)
+        two.put(prompt_of(1), BLOCKS)
+        one.put(prompt_of(2), BLOCKS)
+        two.put(prompt_of(3), BLOCKS)
+        two.put(prompt_of(4), BLOCKS[: NUM_BLOCKS // 2])
+        found = drained(port, "--to", address_of(two))
+        # Of what both have used the last stays: 4, 3, 2 and half of 1.
+        assert found["state"] == "done"
+        assert found["left_blocks"] == NUM_BLOCKS
+        assert found["moved_blocks"] == NUM_BLOCKS
+        in_dram = [two.manager.lookup(prompt_of(number))["CPU"] // 16 for number in (4, 3, 2, 1, 0)]
+        assert in_dram == [NUM_BLOCKS // 2, NUM_BLOCKS, NUM_BLOCKS, NUM_BLOCKS // 2, 0]
+
+
+def test_a_drain_ends_with_its_bytes_and_can_be_refused(model: ModelConfig) -> None:
+    port = free_port()
+    with caches(model, first={"http_endpoint": str(port)}) as (one, two):
+        one.put(prompt_of(0), BLOCKS)
+        block_bytes = one.server.hub.cache.shards.block_bytes  # type: ignore[union-attr]
+        found = drained(port, "--to", address_of(two), "--bytes", str(5 * block_bytes))
+        assert (found["state"], found["moved_blocks"]) == ("bytes", 5)
+        assert found["left_blocks"] == NUM_BLOCKS - 5
+        own = drained(port, "--to", address_of(one), status=1)
+        assert "this host itself" in own["error"]
+        nowhere = drained(port, "--to", f"tcp://127.0.0.1:{free_range(2)}", status=1)
+        assert "does not answer" in nowhere["error"]
+        assert drained(port, "--stop", status=1) == nowhere
+    with (
+        caches(model, first={"http_endpoint": str(port)}) as (one, _),
+        running_cluster(model=model, peer_endpoint=f"tcp://127.0.0.1:{free_range(2)}") as third,
+    ):
+        one.put(prompt_of(0), BLOCKS)
+        found = drained(port, "--to", address_of(third), status=1)
+        assert "add it to its setting peers" in found["error"]
+
+
+def test_ctrl_c_stops_a_drain(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    port, sleep = free_port(), time.sleep
+
+    def pressed(seconds: float) -> None:
+        monkeypatch.setattr(cache_commands.time, "sleep", sleep)
+        raise KeyboardInterrupt
+
+    with running_cluster(
+        model=model, http_endpoint=str(port), peer_endpoint=f"tcp://127.0.0.1:{free_range(2)}"
+    ) as one:
+        one.put(prompt_of(0), BLOCKS)
+        monkeypatch.setattr(cache_commands.time, "sleep", pressed)
+        found = drained(port, "--to", f"tcp://127.0.0.1:{free_range(2)}")
+    assert (found["state"], found["left_blocks"]) == ("stopped", NUM_BLOCKS)

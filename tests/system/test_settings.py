@@ -348,6 +348,8 @@ SCENARIOS = [
         throttles_writes,
     ),
     Scenario("peers", peers, is_in_touch_with_itself_alone),
+    Scenario("shards", lambda d: {**ssd(d), "store_shards": 4, "head_dim": 3},
+             comes_back_from("SSD")),
     Scenario("retention", lambda d: {**ssd(d), "retention_s": 600.0}, has_a_retention_time),
     Scenario("short deadlines", lambda d: {"match_ttl_s": 0.5, "op_timeout_s": 20.0},
              forgets_matches_that_are_not_launched),

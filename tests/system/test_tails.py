@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 from cluster import until
+from ports import free_range
 from tailed_engine import (
     ALL_LIKE,
     GEMMA_LIKE,
@@ -21,6 +23,7 @@ from tailed_engine import (
 
 from flexcache import KVGroup, KVStatus
 from flexcache.protocol.endpoints import is_served, private_endpoint
+from flexcache.server.operator import Operator
 
 
 def until_it_stores(engine: TailedEngine) -> None:
@@ -46,6 +49,40 @@ def test_a_dram_tier_too_small_for_a_tail_is_said(caplog: pytest.LogCaptureFixtu
         assert "tails_do_not_fit" not in caplog.text
     with tailed_engine(groups, num_cpu_blocks=15):
         assert "tails_do_not_fit" in caplog.text
+
+
+@pytest.mark.parametrize("groups", ALL_LIKE, ids=["gemma", "state", "states_only", "llama"])
+def test_a_peer_takes_over_tails_from_a_host_that_goes(groups: tuple[KVGroup, ...]) -> None:
+    ports = [free_range(2) for _ in range(2)]
+    addresses = [f"tcp://127.0.0.1:{port}" for port in ports]
+    with ExitStack() as stack:
+        one, two = (
+            stack.enter_context(
+                tailed_engine(groups, awaits_tiers=False, peers=addresses, peer_endpoint=own)
+            )
+            for own in addresses
+        )
+        for engine in (one, two):
+            until(lambda engine=engine: engine.manager.stats()["tiers"]["PEER"]["available"])
+        expected = []
+        for number in range(2):
+            tables = one.tables(32 * 4)
+            expected.append(one.read(tables))
+            assert one.put(np.arange(32 * 4) + 1000 * number, tables) is KVStatus.SUCCESS
+        goes = Operator(one.manager._transport.server)  # type: ignore[union-attr]
+        goes.drain(addresses[1], 60.0)
+        until(lambda: (found := goes.drain_progress()) is not None and found.state != "running")
+        found = goes.drain_progress()
+        assert found is not None
+        assert (found.state, found.left_blocks, found.there_blocks) == ("done", 0, 0)
+        one.manager.clear("CPU")
+        for number in range(2):
+            stop, came, status = two.get(np.arange(32 * 4) + 1000 * number)
+            has_state = any(group.kind == "state" for group in groups)
+            assert status is KVStatus.SUCCESS or has_state
+            assert stop == 32 * 4 or has_state
+            assert has_state or came == expected[number]
+        assert set(two.manager.stats()["hit_blocks"]) <= {"CPU"}
 
 
 @pytest.mark.parametrize("groups", ALL_LIKE, ids=["gemma", "state", "states_only", "llama"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +60,20 @@ def test_the_fingerprint_differs_wherever_bytes_could() -> None:
         {"dtype": torch.float16}, {"use_mla": True}, {"tp_size": 2},
         {"sized_by_ranks": True, "pp_size": 2}, {"sized_by_ranks": True, "cp_size": 2},
         {"tp_size": 4, "kv_replicas": 2}, {"tp_size": 4},
-        {"tp_size": 4, "use_mla": True}, {"tp_size": 4, "use_mla": True, "kv_replicas": 1},
+        {"tp_size": 4, "use_mla": True, "kv_replicas": 1},
     ]  # fmt: skip
     seen = {ModelConfig(**{**base, **change}).fingerprint(16) for change in variants}
     seen.add(ModelConfig(**base).fingerprint(32))
     assert len(seen) == len(variants) + 1
+
+
+@pytest.mark.parametrize("shape", [{"use_mla": True, "num_kv_heads": 128}, {"num_kv_heads": 1}])
+def test_kv_that_all_ranks_hold_has_one_name_for_any_number_of_them(shape: dict[str, Any]) -> None:
+    one = ModelConfig("m", 4, head_size=64, dtype=torch.bfloat16, **shape)
+    for tp_size in (2, 4):
+        assert replace(one, tp_size=tp_size).fingerprint(16) == one.fingerprint(16)
+        staged = replace(one, tp_size=tp_size, pp_size=2, sized_by_ranks=True)
+        assert "|tp=1,pp=2|" in staged.fingerprint(16)
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ CACHE = CacheStats(
         breaker=BreakerStats(state=BreakerState.HALF_OPEN, openings=2, last_reason="late"),
         lookups=LookUpStats(asked=8, late=2),
     ),
-    peers=LoanStats(up=3, blocks=8, lent=5, expired=1),
+    peers=LoanStats(up=3, blocks=8, lent=5, expired=1, moved=4, taken=2),
 )
 STATS = Stats(
     server=SERVER,

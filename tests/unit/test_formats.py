@@ -248,9 +248,13 @@ def test_the_fingerprint_of_a_model_does_not_change() -> None:
     groups = KVGroup("full", 16), KVGroup("window", 16, 64, ("a", "b")), KVGroup("state", 16)
     grouped = ModelConfig("m", 2, 4, 64, torch.bfloat16, groups=groups).fingerprint(16)
     assert grouped.endswith("|layout=v1|groups=full:16,window:16:64:c60f8ba575c1ad36,state:16")
-    staged = replace(model, pp_size=3, cp_size=2, kv_replicas=2, sized_by_ranks=True)
+    staged = replace(model, tp_size=4, pp_size=3, cp_size=2, kv_replicas=2, sized_by_ranks=True)
     assert staged.fingerprint(16) == (
-        "m|bfloat16|mha|layers=2|heads=4|head=64|tp=2,pp=3,cp=2,replicas=2|block=16|layout=v1"
+        "m|bfloat16|mha|layers=2|heads=4|head=64|tp=4,pp=3,cp=2,replicas=2|block=16|layout=v1"
+    )
+    latent = replace(staged, use_mla=True, kv_replicas=None)  # the same for any number of ranks
+    assert latent.fingerprint(16) == (
+        "m|bfloat16|mla|layers=2|heads=4|head=64|tp=1,pp=3,cp=2|block=16|layout=v1"
     )
 
 

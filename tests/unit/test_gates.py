@@ -73,17 +73,17 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 77_010,
-    "files of the package": 260,
+    "lines of the package": 78_210,
+    "files of the package": 262,
     "lines of the router": 16_000,
     "modules under 120 lines with one importer": 2,
     "class names that several classes have": 2,
     "functions with too many parameters": 5,
     "functions more complex than 12": 34,
-    "types of messages": 66,
-    "settings of the cache": 53,
+    "types of messages": 68,
+    "settings of the cache": 54,
     "settings of the router": 33,
-    "metrics": 123,
+    "metrics": 124,
 }
 """What the package has at most. A ceiling falls with the code. It rises only for a feature that
 needs it, with a line in CHANGELOG.md that names the feature."""

@@ -25,7 +25,7 @@ UNSHOWN = {
     "peers.*.requests", "caches.*.failure",
     "caches.*.circuit", "caches.*.running", "caches.*.tokens", "queue.capacity", "trouble",
     "sources.*.batches", "sources.*.snapshots", "sources.*.replayed_batches",
-    "sources.*.waiting_batches", "sources.*.last_batch_age_s", "workers.*.is_approximate",
+    "sources.*.lag_s", "sources.*.last_batch_age_s", "workers.*.is_approximate",
     "workers.*.health_failures",
     "index.events.stored", "index.events.removed", "index.events.cleared",
     "routing.service_time.is_learned",

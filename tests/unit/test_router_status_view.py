@@ -47,7 +47,7 @@ def test_engines_publishers_and_accuracy() -> None:
     engine = ["up", "5", "2", "0.75", "70", "71.4%", "20,000", "90,000", "30,000", "1.25", "yes"]
     assert row(text, A)[1:] == engine
     assert row(text, B)[1:3] == ["draining", "1"]
-    assert row(text, SHARED)[1:] == ["follows", "901", "0", "s", "4", "6", "1", "2"]
+    assert row(text, SHARED)[1:] == ["follows", "901", "0", "s", "4", "ms", "6", "1", "2"]
     assert row(text, SOURCE_B)[1:3] == ["not", "connected"]
     assert row(text, CACHE_A)[1:] == ["asked", "46", "50,000", "47", "97"]
     assert row(text, CACHE_B)[1] == "failing"

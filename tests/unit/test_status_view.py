@@ -88,6 +88,10 @@ def figures(**changes: Any) -> dict[str, Any]:
             "lent": 1_050,
             "refused": 3,
             "expired": 0,
+            "moved": 0,
+            "there": 0,
+            "left": 0,
+            "taken": 12,
         },
         "remote": {
             "available": False,
@@ -162,7 +166,7 @@ def test_no_rates_are_shown_across_a_restart_or_before_the_first_engine() -> Non
         "tasks: running 2, not launched 1",
         "ended: get not found 1, success 4; put success 2",
         "waiting + running: disk 3 + 1, device 0 + 2, blocks to store 9",
-        "peers: 2 answer, blocks lent 8, loans 1,050, refused 3\n",
+        "peers: 2 answer, blocks lent 8, loans 1,050, refused 3, taken over 12\n",
         "remote store: not available, breaker open (too slow), "
         "breaker opened 2 times; 11 lookups, 1 answered late; has the model in 2 other layouts",
         "blocks not stored: remote write failed 8",

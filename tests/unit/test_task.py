@@ -256,6 +256,13 @@ class TaskHistories(RuleBasedStateMachine):
     def a_peer_reads_here(self, text: str, start: int, count: int) -> None:
         self.world.lend(text, start, min(start + count, len(text)))
 
+    @precondition(lambda self: PEER in self.world.executors)
+    @rule(text=st.sampled_from(PROMPTS), peer=st.sampled_from(["A", "B"]),
+          age_s=st.sampled_from([0.0, 1.0, 1e6]), most=st.sampled_from([1, 2, 9]))  # fmt: skip
+    def a_peer_goes(self, text: str, peer: str, age_s: float, most: int) -> None:
+        self.may_bring(text)
+        self.world.take_over(text, peer, age_s, most)
+
     @precondition(lambda self: self.world.lent)
     @rule(data=st.data())
     def a_peer_has_read(self, data: st.DataObject) -> None:

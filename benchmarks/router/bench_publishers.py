@@ -1,0 +1,290 @@
+"""One router before a fleet of publishers of KV events, over loopback.
+
+    python benchmarks/router/bench_publishers.py --publishers 1000 --rate 2 --json out.json
+
+A few processes publish for all hosts: a PUB and a ROUTER socket each, with snapshots. A batch
+stores blocks of a new prompt and removes as many of an old one, so that the index keeps its size.
+The router's feed and index run as in a decider, on an event loop that does nothing else. *Lag* is
+the time from a batch's publication until the index has it. The start is from the first connection
+until the index has what every publisher holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import resource
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import router_path  # noqa: F401
+import typer
+import zmq
+from reporting import Say, run_and_show
+
+from flexcache.bench.suite import Case, Result
+from flexcache.events.wire import (
+    END_OF_REPLAY,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    Page,
+    cursor_of,
+    encode_batch,
+)
+from flexcache.router.feed import Feed
+from flexcache.router.fleet import EventSource, WorkerSpec
+from flexcache.router.router import KVRouter
+from flexcache.router.service import THREAD_SWITCH_S
+
+ANY_PORT = "tcp://127.0.0.1:*"
+TOKENS = 16
+PAGE_BLOCKS = 1024
+NUM_KEPT = 100
+WARM_UP_S = 2.0
+PATIENCE_S = 120.0
+SAMPLE_S = 0.005
+
+
+class SimulatedHost:
+    """The publisher of one host, without a thread of its own."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], number: int, held: int) -> None:
+        self.pub, self.replay = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+        self.pub.bind(ANY_PORT)
+        self.replay.bind(ANY_PORT)
+        self._rng = np.random.default_rng(number)
+        self._id = number.to_bytes(8, "big")
+        self._first = number << 32
+        self._number = 0
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=NUM_KEPT)
+        self._pages = [
+            self._stored(min(PAGE_BLOCKS, held - first)) for first in range(0, held, PAGE_BLOCKS)
+        ]
+        self._held: deque[list[int | bytes]] = deque()
+
+    @property
+    def endpoints(self) -> tuple[str, str]:
+        of = zmq.LAST_ENDPOINT
+        return self.pub.getsockopt_string(of), self.replay.getsockopt_string(of)
+
+    def _stored(self, count: int) -> BlockStored:
+        names: list[int | bytes] = list(range(self._first, self._first + count))
+        self._first += count
+        tokens = self._rng.integers(0, 1 << 17, count * TOKENS).tolist()
+        return BlockStored(names, None, tokens, TOKENS, None, "CPU", None)
+
+    def publish(self, num_blocks: int) -> None:
+        stored = self._stored(num_blocks)
+        self._held.append(stored.block_hashes)
+        events: list[BlockStored | BlockRemoved] = [stored]
+        if len(self._held) > 16:
+            events.append(BlockRemoved(self._held.popleft(), "CPU"))
+        payload = encode_batch(time.time(), events)
+        number = self._number.to_bytes(8, "big")
+        self._kept.append((self._number, payload))
+        self._number += 1
+        self.pub.send_multipart([b"kv@host@model", number, payload])
+
+    def answer(self) -> None:
+        peer, _, request = self.replay.recv_multipart()
+        first = int.from_bytes(request, "big")
+        cursor = cursor_of(first)
+        if cursor is not None:
+            events = self._pages[cursor : cursor + 1]
+            following = cursor + 1 if cursor + 1 < len(self._pages) else None
+            page = Page(self._id, self._number, following, encode_batch(time.time(), events))
+            packed = msgspec.msgpack.encode(page)
+            self.replay.send_multipart([peer, b"", b"kv@host@model", request, packed])
+            return
+        for number, payload in self._kept:
+            if number >= first:
+                frames = [b"kv@host@model", number.to_bytes(8, "big"), payload]
+                self.replay.send_multipart([peer, b"", *frames])
+        self.replay.send_multipart([peer, b"", b"", END_OF_REPLAY, b""])
+
+
+def publish(pipe: Connection, numbers: range, rate: float, num_blocks: int, held: int) -> None:
+    """Publish for some hosts, at even intervals, from the first message of the pipe to the next."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, 65_535)
+    hosts = [SimulatedHost(context, number, held) for number in numbers]
+    pipe.send([host.endpoints for host in hosts])
+    poller = zmq.Poller()
+    of = {host.replay: host for host in hosts}
+    for socket in of:
+        poller.register(socket, zmq.POLLIN)
+    poller.register(pipe.fileno(), zmq.POLLIN)
+    due, interval_s, turn = float("inf"), 1.0 / (rate * len(hosts)), 0
+    while True:
+        wait_s = min(0.05, max(0.0, due - time.monotonic()))
+        for socket, _ in poller.poll(int(wait_s * 1e3)):
+            if socket in of:
+                of[socket].answer()
+            elif pipe.recv():
+                due = time.monotonic()
+            else:
+                return
+        while time.monotonic() >= due:
+            hosts[turn % len(hosts)].publish(num_blocks)
+            turn, due = turn + 1, due + interval_s
+
+
+@contextmanager
+def fleet(
+    count: int, processes: int, rate: float, num_blocks: int, held: int
+) -> Iterator[tuple[list[EventSource], list[Connection]]]:
+    spawning = multiprocessing.get_context("spawn")
+    pipes, children = [], []
+    for part in range(processes):
+        ours, theirs = spawning.Pipe()
+        numbers = range(part, count, processes)
+        child = spawning.Process(target=publish, args=(theirs, numbers, rate, num_blocks, held))
+        child.start()
+        pipes.append(ours)
+        children.append(child)
+    try:
+        yield [EventSource(*pair) for pipe in pipes for pair in pipe.recv()], pipes
+    finally:
+        for pipe, child in zip(pipes, children, strict=True):
+            pipe.send(False)
+            child.join()
+
+
+class Lagging:
+    """The router's index, with the lag of each part of a batch."""
+
+    def __init__(self, routing: KVRouter) -> None:
+        self._routing = routing
+        self.lags_ms: list[float] = []
+        self.num_blocks = 0
+
+    def apply(self, source: str, batch: EventBatch) -> None:
+        self._routing.apply(source, batch)
+        self.lags_ms.append((time.time() - batch.ts) * 1e3)
+        for event in batch.events:
+            if isinstance(event, BlockStored | BlockRemoved):
+                self.num_blocks += len(event.block_hashes)
+
+    def forget(self, source: str) -> None:
+        self._routing.forget(source)
+
+
+def memory() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+
+
+async def follow(
+    sources: list[EventSource], pipes: list[Connection], held: int, seconds: float, say: Say
+) -> list[Result]:
+    routing = KVRouter()
+    routing.set_workers(
+        [
+            WorkerSpec(name=f"w{number}", url=f"http://w{number}", sources=(source,))
+            for number, source in enumerate(sources)
+        ]
+    )
+    sink = Lagging(routing)
+    feed = Feed(sink, asyncio.get_running_loop())
+    before_mib, before_threads = memory(), threading.active_count()
+    before_files = len(os.listdir("/proc/self/fd"))
+    say("connecting")
+    started, cpu = time.monotonic(), time.process_time()
+    feed.set_sources(sources)
+    called_s = time.monotonic() - started
+    while not all(stats.is_connected for stats in feed.stats().values()) or (
+        routing.holdings.index.num_blocks < held * len(sources)
+    ):
+        assert time.monotonic() - started < PATIENCE_S, "the publishers were not all heard"
+        await asyncio.sleep(0.05)
+    start_s, start_cpu = time.monotonic() - started, time.process_time() - cpu
+    for pipe in pipes:
+        pipe.send(True)
+    say("warming up")
+    await asyncio.sleep(WARM_UP_S)
+    sink.lags_ms.clear()
+    sink.num_blocks = 0
+    say("measuring")
+    stalls_ms = []
+    began, cpu = time.monotonic(), time.process_time()
+    while time.monotonic() - began < seconds:
+        asleep = time.monotonic()
+        await asyncio.sleep(SAMPLE_S)
+        stalls_ms.append((time.monotonic() - asleep - SAMPLE_S) * 1e3)
+    wall_s, cpu_s = time.monotonic() - began, time.process_time() - cpu
+    lags, num_blocks, stats = list(sink.lags_ms), sink.num_blocks, feed.stats().values()
+    extra = memory() - before_mib - routing.holdings.applier.num_bytes / 2**20
+    files = len(os.listdir("/proc/self/fd")) - before_files
+    threads = threading.active_count() - before_threads
+    feed.close()
+    assert not any(each.gaps or each.losses or each.restarts for each in stats), "events were lost"
+
+    def ratio(part: float) -> str:
+        return f"{part:.3f}"
+
+    p50, p99 = np.percentile(lags, [50, 99])
+    stall50, stall99 = np.percentile(stalls_ms, [50, 99])
+    return [
+        Result("lag of a batch", "ms", lags, note=f"p50 {p50:.2f}, p99 {p99:.2f}"),
+        Result(
+            "how late the event loop is", "ms", stalls_ms,
+            note=f"p50 {stall50:.2f}, p99 {stall99:.2f}",
+        ),
+        Result(
+            "processor time of a batch", "us", [cpu_s / len(lags) * 1e6],
+            note=f"{len(lags) / wall_s:,.0f} batches/s, {num_blocks / wall_s:,.0f} blocks/s, "
+            f"{ratio(cpu_s / wall_s)} of a core",
+        ),
+        Result(
+            "memory of a publisher, without index", "KiB", [extra * 1024 / len(sources)],
+            note=f"{files / len(sources):.1f} descriptors; {threads} threads in all",
+        ),
+        Result(
+            "start", "s", [start_s],
+            note=f"{held * len(sources):,} blocks, processor time {start_cpu:.1f} s; "
+            f"the call took {called_s * 1e3:.0f} ms",
+        ),
+    ]  # fmt: skip
+
+
+def measure(
+    publishers: int, processes: int, rate: float, blocks: int, held: int, seconds: float, say: Say
+) -> list[Result]:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    sys.setswitchinterval(THREAD_SWITCH_S)
+    say("starting publishers")
+    with fleet(publishers, processes, rate, blocks, held) as (sources, pipes):
+        return asyncio.run(follow(sources, pipes, held, seconds, say))
+
+
+def main(
+    publishers: Annotated[int, typer.Option(help="Hosts that publish.")] = 1000,
+    processes: Annotated[int, typer.Option(help="That publish for them.")] = 2,
+    rate: Annotated[float, typer.Option(help="Batches per second, of each.")] = 2.0,
+    blocks: Annotated[int, typer.Option(help="Stored, and removed, by a batch.")] = 8,
+    held: Annotated[int, typer.Option(help="Blocks that each has at the start.")] = 1024,
+    seconds: Annotated[float, typer.Option(help="To measure.")] = 15.0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Keep every sample.")] = None,
+) -> None:
+    def sections(say: Say) -> dict[str, list[Case]]:
+        title = f"{publishers:,} publishers, {rate:g} batches/s each"
+        run = partial(measure, publishers, processes, rate, blocks, held, seconds, say)
+        return {"publishers": [Case(title, run)]}
+
+    raise typer.Exit(run_and_show(sections, Path("."), json_file))
+
+
+if __name__ == "__main__":
+    typer.run(main)
