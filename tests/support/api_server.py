@@ -109,6 +109,11 @@ class ApiServer:
         details = answer["usage"]["prompt_tokens_details"] or {}
         return answer["choices"][0]["token_ids"], details.get("cached_tokens") or 0
 
+    def transferred(self, prompt: list[int], params: Mapping[str, Any]) -> dict[str, Any]:
+        """Compute a prompt for another engine; return what that is to be told."""
+        with self._ask(prompt, {}, max_tokens=1, kv_transfer_params=params) as response:
+            return dict(json.load(response)["kv_transfer_params"])
+
     def stream(self, prompt: list[int], **more: Any) -> Iterator[int]:
         """Yield token ids of an answer as they come. It is aborted if no more are read."""
         with self._ask(prompt, {}, stream=True, **more) as response:

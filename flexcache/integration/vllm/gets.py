@@ -36,6 +36,8 @@ from flexcache.integration.vllm.weights import RequestName
 from flexcache.integration.vllm.worker import Load
 
 _IDLE_WAIT_S = 0.001
+_COMPUTED_AGAIN_S = 0.01
+"""How soon the cache is asked again for what another engine computes."""
 
 
 def _tell_of_junction(request: Any, get: Get) -> None:
@@ -54,12 +56,14 @@ class RequestRecord:
         get: Its open get: at most one, however often vLLM asks.
         asked_s: When the remote store was first queried for it; None unless an answer is pending.
         until_s: Until when it waits for what is computed elsewhere; None: it has not asked yet.
+        again_s: When the cache is asked again, if it waits for that.
         has_lost_load: A load was lost. No other is offered: each could be lost in turn, endlessly.
     """
 
     get: Get | None = None
     asked_s: float | None = None
     until_s: float | None = None
+    again_s: float = 0.0
     has_lost_load: bool = False
 
 
@@ -246,6 +250,8 @@ class Gets:
     ) -> Get | None:
         """Open a get; None if the call failed, or the remote store has yet to answer."""
         now = time.monotonic()
+        if now < record.again_s:
+            return None
         asked_s = now if record.asked_s is None else record.asked_s
         if record.until_s is None:
             record.until_s = now + read_hints(request).wait_s
@@ -253,6 +259,8 @@ class Gets:
         look_up |= now < record.until_s
         get = self._cache.match(request, num_computed, num_tokens, look_up, record.until_s)
         record.asked_s = asked_s if get is NoMatch.UNDECIDED else None
+        if record.asked_s is not None and now < record.until_s:
+            record.again_s = now + _COMPUTED_AGAIN_S  # else a prefill of seconds costs half a core
         # What is on its way early delays an answer, too.
         self._has_store |= get is NoMatch.UNDECIDED and not self.early_loads.num_open
         if isinstance(get, NoMatch):
