@@ -73,7 +73,7 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 77_600,
+    "lines of the package": 77_900,
     "files of the package": 261,
     "lines of the router": 16_000,
     "modules under 120 lines with one importer": 2,
