@@ -33,6 +33,7 @@ from flexcache.config.values import (
     read_path,
     read_paths,
     read_peers,
+    read_transport,
     reject,
     server_of,
     setting,
@@ -150,6 +151,13 @@ class CacheConfig:
         "`dns://NAME:PORT` for all addresses of a name (separated by `,` in the environment). This "
         "cache itself may be among them.",
         read=read_peers,
+    )
+    peer_transport: str = setting(
+        "tcp",
+        "How blocks come from other hosts: `tcp`; or `rdma`, by Mooncake's Transfer Engine (extra "
+        "`mooncake`), with `rdma:DEVICE,...` by these network cards alone. Hosts that do not both "
+        "have it use `tcp`.",
+        read=read_transport,
     )
     skip_slow_loads: bool = setting(
         True,
@@ -359,6 +367,12 @@ class CacheConfig:
     def has_peers(self) -> bool:
         """Whether other hosts read this cache's DRAM, or it reads theirs."""
         return self.peer_endpoint is not None or bool(self.peers)
+
+    @property
+    def rdma_devices(self) -> str | None:
+        """Network cards for peers, with ``,`` between, empty for all; None for TCP."""
+        name, _, devices = self.peer_transport.partition(":")
+        return devices if name == "rdma" else None
 
     def cpu_blocks_for(self, block_bytes: int) -> int:
         """Capacity of the DRAM tier in blocks of ``block_bytes`` (over all ranks)."""

@@ -31,7 +31,7 @@ from flexcache.cache.block_keys import PackedBlockKeys
 from flexcache.cache.peers import LOAN_S
 from flexcache.cache.tail_index import TAIL_FIRST
 from flexcache.config import CacheConfig
-from flexcache.config.values import split_tcp
+from flexcache.config.values import is_loopback, split_tcp
 from flexcache.errors import ConfigError
 from flexcache.ids import MAX_KEY_BYTES, ROOT_BYTES, BlockKey, BreakerState, RootId
 from flexcache.logs import log_event
@@ -58,8 +58,8 @@ from flexcache.server.reactor import (
     read_message,
 )
 from flexcache.server.state import ServerState
-from flexcache.tasks.engine import KVTaskEngine
-from flexcache.tasks.instructions import PEER, RunLookUp
+from flexcache.tasks.engine import KVTaskEngine, stage_for_peer
+from flexcache.tasks.instructions import PEER, AskToStage, RunLookUp
 from flexcache.transfer.messages import LookedUp
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,7 @@ match waits is busy, say: that is no failure."""
 _TRY_S = 0.5  # a peer that is not there
 _RESOLVE_S = 10.0
 _MAX_PEERS = 256
+_MAX_NAMED = 64  # by requests
 _MAX_MESSAGES_A_TURN = 256
 _MAX_KEYS = 8192
 _MAX_TAILS = 1024
@@ -104,12 +105,19 @@ class _Link:
         """How long its answers took lately, at most; it wears off."""
         self.fails_s = math.inf
         """When it has been silent for too long; never, if nothing was asked since it was heard."""
+        self.unsent: list[FindBlocks] = []
+        """Questions for when it has answered for the first time."""
         self.zmq_socket = connect_peer(context, name, curve_keys, is_watched=True)
 
     @property
     def is_up(self) -> bool:
         """Whether it may be asked."""
         return self.has_answered and not self.is_ourselves and self.breaker.is_closed
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it was there, and is not now, or has been silent for too long."""
+        return self.is_told_s == math.inf and not (self.is_up or self.is_ourselves)
 
     def ask(self, message: FindBlocks, now: float) -> bool:
         """Whether it is there."""
@@ -149,9 +157,10 @@ class _Question:
             self.best, self.peer = found, peer
 
 
-def _worth(found: FoundBlocks) -> tuple[int, bool, int, int]:
-    # Tails are asked for with the last position first.
-    return found.num_blocks, found.tail >= 0, -found.tail, found.num_coming
+def _worth(found: FoundBlocks) -> tuple[float, bool, int, int]:
+    # What has to be waited for counts half. Tails are asked for with the last position first.
+    num_later = found.num_coming + found.num_on_ssd
+    return found.num_blocks + num_later / 2, found.tail >= 0, -found.tail, found.num_coming
 
 
 class PeerLinks:
@@ -178,6 +187,8 @@ class PeerLinks:
         self._socket: RouterSocket | None = None
         self._listener: socket.socket | None = None
         self._links: dict[str, _Link] = {}
+        self._named: dict[str, None] = {}
+        """Peers that requests have named, and the settings do not; the latest last."""
         self._questions: dict[int, _Question] = {}
         self._answers: list[tuple[LookedUp, str]] = []
         self._to_send: list[tuple[bytes, FoundBlocks | Loan | TookBlocks]] = []
@@ -228,7 +239,7 @@ class PeerLinks:
 
     def _follow(self, names: Iterable[str]) -> None:
         """Have a link to each of these peers, and to no other that has no address in the config."""
-        wanted = dict.fromkeys(list(names)[:_MAX_PEERS])
+        wanted = dict.fromkeys(list(names)[:_MAX_PEERS]) | self._named
         for name in [name for name in self._links if name not in wanted]:
             link = self._links.pop(name)
             self._reactor.remove_socket(link.zmq_socket)
@@ -239,8 +250,26 @@ class PeerLinks:
             if name not in self._links:
                 link = _Link(self._context, name, self._config.curve_keys)
                 self._links[name] = link
-                link.ping_due_s = random.uniform(0, _TRY_S)  # not all hosts at once
+                if name not in self._named:
+                    link.ping_due_s = random.uniform(0, _TRY_S)  # not all hosts at once
                 self._reactor.add_socket(link.zmq_socket)
+
+    def _link_of(self, source: str) -> list[_Link]:
+        """Return the link to a peer that a request names; none if that must not be."""
+        if source not in self._links:
+            keys, listed = self._config.curve_keys, [n for n in self._links if n not in self._named]
+            try:
+                if keys is None and not is_loopback(split_tcp(source)[0]):
+                    return []
+                if len(self._named) >= _MAX_NAMED:
+                    del self._named[next(iter(self._named))]
+                self._named[source] = None
+                self._follow(listed)
+            except (ValueError, ConfigError, zmq.ZMQError) as error:
+                self._named.pop(source, None)
+                log_event(logger, logging.WARNING, "peer_not_followed", peer=source, reason=error)
+                return []
+        return [self._links[source]]
 
     # -- events, under the lock ------------------------------------------------------------------
 
@@ -263,16 +292,20 @@ class PeerLinks:
         if (cache := self._state.slot.cache) is None:
             self._answers.clear()
             return
-        tasks = cache.tasks
+        self._tell(cache.tasks, now)
+        self._go_on_draining(cache, now)
+
+    def _tell(self, tasks: KVTaskEngine, now: float) -> None:
+        """Tell the task engine what peers have said, and which of them are there."""
         for answer, peer in self._answers:
             tasks.looked_up(answer, now, peer)
         self._answers.clear()
         num_up = sum(link.is_up for link in self._links.values())
         if (tier := tasks.cache.tiers.peer) is not None:
             tier.can_be_asked = num_up > 0
+            tier.lost = frozenset(name for name, link in self._links.items() if link.is_lost)
         tasks.loans.counters.up = num_up
         self._to_send += self._takeovers.advance(tasks, now)
-        self._go_on_draining(cache, now)
 
     def _go_on_draining(self, cache: ServedCache, now: float) -> None:
         if self.drain is not None:
@@ -336,6 +369,10 @@ class PeerLinks:
             raise ValueError(f"{len(asked.tails)} tails")
         if tasks is None or not tasks.executors.is_up(PEER):
             return FoundBlocks(asked.request_id, self.id)
+        if asked.stage and keys.num_blocks and tasks.loans.is_shared(RootId(asked.root)):
+            num_units = asked.tails[0][2] if asked.tails else 0
+            last = keys.key(keys.num_blocks - 1)
+            stage_for_peer(tasks, RootId(asked.root), last, num_units, time.monotonic())
         found = tasks.loans.find(RootId(asked.root), keys, asked.tails)
         return FoundBlocks(asked.request_id, self.id, *found)
 
@@ -390,6 +427,9 @@ class PeerLinks:
             link.is_ourselves = True
         elif is_new:
             log_event(logger, logging.INFO, "peer_found", peer=link.name)
+            for find in link.unsent:
+                link.ask(find, now)
+        link.unsent.clear()
         question = self._questions.get(found.request_id)
         if question is not None and link.name in question.asked:
             question.take(found, link.name)
@@ -401,7 +441,9 @@ class PeerLinks:
         if best is None:
             best = FoundBlocks(0, b"")
         count = max(0, min(best.num_blocks, question.num_keys))
-        answer = LookedUp(lookup_id, count, None, best.tail, best.num_coming)
+        answer = LookedUp(
+            lookup_id, count, None, best.tail, best.num_coming, best.num_on_ssd, best.ssd_tail
+        )
         self._answers.append((answer, question.peer))
 
     def failed(self, peer: str, reason: str, now: float) -> None:
@@ -429,14 +471,19 @@ class PeerLinks:
     # -- without the lock ------------------------------------------------------------------------
 
     def ask(self, look_up: RunLookUp) -> None:
-        """Ask all peers what they have."""
+        """Ask all peers what they have, or the one that the request names."""
         now = time.monotonic()  # since the turn began, we may have waited for the lock
         keys = look_up.keys
         key_bytes = len(keys[0]) if keys else 0
         tails = [(needed, bytes(key), units) for needed, key, units in look_up.tails]
         find = FindBlocks(look_up.lookup_id, look_up.root, b"".join(keys), key_bytes, tails)
         question = _Question(len(keys), bool(tails), now + _ANSWER_S)
-        for link in self._links.values():
+        for link in self._link_of(look_up.source) if look_up.source else self._links.values():
+            if link.name in self._named and not (link.has_answered or link.is_lost):
+                link.unsent.append(find)
+                link.ping_due_s = now
+                question.asked.add(link.name)
+                question.due_s = now + self._longest_answer_s
             if not link.is_up:
                 continue
             if link.ask(find, now):
@@ -449,6 +496,14 @@ class PeerLinks:
         # Here the lock is not held, and the task engine cannot be told: the next turn does it.
         if question.is_over:
             self._reactor.wake()
+
+    def stage(self, wanted: AskToStage) -> None:
+        """Ask a peer to bring to its DRAM what it has on SSD. It answers nothing to that: what is
+        asked for next it answers after it, and says then whether it is coming."""
+        if (link := self._links.get(wanted.peer)) is not None and link.is_up:
+            key = wanted.key
+            tails = [(0, bytes(key), wanted.num_units)] if wanted.num_units else []
+            link.ask(FindBlocks(0, wanted.root, key, len(key), tails, stage=True), time.monotonic())
 
     def send_due(self, now: float) -> None:
         """Send answers, what is handed over, and ask for signs of life."""
@@ -504,6 +559,7 @@ class PeerLinks:
     def close(self) -> None:
         """Idempotent."""
         self._resolver.stop()
+        self._named.clear()
         self._follow(())
         if self.drain is not None:
             self.drain.close(self._reactor)

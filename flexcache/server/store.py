@@ -154,6 +154,8 @@ class CacheStore:
             listen_fd=listen_fd,
             curve_keys=self.config.curve_keys,
             timeout_s=self.config.remote_timeout_s,
+            rdma_devices=self.config.rdma_devices,
+            room_bytes=int(self.config.transfer_chunk_mb * 1e6),
         )
 
     def _worker_config(self, endpoint: str, identity: str) -> dict[str, Any]:

@@ -107,7 +107,7 @@ class RunLookUp:
     of the tails; or ask peers. The answer goes to `KVTaskEngine.looked_up`.
 
     ``tails``: of each, how many of the ``keys`` must be there for it to be of use, the key of the
-    block behind which it is, and its number of units.
+    block behind which it is, and its number of units. ``source``: the peer to ask; empty for all.
     """
 
     lookup_id: int
@@ -115,6 +115,18 @@ class RunLookUp:
     keys: Sequence[BlockKey]
     tails: Sequence[tuple[int, BlockKey, int]] = ()
     executor: str = REMOTE
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AskToStage:
+    """Ask a peer to bring to DRAM what it has on SSD of the prompt that ends with a block, and the
+    tail of ``num_units`` behind that, unless these are 0."""
+
+    peer: str
+    root: bytes
+    key: BlockKey
+    num_units: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +208,7 @@ Instruction = (
     RunOp
     | DropOp
     | RunLookUp
+    | AskToStage
     | LookUpEnded
     | RevokeTask
     | TaskAnswered
