@@ -1,6 +1,6 @@
 """Everything at once, for an hour: engines, caches, a store and the router, while they are killed.
 
-    python benchmarks/soak.py [--minutes 60] [--sglang-python FILE] [--small-disk DIR]
+    python benchmarks/soak.py [--minutes 60] [--sglang-python FILE] [--small-disk DIR] [--hosts 3]
         [--users 8] [--fault-every 10] [--seed 1] [--json FILE]
 
 Two vLLM engines (one has a model with sliding windows) and an SGLang engine run on the CPU, each
@@ -12,6 +12,10 @@ full disk. Every answer is compared with that of an engine without a cache.
 The exit status is 1 if a token is wrong, if a request fails that no engine's or router's death
 explains, or if a part ends by itself. `--small-disk` names a directory on a file system of about
 100 MB that you have mounted (`mount -t tmpfs -o size=100m none DIR`).
+
+With `--hosts` (as root): hosts in network namespaces instead, each with a vLLM engine and a cache
+server, which read each other's DRAM. The first engine computes prompts for the others. Links are
+cut, too. The exit status is also 1 if a loan is left at the end.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,14 +34,17 @@ from typing import Annotated
 
 import search_path  # noqa: F401
 import typer
+from hosts import UPLINK, Network
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from soak_faults import Faults, FaultThread, Outage
 from soak_fleet import Fleet
-from soak_parts import Part, Use, answers
+from soak_parts import Part, Use, answers, asked
 from soak_users import Failure, Seen, Users, ask_all, conversations
 from stores import s3_server
+
+from flexcache.cache.peers import GRACE_S, LOAN_S
 
 NUM_SESSIONS = 40
 LOOK_S = 15.0
@@ -47,16 +55,22 @@ def references(
     fleet: Fleet, sessions: dict[str, list[list[str]]], console: Console
 ) -> dict[str, dict[str, str]]:
     """Return what engines without a cache answer, by the address of the one with a cache."""
-    found = {}
+    found: dict[str, dict[str, str]] = {}
+    alike: dict[tuple[str, bool], str] = {}
     for serving in fleet.servings:
+        url, kind = fleet.urls[serving.name], (serving.model, serving.is_sglang)
+        if kind in alike:
+            found[url] = found[alike[kind]]
+            continue
+        alike[kind] = url
         console.print(f"asking {serving.name} without a cache")
         part = fleet.reference(serving)
         part.start()
         try:
             part.wait_ready()
-            url = part.url.removesuffix("/health")
+            alone = part.url.removesuffix("/health")
             prompts = [prompt for turns in sessions[serving.model] for prompt in turns]
-            found[fleet.urls[serving.name]] = asyncio.run(ask_all(url, serving.model, prompts))
+            found[url] = asyncio.run(ask_all(alone, serving.model, prompts))
         finally:
             part.end()
     return found
@@ -140,6 +154,7 @@ def main(
         Path | None, typer.Option(help="Of an environment with SGLang; none: no SGLang.")
     ] = None,
     small_disk: Annotated[Path | None, typer.Option(help="Directory of a small disk.")] = None,
+    hosts: Annotated[int, typer.Option(help="In namespaces; 0: none.")] = 0,
     seed: Annotated[int, typer.Option()] = 1,
     directory: Annotated[Path, typer.Option("--dir", help="For SSD tiers and logs.")] = Path("."),
     json_file: Annotated[Path | None, typer.Option("--json")] = None,
@@ -152,8 +167,12 @@ def main(
                 tempfile.TemporaryDirectory(prefix="soak-", dir=directory.absolute())
             )
         )
-        store = stack.enter_context(s3_server())
-        fleet = Fleet(work_dir, sglang_python, store.url, small_disk)
+        network = None
+        if hosts:
+            network = Network(hosts, has_uplink=True)
+            stack.callback(network.close)
+        store = stack.enter_context(s3_server(UPLINK if hosts else "127.0.0.1"))
+        fleet = Fleet(work_dir, sglang_python, store.url, small_disk, network)
         models = sorted({serving.model for serving in fleet.servings})
         sessions = {m: conversations(NUM_SESSIONS, seed + i) for i, m in enumerate(models)}
         expected = references(fleet, sessions, console)
@@ -185,6 +204,7 @@ def main(
         watch.is_over.set()
         watch.join()
         watch.look()
+        left = loans_left(fleet) if hosts else 0
         progress.stop()
         lost = unexplained(crowd.seen.failures, faults.outages)
         show(
@@ -195,9 +215,24 @@ def main(
             console.print(f"the faults ended: {thread.error}", markup=False)
         for name in watch.died:
             console.print(f"{name} died by itself")
+        if hosts:
+            console.print(f"{left} blocks are lent at the end")
         if json_file is not None:
             json_file.write_text(json.dumps(summary(crowd.seen, thread, lost, watch), indent=1))
-    sys.exit(int(bool(crowd.seen.wrong or lost or watch.died or thread.error)))
+    sys.exit(int(bool(crowd.seen.wrong or lost or watch.died or thread.error or left)))
+
+
+def loans_left(fleet: Fleet) -> int:
+    """Return how many blocks caches still lend, once what was asked for is over."""
+    time.sleep(LOAN_S + GRACE_S)
+    total = 0
+    for serving in fleet.servings:
+        url = f"{fleet.http[serving.name]}/metrics"
+        with urllib.request.urlopen(asked(url), timeout=10) as response:
+            lines = response.read().decode().splitlines()
+        lent = (line for line in lines if line.startswith("flexcache_peer_lent_blocks"))
+        total += sum(int(float(line.split()[-1])) for line in lent)
+    return total
 
 
 def summary(

@@ -15,11 +15,12 @@ from functools import partial
 from pathlib import Path
 
 from soak_fleet import Fleet
-from soak_parts import Part
+from soak_parts import TOKEN, Part
 from stores import StoreServer
 
 WORKERS = {
     "disk": "flexcache.transfer.disk_worker", "remote": "flexcache.transfer.remote_worker",
+    "peer": "flexcache.server.peer_worker",
 }  # fmt: skip
 STOPPED_S = 6.0
 AFTER_S = 10.0
@@ -77,7 +78,9 @@ class Faults:
                 (f"stop {name}", partial(self._stop, cache)),
                 (f"clear {name}", partial(self._clear, serving.name)),
             ]
-            for worker in WORKERS:
+            if serving.host is not None:
+                found.append((f"cut {serving.name}", partial(self._cut, serving.host)))
+            for worker in WORKERS if serving.host is not None else ("disk", "remote"):
                 what = f"kill {worker} worker, {name}"
                 found.append((what, partial(self._kill_child, cache, worker, what)))
             engine = self._fleet.parts[serving.name]
@@ -124,11 +127,19 @@ class Faults:
             time.sleep(STOPPED_S)
             part.go_on()
 
+    def _cut(self, host: int) -> None:
+        network = self._fleet.network
+        assert network is not None
+        with self._outage(f"cut host {host}", self._fleet.parts[f"host-{host}"]):
+            network.cut(host)
+            time.sleep(STOPPED_S)
+            network.heal(host)
+
     def _clear(self, name: str) -> None:
         tier = self._random.choice(["CPU", "SSD", "REMOTE"])
         request = urllib.request.Request(
             f"{self._fleet.http[name]}/cache/clear", json.dumps({"tier": tier}).encode(),
-            {"Content-Type": "application/json"},
+            {"Content-Type": "application/json", "Authorization": f"Bearer {TOKEN}"},
         )  # fmt: skip
         with (
             self._outage(f"clear {tier} of {name}"),

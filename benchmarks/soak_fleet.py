@@ -4,6 +4,9 @@ engine, a store, and the router in front.
 One of the vLLM engines has a model with sliding windows; the SGLang engine and the other one serve
 the same model, so that the router chooses between them. A cache server serves one model and one
 engine's layout, so there are three.
+
+Or hosts, network namespaces, each with a vLLM engine of one model and a cache server. These are
+peers. The first engine computes prompts for the others.
 """
 
 from __future__ import annotations
@@ -17,10 +20,13 @@ from pathlib import Path
 
 from api_server import SERVER
 from engines import ENGINE_ENV, FLEXCACHE
+from hosts import PORT, Network
 from make_models import make_model
 from paths import MODELS, ROOT, SUPPORT
 from ports import free_port
-from soak_parts import Part
+from soak_parts import TOKEN, Part
+
+from flexcache.protocol.trust import make_keys
 
 BLOCK = 32
 PAGE = 16
@@ -36,11 +42,15 @@ class Serving:
 
     Attributes:
         model: What it serves, and its name for the router.
+        role: Of it, for the router.
+        host: Its number; None: there are no hosts.
     """
 
     name: str
     model: str
     is_sglang: bool = False
+    role: str = "both"
+    host: int | None = None
 
 
 ENGINES = (
@@ -50,10 +60,17 @@ ENGINES = (
 )
 
 
-def vllm_command(serving: Serving, port: int, more: Sequence[str] = ()) -> list[str]:
+def on_hosts(count: int) -> list[Serving]:
+    roles = ["prefill", *["decode"] * (count - 1)]
+    return [Serving(f"host-{i}", "tiny", role=role, host=i) for i, role in enumerate(roles)]
+
+
+def vllm_command(
+    serving: Serving, port: int, more: Sequence[str] = (), address: str = "127.0.0.1"
+) -> list[str]:
     return [
         sys.executable, "-m", SERVER, "--model", str(make_model(MODELS, serving.model)),
-        "--served-model-name", serving.model, "--host", "127.0.0.1", "--port", str(port),
+        "--served-model-name", serving.model, "--host", address, "--port", str(port),
         "--enforce-eager", "--dtype", DTYPE, "--max-model-len", str(MAX_TOKENS),
         "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(24 << 20),
         "--enable-prompt-tokens-details",
@@ -106,12 +123,18 @@ class Fleet:
         remote_url: Of the store.
         small_disk: Directory of a file system that is smaller than the SSD tier in it, for one
             of the servers; None gives it one that is not.
+        network: Of the hosts; None: all run on this one.
     """
 
     def __init__(
-        self, directory: Path, sglang_python: Path | None, remote_url: str, small_disk: Path | None
-    ) -> None:
+        self, directory: Path, sglang_python: Path | None, remote_url: str,
+        small_disk: Path | None, network: Network | None = None,
+    ) -> None:  # fmt: skip
+        self.network = network
         self.servings = [s for s in ENGINES if sglang_python or not s.is_sglang]
+        if network is not None:
+            self.servings = on_hosts(len(network.names))
+            make_keys(directory / "keys")
         self.urls: dict[str, str] = {}
         """Addresses of engines, by name."""
         self.parts: dict[str, Part] = {}
@@ -137,7 +160,7 @@ class Fleet:
 
     def _add_server(self, serving: Serving, ssd: Path) -> str:
         """Returns the addresses of its events, as the router wants them."""
-        events, replay, http = (f"127.0.0.1:{free_port()}" for _ in range(3))
+        events, replay, http = (f"{self._address(serving)}:{free_port()}" for _ in range(3))
         file = self._directory / f"{serving.name}.toml"
         settings = {
             "cpu_cache_gb": 0.06, "ssd_cache_gb": 0.16, "ssd_cache_dirs": [str(ssd)],
@@ -146,6 +169,7 @@ class Fleet:
             "skip_slow_loads": False, "op_timeout_s": 10.0, "quotas": QUOTAS, "log_format": "json",
             "trace_dir": str(self._directory / f"traces-{serving.name}"), "trace_file_mb": 8,
             **({"kv_events_hashes": "int_first"} if serving.is_sglang else {}),
+            **self._peer_settings(serving),
         }  # fmt: skip
         lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
         file.write_text("\n".join(lines) + "\n")
@@ -154,10 +178,30 @@ class Fleet:
         name = f"cache of {serving.name}"
         self.http[serving.name] = f"http://{http}"
         self.parts[name] = Part(
-            name, command, f"http://{http}/healthz", self._directory / f"{name}.log",
-            {"PYTHONPATH": str(ROOT)},
+            name, [*self._prefix(serving), *command], f"http://{http}/healthz",
+            self._directory / f"{name}.log", {"PYTHONPATH": str(ROOT)},
         )  # fmt: skip
         return f"tcp://{events},tcp://{replay}"
+
+    def _address(self, serving: Serving) -> str:
+        if self.network is None or serving.host is None:
+            return "127.0.0.1"
+        return self.network.addresses[serving.host]
+
+    def _prefix(self, serving: Serving) -> list[str]:
+        """Return what runs a command on a host."""
+        if self.network is None or serving.host is None:
+            return []
+        return ["ip", "netns", "exec", self.network.names[serving.host]]
+
+    def _peer_settings(self, serving: Serving) -> dict[str, object]:
+        if self.network is None:
+            return {}
+        peers = [f"tcp://{address}:{PORT}" for address in self.network.addresses]
+        return {
+            "peer_endpoint": f"tcp://{self._address(serving)}:{PORT}", "peers": peers,
+            "curve_keys": str(self._directory / "keys"), "http_token": TOKEN,
+        }  # fmt: skip
 
     def _endpoint(self, serving: Serving) -> str:
         return f"ipc://{self._directory}/{serving.name}.sock"
@@ -170,18 +214,24 @@ class Fleet:
         options = (_sglang_options if serving.is_sglang else _vllm_options)(extra, publisher)
         log = self._directory / f"{serving.name}.log"
         self.parts[serving.name] = self._engine_part(serving.name, serving, port, log, options)
-        self.urls[serving.name] = url = f"http://127.0.0.1:{port}"
-        pair = f"tcp://127.0.0.1:{events},tcp://127.0.0.1:{replay}"
-        return f'[[workers]]\nurl = "{url}"\nevents = ["{pair}"]\n'
+        address = self._address(serving)
+        self.urls[serving.name] = url = f"http://{address}:{port}"
+        pair = f"tcp://{address}:{events},tcp://{address}:{replay}"
+        stage = f'role = "{serving.role}"\n'
+        if serving.host is not None:
+            stage += f"peer_port = {PORT}\n"
+        return f'[[workers]]\nurl = "{url}"\nevents = ["{pair}"]\n{stage}'
 
     def _engine_part(
         self, name: str, serving: Serving, port: int, log: Path, options: Sequence[str] = ()
     ) -> Part:
-        health = f"http://127.0.0.1:{port}/health"
+        address = self._address(serving)
+        health = f"http://{address}:{port}/health"
         paths = [str(SUPPORT), str(ROOT)]
         if not serving.is_sglang:
             environment = {**ENGINE_ENV, "PYTHONPATH": os.pathsep.join(paths)}
-            return Part(name, vllm_command(serving, port, options), health, log, environment)
+            command = [*self._prefix(serving), *vllm_command(serving, port, options, address)]
+            return Part(name, command, health, log, environment)
         assert self._sglang_python is not None
         from sglang_engine import ENVIRONMENT, STAND_INS
 

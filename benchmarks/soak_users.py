@@ -134,6 +134,7 @@ class Users:
         seen.num_answers += 1
         seen.num_cached_tokens += cached
         seen.num_prompt_tokens += length
-        wanted = self._expected[worker].get(prompt, "what another model answers")
+        # Of a divided request the last one answers.
+        wanted = self._expected[worker.rpartition(", ")[2]].get(prompt, "another model's answer")
         if text != wanted:
             seen.wrong.append(f"{worker} {model}: {text!r}, not {wanted!r}, to {prompt[-80:]!r}")

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 PORT = 9600
+UPLINK = "10.77.0.254"
 _numbers = itertools.count()
 
 
@@ -32,14 +33,17 @@ def _ip(*arguments: str) -> None:
 class Network:
     """A switch, and hosts at it.
 
+    Args:
+        has_uplink: Whether it reaches this process, at `UPLINK`.
+
     Attributes:
         names: Of the hosts' namespaces.
         addresses: Of the hosts.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, has_uplink: bool = False) -> None:
         tag = f"fc{os.getpid()}-{next(_numbers)}"
-        self._switch = f"{tag}-s"
+        self._switch, self._uplink = f"{tag}-s", f"fc{os.getpid()}u"
         self.names = [f"{tag}-{i}" for i in range(count)]
         self.addresses = [f"10.77.0.{i + 1}" for i in range(count)]
         _ip("netns", "add", self._switch)
@@ -53,6 +57,12 @@ class Network:
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "eth0", "up")
             _ip("-n", name, "link", "set", "lo", "up")
+        if has_uplink:
+            _ip("link", "add", self._uplink, "type", "veth", "peer", "name", "uplink", "netns",
+                self._switch)  # fmt: skip
+            _ip("-n", self._switch, "link", "set", "uplink", "master", "bridge", "up")
+            _ip("addr", "add", f"{UPLINK}/24", "dev", self._uplink)
+            _ip("link", "set", self._uplink, "up")
 
     def cut(self, host: int) -> None:
         """Let nothing pass to a host or from it; its own interface stays up."""
