@@ -34,7 +34,7 @@ from typing import Annotated
 
 import search_path  # noqa: F401
 import typer
-from hosts import UPLINK, Network
+from hosts import Network
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -171,8 +171,10 @@ def main(
         if hosts:
             network = Network(hosts, has_uplink=True)
             stack.callback(network.close)
-        store = stack.enter_context(s3_server(UPLINK if hosts else "127.0.0.1"))
-        fleet = Fleet(work_dir, sglang_python, store.url, small_disk, network)
+        # An object store beyond loopback must have TLS: hosts share a directory.
+        store = None if hosts else stack.enter_context(s3_server())
+        url = f"file://{work_dir}/store" if store is None else store.url
+        fleet = Fleet(work_dir, sglang_python, url, small_disk, network)
         models = sorted({serving.model for serving in fleet.servings})
         sessions = {m: conversations(NUM_SESSIONS, seed + i) for i, m in enumerate(models)}
         expected = references(fleet, sessions, console)

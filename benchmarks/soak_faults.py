@@ -45,12 +45,12 @@ class Faults:
     """Chooses faults by a seed, so that each comes equally often, and notes when they were.
 
     Args:
-        store: The remote store of the cache servers.
+        store: The remote store of the cache servers; None: one that is not struck.
         small_disk: Directory to fill; None fills none.
     """
 
     def __init__(
-        self, fleet: Fleet, store: StoreServer, small_disk: Path | None, seed: int
+        self, fleet: Fleet, store: StoreServer | None, small_disk: Path | None, seed: int
     ) -> None:
         self.outages: list[Outage] = []
         self._fleet = fleet
@@ -85,11 +85,10 @@ class Faults:
                 found.append((what, partial(self._kill_child, cache, worker, what)))
             engine = self._fleet.parts[serving.name]
             found.append((f"kill {serving.name}", partial(self._kill, engine)))
-        found += [
-            ("kill router", partial(self._kill, self._fleet.parts["router"])),
-            ("kill store", self._restart_store),
-            ("stop store", self._stop_store),
-        ]
+        found.append(("kill router", partial(self._kill, self._fleet.parts["router"])))
+        if (store := self._store) is not None:
+            found.append(("kill store", partial(self._restart_store, store)))
+            found.append(("stop store", partial(self._stop_store, store)))
         if self._small_disk is not None:
             found.append(("full disk", self._fill_disk))
         return found
@@ -148,15 +147,15 @@ class Faults:
         ):
             pass
 
-    def _restart_store(self) -> None:
+    def _restart_store(self, store: StoreServer) -> None:
         with self._outage("kill store"):
-            self._store.restart()
+            store.restart()
 
-    def _stop_store(self) -> None:
+    def _stop_store(self, store: StoreServer) -> None:
         with self._outage("stop store"):
-            self._store.stop()
+            store.stop()
             time.sleep(STOPPED_S)
-            self._store.resume()
+            store.resume()
 
     def _fill_disk(self) -> None:
         assert self._small_disk is not None

@@ -156,8 +156,8 @@ def mooncake_segment(url: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @contextmanager
-def s3_server(address: str = "127.0.0.1") -> Iterator[StoreServer]:
-    """Run SeaweedFS at an address, with its credentials in our environment meanwhile."""
+def s3_server() -> Iterator[StoreServer]:
+    """Run SeaweedFS, with its credentials in our environment meanwhile."""
     credentials = {"AWS_ACCESS_KEY_ID": "flexcache", "AWS_SECRET_ACCESS_KEY": "flexcache"}
 
     def make(directory: Path) -> tuple[str, Sequence[str], Callable[[], bool]]:
@@ -166,14 +166,14 @@ def s3_server(address: str = "127.0.0.1") -> Iterator[StoreServer]:
         (directory / "identities.json").write_text(_identities(credentials))
         command = [_program("weed") or "weed", "server", "-s3", f"-dir={directory}"]
         command += [
-            f"-ip={address}",
-            f"-ip.bind={address}",
+            "-ip=127.0.0.1",
+            "-ip.bind=127.0.0.1",
             f"-s3.config={directory}/identities.json",
         ]
         command += [f"-{n}={p}" if "." in n else f"-{n}.port={p}" for n, p in ports.items()]
         command += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"]
         command += ["-master.electionTimeout=1s"]  # a restart then takes 5 s instead of 15
-        endpoint = f"http://{address}:{ports['s3']}"
+        endpoint = f"http://127.0.0.1:{ports['s3']}"
         url = f"s3://flexcache/blocks?endpoint={endpoint}&region=us-east-1"
         return url, command, lambda: _takes_an_object(endpoint)
 
