@@ -6,13 +6,15 @@
 Two caches share a store on loopback, and nothing else. One puts a prompt, the other asks for it
 once before that and then from its end in the store on, every 5 ms; or all the time.
 
-`peers`: two caches read each other's DRAM on loopback, beside two bare TCP connections that move
-the same bytes between two processes in the same rounds. A first match is one of a prompt that only
-the other cache has, beside the same match once that is known.
+`peers`: two caches read each other's DRAM on loopback, by each data plane. In the same rounds two
+bare TCP connections and Mooncake's Transfer Engine move as many bytes between two processes, and a
+cache reads them from a Mooncake Store. A first match is one of a prompt that only the other cache
+has, beside the same match once that is known.
 """
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing
 import os
 import socket
@@ -22,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -38,7 +40,10 @@ from reporting import Say, run_and_show
 
 from flexcache.bench.dram import TOKENS_PER_BLOCK, CpuEngine, Tokens
 from flexcache.bench.suite import Case, Result, rates
+from flexcache.storage.pieces import address_of
 
+Read = Callable[[], tuple[float, float]]
+"""Reads 128 MiB of new bytes; returns the seconds that took, and the processor time."""
 NUM_BLOCKS = 64  # of 2 MiB
 ASK_EVERY_S = 0.005
 PATIENCE_S = 30.0
@@ -110,7 +115,26 @@ def serve(connection):
 while True:
     threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
 """
-BARE_SHARE = 0.85  # of two bare sockets
+ENGINE_OWNER = """
+import mmap, sys
+from mooncake.engine import TransferEngine
+import numpy
+memory = mmap.mmap(-1, int(sys.argv[1]))
+memory[:] = b"x" * len(memory)
+address = numpy.frombuffer(memory, numpy.uint8).ctypes.data
+engine = TransferEngine()
+assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+assert engine.register_memory(address, len(memory)) == 0
+print("at", engine.get_rpc_port(), address, flush=True)
+sys.stdin.read()
+"""
+BARE, ENGINE, STORE = "two bare TCP connections", "Transfer Engine's own call", "Mooncake Store"
+PLANES: dict[str, dict[str, float | None]] = {
+    "tcp": {BARE: 0.85, ENGINE: 1.3},
+    "rdma": {BARE: None, ENGINE: 0.85, STORE: 1.0},
+}
+"""Data planes, and how much of others' rates each is to reach."""
+MOST_CPU = 1.3  # of two bare sockets
 FIRST_MATCH_S = {512: 0.0003, 4096: 0.0006}
 
 
@@ -141,6 +165,10 @@ class BareSockets:
         while room:
             room = room[connection.recv_into(room) :]
 
+    @property
+    def pids(self) -> list[int]:
+        return [self._process.pid, os.getpid()]
+
     def close(self) -> None:
         for connection in self._connections:
             connection.close()
@@ -148,23 +176,56 @@ class BareSockets:
         self._process.wait()
 
 
-def peer_cache(
-    addresses: Sequence[str], number: int, num_layers: int, run_bytes: int, num_blocks: int
-) -> CpuEngine:
-    """Start the cache of one of these addresses."""
+class EngineCalls:
+    """Transfer Engine reads from another process, in one call for all blocks."""
+
+    def __init__(self, num_bytes: int) -> None:
+        from mooncake.engine import TransferEngine
+
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", ENGINE_OWNER, str(num_bytes)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        self._memory = mmap.mmap(-1, num_bytes)
+        self._engine = TransferEngine()
+        assert self._engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+        assert self._engine.register_memory(address_of(self._memory), num_bytes) == 0
+        assert self._process.stdout is not None
+        while (line := self._process.stdout.readline().split())[:1] != [b"at"]:
+            assert line, "it has ended"
+        self._there, self._source = f"127.0.0.1:{int(line[1])}", int(line[2])
+        self.pids = [self._process.pid, os.getpid()]
+
+    def read(self) -> None:
+        size = len(self._memory) // NUM_BLOCKS
+        places = range(0, len(self._memory), size)
+        targets = [address_of(self._memory) + place for place in places]
+        sources = [self._source + place for place in places]
+        read = self._engine.batch_transfer_sync_read
+        assert read(self._there, targets, sources, [size] * NUM_BLOCKS) == 0
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def peer_cache(addresses: Sequence[str], number: int, plane: str, *sizes: int) -> CpuEngine:
+    """Start the cache of one of these addresses, with so many layers, bytes of a run, blocks."""
+    num_layers, run_bytes, num_blocks = sizes
     return CpuEngine(
-        num_layers, run_bytes, num_blocks, number, num_cpu_blocks=9 * num_blocks,
-        peer_endpoint=addresses[number], peers=list(addresses), skip_slow_loads=False,
+        num_layers, run_bytes, num_blocks, number, num_cpu_blocks=4 * num_blocks,
+        peer_endpoint=addresses[number], peers=list(addresses), peer_transport=plane,
+        skip_slow_loads=False,
     )  # fmt: skip
 
 
 class Owner:
     """A cache in a process of its own, which stores prompts."""
 
-    def __init__(self, addresses: Sequence[str], *sizes: int) -> None:
+    def __init__(self, addresses: Sequence[str], plane: str, *sizes: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._line, line = context.Pipe()
-        self._process = context.Process(target=own, args=(line, addresses, *sizes))
+        self._process = context.Process(target=own, args=(line, addresses, plane, *sizes))
         self._process.start()
         self.worker: int = self._line.recv()
 
@@ -179,8 +240,8 @@ class Owner:
         self._process.join()
 
 
-def own(line: Connection, addresses: Sequence[str], *sizes: int) -> None:
-    with peer_cache(addresses, 0, *sizes) as cache:
+def own(line: Connection, addresses: Sequence[str], plane: str, *sizes: int) -> None:
+    with peer_cache(addresses, 0, plane, *sizes) as cache:
         until_in_touch(cache, 0)
         line.send(cache.manager.stats()["workers"]["peer"])
         while line.recv() == "store":
@@ -197,11 +258,11 @@ def until_in_touch(cache: CpuEngine, num_peers: int) -> None:
         time.sleep(ASK_EVERY_S)
 
 
-def two_hosts(stack: ExitStack, *sizes: int) -> tuple[Owner, CpuEngine]:
+def two_hosts(stack: ExitStack, plane: str, *sizes: int) -> tuple[Owner, CpuEngine]:
     addresses = [f"tcp://127.0.0.1:{free_range(2)}" for _ in range(2)]
-    owner = Owner(addresses, *sizes)
+    owner = Owner(addresses, plane, *sizes)
     stack.callback(owner.close)
-    reader = stack.enter_context(peer_cache(addresses, 1, *sizes))
+    reader = stack.enter_context(peer_cache(addresses, 1, plane, *sizes))
     until_in_touch(reader, 1)
     return owner, reader
 
@@ -212,42 +273,84 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measure_reads(rounds: int) -> Iterator[Result]:
-    with ExitStack() as stack:
-        owner, reader = two_hosts(stack, 32, 64 << 10, NUM_BLOCKS)
-        bare = BareSockets(reader.num_bytes)
-        stack.callback(bare.close)
-        ours, beside, cpu = [], [], []
-        workers = [owner.worker, reader.manager.stats()["workers"]["peer"]]
-        for number in range(rounds + 1):  # the first is to warm up
-            prompt = owner.store()
-            while match_s(reader, prompt) is None:  # a late answer is a miss
-                time.sleep(ASK_EVERY_S)
-            before = sum(map(cpu_s, workers))
-            began_s = time.perf_counter()
-            reader.load([prompt], reader.order())
-            read_s = time.perf_counter() - began_s
-            used_s = sum(map(cpu_s, workers)) - before
-            began_s = time.perf_counter()
-            bare.read()
-            if number:
-                ours.append(read_s)
-                cpu.append(used_s / (reader.num_bytes / 1e9))
-                beside.append(time.perf_counter() - began_s)
+def peer_reads(stack: ExitStack, plane: str) -> Read:
+    owner, reader = two_hosts(stack, plane, 32, 64 << 10, NUM_BLOCKS)
+    pids = [owner.worker, reader.manager.stats()["workers"]["peer"]]
+
+    def read() -> tuple[float, float]:
+        prompt = owner.store()
+        while match_s(reader, prompt) is None:  # a late answer is a miss
+            time.sleep(ASK_EVERY_S)
+        took = timed(pids, lambda: reader.load([prompt], reader.order()))
         found = reader.manager.stats()["hit_blocks"]
         if set(found) != {"PEER"}:
             raise AssertionError(f"hits are {found}")
-    yield rates(
-        "peers: a get of 128 MiB", reader.num_bytes, (ours, statistics.median(beside)),
-        "two bare TCP connections", reach=BARE_SHARE,
-    )  # fmt: skip
-    yield Result("peers: processor time of both workers per GB", "s", cpu)
+        return took
+
+    return read
+
+
+def store_reads(stack: ExitStack) -> Read:
+    url = stack.enter_context(STORES["mooncake"]())
+    one, two = (stack.enter_context(cache(url, seed)) for seed in (1, 2))
+    pids = [two.manager.stats()["workers"]["remote"]]
+    while not all(each.manager.stats()["tiers"]["REMOTE"]["available"] for each in (one, two)):
+        time.sleep(ASK_EVERY_S)
+
+    def read() -> tuple[float, float]:
+        prompt = one.prompt(NUM_BLOCKS)
+        one.store([prompt], one.order(), completely=True)
+        when_found(two, prompt)
+        return timed(pids, lambda: two.load([prompt], two.order()))
+
+    return read
+
+
+def timed(pids: Sequence[int], call: Callable[[], object]) -> tuple[float, float]:
+    """Return how long a call took, and the processor time of processes meanwhile."""
+    before, began_s = sum(map(cpu_s, pids)), time.perf_counter()
+    call()
+    return time.perf_counter() - began_s, sum(map(cpu_s, pids)) - before
+
+
+def measure_reads(rounds: int) -> Iterator[Result]:
+    num_bytes = NUM_BLOCKS * (2 << 20)
+    with ExitStack() as stack:
+        reads = {plane: peer_reads(stack, plane) for plane in PLANES}
+        reads[STORE] = store_reads(stack)
+        bare, engine = BareSockets(num_bytes), EngineCalls(num_bytes)
+        stack.callback(bare.close)
+        stack.callback(engine.close)
+        reads[BARE] = lambda: timed(bare.pids, bare.read)
+        reads[ENGINE] = lambda: timed(engine.pids, engine.read)
+        took: dict[str, list[float]] = {name: [] for name in reads}
+        cpu: dict[str, list[float]] = {name: [] for name in reads}
+        names = list(reads)
+        for number in range(rounds + 1):  # the first is to warm up
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                seconds, used_s = reads[name]()
+                if number:
+                    took[name].append(seconds)
+                    cpu[name].append(used_s / (num_bytes / 1e9))
+    for plane, targets in PLANES.items():
+        for other, reach in targets.items():
+            yield rates(
+                f"peers, {plane}: a get of 128 MiB, beside {other}", num_bytes,
+                (took[plane], statistics.median(took[other])), other, reach=reach,
+            )  # fmt: skip
+    bound = statistics.mean(cpu[BARE])
+    for name, used in cpu.items():
+        # Of a few ticks of the clock each: only their mean says something.
+        yield Result(
+            f"{name}: processor time of what moves a GB", "s", [statistics.mean(used)], bound, BARE,
+            reach=MOST_CPU if name == "tcp" else None,
+        )  # fmt: skip
 
 
 def measure_matches(rounds: int) -> Iterator[Result]:
     for num_blocks, limit_s in FIRST_MATCH_S.items():
         with ExitStack() as stack:
-            owner, reader = two_hosts(stack, 1, 8 << 10, num_blocks)
+            owner, reader = two_hosts(stack, "tcp", 1, 8 << 10, num_blocks)
             more_s, late = [], 0
             for _ in range(10 * rounds):
                 prompt = owner.store()

@@ -31,7 +31,7 @@ BLOCK_SIZES = (2 << 20, 400 << 10)
 @contextmanager
 def mooncake() -> Iterator[str]:
     """The blocks lie in another process, so they go through TCP on loopback."""
-    with mooncake_master(segment_gb=1.0) as master, mooncake_segment(master.url):
+    with mooncake_master(segment_gb=4.0) as master, mooncake_segment(master.url):
         yield master.url.partition("?")[0]
 
 

@@ -118,6 +118,22 @@ class BreakerState(str, Enum):
     HALF_OPEN = "half_open"
 
 
+class HandOver(msgspec.Struct, frozen=True, array_like=True):
+    """What a get may wait for: another engine computes its prompt at this moment.
+
+    Attributes:
+        until_s: Until when it waits, by the monotonic clock of the host; 0 for not at all.
+        source: The peer that will have the blocks, ``tcp://HOST:PORT``; empty: this cache itself,
+            the remote store, or any peer.
+    """
+
+    until_s: float = 0.0
+    source: str = ""
+
+
+NO_HAND_OVER = HandOver()
+
+
 class RequestInfo(msgspec.Struct, frozen=True):
     """Metadata of one request, for KV events and traces; never affects look-ups.
 

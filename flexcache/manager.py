@@ -103,7 +103,7 @@ class KVManager:
     ) -> None:
         arguments.check_manager(model_config, cache_config, endpoint, dp_rank, engine_id)
         logging.getLogger("flexcache").setLevel(cache_config.log_level)
-        self.model_config = model_config
+        self.model_config = model_config = model_config.in_shards(cache_config.store_shards)
         self.cache_config = cache_config
         self.dp_rank = dp_rank
         if endpoint is None:

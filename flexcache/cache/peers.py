@@ -63,6 +63,8 @@ class PeerTier(RemoteTier):
     def __init__(self, capacity: int, retention_s: float | None = None) -> None:
         super().__init__(capacity, retention_s, TierName.PEER)
         self.can_be_asked = False  # until one has answered
+        self.lost: frozenset[str] = frozenset()
+        """Peers that were there, and are not now."""
         self._coming: OrderedDict[tuple[RootId, BlockKey], tuple[float, float]] = OrderedDict()
         """Since when a block is on its way at a peer, and until when that is believed."""
         self._peer_of: npt.NDArray[np.object_] = np.full(capacity, "", object)
@@ -118,7 +120,8 @@ class PeerTier(RemoteTier):
     ) -> None:
         # Never for long: it is a peer that lacks it, and another may have it.
         is_coming = self.coming_since(root, key, now) is not None
-        super().learn_absent(root, key, now, COMING_AGAIN_S if is_coming else UNKNOWN_TTL_S)
+        again_s = COMING_AGAIN_S if is_coming else UNKNOWN_TTL_S
+        super().learn_absent(root, key, now, min(again_s, ttl_s or again_s))
         if self.index.contains(root, key):
             self.discard(root, key)
 

@@ -30,8 +30,10 @@ from flexcache.cache.block_keys import (
 from flexcache.config.model import EngineKeys
 from flexcache.ids import (
     MAX_KEY_BYTES,
+    NO_HAND_OVER,
     NO_INFO,
     BlockKey,
+    HandOver,
     PromptDetail,
     RequestInfo,
     RootId,
@@ -111,6 +113,7 @@ class Prompt(msgspec.Struct, frozen=True):
     present one only.
     ``adapter``: digest of the adapter that its KV needs; ranks without it move nothing.
     ``num_before``: blocks before the caller's prompt, which continues their chain.
+    ``hand_over``: what a get may wait for.
     """
 
     # A struct: as a named tuple it took a match 2 % longer, most of it to read the fields.
@@ -126,6 +129,7 @@ class Prompt(msgspec.Struct, frozen=True):
     weights: int = 0
     adapter: str = ""
     num_before: int = 0
+    hand_over: HandOver = NO_HAND_OVER
 
     def up_to(self, stop: int) -> Prompt:
         """Return the part before block ``stop``."""
@@ -163,12 +167,14 @@ class PromptOptions(PromptName, total=False):
         session_id: Names the user's session that the prompt belongs to (`KVManager.session_hint`).
         weights: `KVManager.weights_generation` when the request began. If the weights are others by
             now, nothing is found, and of a put nothing is stored. None: they are the present ones.
+        hand_over: What a get may wait for, if it ``awaits_loads``.
     """
 
     parent_key: bytes | None
     request_info: RequestInfo | None
     session_id: str | None
     weights: int | None
+    hand_over: HandOver
 
 
 class _Names(NamedTuple):
@@ -217,7 +223,7 @@ class PromptMaker:
         retain_s: float = 0.0, namespace: Namespace = None,
         block_keys: Sequence[bytes] | None = None, parent_key: bytes | None = None,
         request_info: RequestInfo | None = None, session_id: str | None = None,
-        weights: int | None = None, adapter: str = "",
+        weights: int | None = None, adapter: str = "", hand_over: HandOver = NO_HAND_OVER,
     ) -> Prompt:  # fmt: skip
         """Make a prompt of the whole blocks within the first run of True in ``token_mask``, or
         within a range of positions.
@@ -256,7 +262,7 @@ class PromptMaker:
         generation = names.generation if weights is None else weights
         return Prompt(
             kind, keys, min(start, stop), stop, num_tokens, retain_s, 0, session_id, generation,
-            adapter,
+            adapter, 0, hand_over,
         )  # fmt: skip
 
     def named(

@@ -163,15 +163,14 @@ def place_of(rank: int | None, tp_rank: int) -> int:
 
 
 def check_kv_caches(
-    kv_caches: object, block_dim: object, description: object, num_blocks: Any,
+    kv_caches: object, dims: tuple[object, object], description: object, num_blocks: Any,
     kv_replicas: int | None,
 ) -> None:  # fmt: skip
     """Check what describes KV tensors; `LentTensors` reads the tensors themselves."""
     if not isinstance(kv_caches, Mapping) or not all(isinstance(name, str) for name in kv_caches):
         shown = list(kv_caches) if isinstance(kv_caches, Mapping) else kv_caches
         raise refusal("kv_caches", shown, "must be a dict from names of layers to tensors")
-    if not isinstance(block_dim, Integral) or isinstance(block_dim, bool):
-        raise refusal("block_dim", block_dim, "must be the number of a dimension")
+    _check_dims(dims)
     if not isinstance(description, str):
         raise refusal("layout_description", description, "must be a string")
     counts = num_blocks if isinstance(num_blocks, (list, tuple)) else [num_blocks]
@@ -179,6 +178,15 @@ def check_kv_caches(
         count_from(1, 2**63, "num_blocks", count)
     if kv_replicas is not None:
         count_from(1, _MAX_RANKS, "kv_replicas", kv_replicas)
+
+
+def _check_dims(dims: tuple[object, object]) -> None:
+    for name, dim in zip(("block_dim", "head_dim"), dims, strict=True):
+        is_number = isinstance(dim, Integral) and not isinstance(dim, bool)
+        if not is_number and (dim is not None or name == "block_dim"):
+            raise refusal(name, dim, "must be the number of a dimension")
+    if dims[0] == dims[1]:
+        raise refusal("head_dim", dims[1], "must differ from block_dim")
 
 
 Slots = Sequence[int] | npt.NDArray[np.integer[Any]]

@@ -146,7 +146,7 @@ class Calls:
                 key_bytes, 0 if payload is not None else len(data), prompt.retain_s,
                 self.prefill_blocks_per_s, look_up, may_wait, len(tokens), info,
                 tail_at if tail_at <= stop else 0, keys.parent_key, prompt.session_id,
-                awaits_loads, prompt.weights, prompt.adapter,
+                awaits_loads, prompt.weights, prompt.adapter, prompt.hand_over,
             )  # fmt: skip
             try:
                 reply = self._ask(request, payload)

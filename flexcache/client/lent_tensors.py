@@ -28,6 +28,7 @@ from flexcache.protocol.messages import Register, WelcomeRank
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import (
     BlockLayout,
+    HeadShards,
     bytes_per_block,
     bytes_per_index,
     describe_kv_caches,
@@ -60,12 +61,14 @@ class LentTensors:
         description: str = "",
         num_blocks: int | Sequence[int] | None = None,
         groups: Sequence[Sequence[str]] | None = None,
+        head_dim: int | None = None,
     ) -> None:
         if not kv_caches:
             raise UnsupportedLayoutError("kv_caches = {}: a rank must hold some of the model's KV")
         self._kv_caches = dict(kv_caches)
         self._block_dim = block_dim
         self._description = description
+        self._head_dim = head_dim
         self._groups = None if groups is None else [self._select(names) for names in groups]
         held = [self._kv_caches] if self._groups is None else self._groups
         self._num_blocks = _counts(num_blocks, held)
@@ -86,16 +89,22 @@ class LentTensors:
     def device(self) -> torch.device:
         return next(iter(self._kv_caches.values())).device
 
-    def layouts(self, block_bytes: int, num_groups: int) -> list[BlockLayout]:
+    def layouts(
+        self, block_bytes: int, num_groups: int, num_shards: int = 1, apart: int = 0
+    ) -> list[BlockLayout]:
         """Return how they hold blocks of this size, for each of the model's groups.
+
+        Args:
+            num_shards: Parts in which their heads are stored.
+            apart: Bytes between these in a block of the cache.
 
         Raises:
             UnsupportedLayoutError: Their blocks have another size, or the layers other groups.
         """
-        counts = self._num_blocks
+        counts, shards = self._num_blocks, HeadShards(num_shards, self._head_dim, apart)
         if self._groups is None:  # a block of any group has bytes in all tensors
             of_all = counts[0] if counts else None
-            return [self._describe(self._kv_caches, of_all, block_bytes)] * num_groups
+            return [self._describe(self._kv_caches, of_all, shards, block_bytes)] * num_groups
         if num_groups != len(self._groups):
             raise UnsupportedLayoutError(
                 f"the layers are in {len(self._groups)} groups, but the model has {num_groups}"
@@ -108,20 +117,21 @@ class LentTensors:
             )
         assert counts is not None
         return [
-            self._describe(tensors, count)
+            self._describe(tensors, count, shards)
             for tensors, count in zip(self._groups, counts, strict=True)
         ]
 
     def _describe(
-        self, tensors: Tensors, num_blocks: int | None, block_bytes: int | None = None
-    ) -> BlockLayout:
+        self, tensors: Tensors, num_blocks: int | None, shards: HeadShards,
+        block_bytes: int | None = None,
+    ) -> BlockLayout:  # fmt: skip
         if block_bytes is None:
             assert num_blocks is not None
             if not tensors:
                 return BlockLayout.of_no_layer(num_blocks)
             block_bytes = bytes_per_block(tensors, num_blocks, self._block_dim)
         return describe_kv_caches(
-            tensors, block_bytes, self._block_dim, self._description, num_blocks
+            tensors, block_bytes, self._block_dim, self._description, num_blocks, shards
         )
 
     def _select(self, names: Sequence[str]) -> Tensors:
@@ -178,7 +188,9 @@ class Attachment:
         landed: int, keeps_loads: bool = False,
     ) -> None:  # fmt: skip
         block_bytes = welcome.block_bytes // welcome.blocks_per_unit
-        layouts = tensors.layouts(block_bytes, welcome.num_groups)
+        num_shards = welcome.num_shards
+        apart = welcome.segment.stride // num_shards
+        layouts = tensors.layouts(block_bytes, welcome.num_groups, num_shards, apart)
         self.layout = join_signatures(layouts)
         num_blocks = max(layout.num_blocks for layout in layouts)
         with contextlib.ExitStack() as held:

@@ -142,6 +142,7 @@ class KVTPClient:
         num_blocks: int | Sequence[int] | None = None,
         kv_replicas: int | None = None,
         groups: Sequence[Sequence[str]] | None = None,
+        head_dim: int | None = None,
     ) -> None:
         """Lend the engine's paged KV tensors. Returns at once; the server may not be up yet.
 
@@ -157,16 +158,22 @@ class KVTPClient:
             kv_replicas: As in `ModelConfig`, with which it must agree; None: not known here.
             groups: Names of this rank's layers in each of the model's groups, maybe none, where a
                 block has the bytes of its group's layers only. Needs ``num_blocks``.
+            head_dim: The dimension of each tensor that counts KV heads, of which a rank has the
+                ones after those of the rank before it. Needed with `CacheConfig.store_shards`.
 
         Raises:
             UnsupportedLayoutError: A tensor, which it names, cannot be moved as whole blocks.
         """
-        arguments.check_kv_caches(kv_caches, block_dim, layout_description, num_blocks, kv_replicas)
+        arguments.check_kv_caches(
+            kv_caches, (block_dim, head_dim), layout_description, num_blocks, kv_replicas
+        )
         if self._closing:
             raise ClosedError("the client is closed")
         if self._thread is not None:
             raise ValueError("KV caches are already registered")
-        self._tensors = LentTensors(kv_caches, block_dim, layout_description, num_blocks, groups)
+        self._tensors = LentTensors(
+            kv_caches, block_dim, layout_description, num_blocks, groups, head_dim
+        )
         told = {"block_bytes": self._tensors.block_bytes, "kv_replicas": kv_replicas or 0}
         self._hello = msgspec.structs.replace(self._hello, **told)
         name = f"flexcache-rank{self.rank}"

@@ -33,6 +33,7 @@ from flexcache.config.values import (
     read_path,
     read_paths,
     read_peers,
+    read_transport,
     reject,
     server_of,
     setting,
@@ -151,6 +152,13 @@ class CacheConfig:
         "cache itself may be among them.",
         read=read_peers,
     )
+    peer_transport: str = setting(
+        "tcp",
+        "How blocks come from other hosts: `tcp`; or `rdma`, by Mooncake's Transfer Engine (extra "
+        "`mooncake`), with `rdma:DEVICE,...` by these network cards alone. Hosts that do not both "
+        "have it use `tcp`.",
+        read=read_transport,
+    )
     skip_slow_loads: bool = setting(
         True,
         "Skip loads that the engine recomputes faster, judged by measured times of both, and wait "
@@ -190,6 +198,13 @@ class CacheConfig:
         "What namespaces are sure of in DRAM and on SSD, as shares or bytes: "
         "`team-a=50%,team-b=20GB/200GB,*=10%` (with a slash: DRAM/SSD; `*`: all others together). "
         "What is unused may be borrowed, and is given back first.",
+    )
+    store_shards: Count | None = setting(
+        None,
+        "Parts in which blocks are stored, each some of the KV heads: then engines of other "
+        "tensor-parallel sizes find them, in a peer's DRAM, on SSD and in the remote store. A "
+        "multiple of each of these sizes that divides the KV heads. Unset: the engine's own size. "
+        "Models with states only take that.",
     )
     endpoint: str | None = setting(
         None,
@@ -357,6 +372,12 @@ class CacheConfig:
     def has_peers(self) -> bool:
         """Whether other hosts read this cache's DRAM, or it reads theirs."""
         return self.peer_endpoint is not None or bool(self.peers)
+
+    @property
+    def rdma_devices(self) -> str | None:
+        """Network cards for peers, with ``,`` between, empty for all; None for TCP."""
+        name, _, devices = self.peer_transport.partition(":")
+        return devices if name == "rdma" else None
 
     def cpu_blocks_for(self, block_bytes: int) -> int:
         """Capacity of the DRAM tier in blocks of ``block_bytes`` (over all ranks)."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import xxhash
@@ -202,6 +202,7 @@ class EngineKeys:
 _COUNTS = (
     "num_layers", "num_kv_heads", "head_size", "tp_size", "dp_size", "pp_size", "cp_size",
 )  # fmt: skip
+_OPTIONAL_COUNTS = ("kv_replicas", "store_shards")
 
 
 @dataclass(frozen=True)
@@ -252,6 +253,8 @@ class ModelConfig:
         sized_by_ranks: Each rank tells the size of its blocks (`KVTPClient.register_kv_caches`),
             and the cache opens when all ranks of an engine have. For KV whose size does not follow
             from the shape: pipeline stages, context parallelism, pages of different size.
+        store_shards: Parts of a block of one pipeline stage, by KV heads, as
+            `CacheConfig.store_shards` has them. None: what each rank holds is one.
         groups: Groups of layers with tables of their own in the engine, in its order; layers, heads
             and head size are then those of one group. Empty: all layers share one table.
         engine_keys: How the engine makes ``block_keys``, if it gives these. Calls that name a
@@ -272,6 +275,7 @@ class ModelConfig:
     sized_by_ranks: bool = False
     groups: tuple[KVGroup, ...] = ()
     engine_keys: EngineKeys | None = field(default=None, compare=False)
+    store_shards: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model_id, str) or not self.model_id:
@@ -281,7 +285,8 @@ class ModelConfig:
         self._check_division()
 
     def _check_counts(self) -> None:
-        for name in (*_COUNTS, *(["kv_replicas"] if self.kv_replicas is not None else [])):
+        optional = (each for each in _OPTIONAL_COUNTS if getattr(self, each) is not None)
+        for name in (*_COUNTS, *optional):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise reject(name, value, "must be an integer of at least 1")
@@ -311,6 +316,34 @@ class ModelConfig:
         for name in ("pp_size", "cp_size"):
             if getattr(self, name) > 1 and not self.sized_by_ranks:
                 raise reject(name, getattr(self, name), "above 1 needs sized_by_ranks = True")
+        self._check_store_shards()
+
+    def _check_store_shards(self) -> None:
+        """Raise `ConfigError` unless each rank's KV is whole shards."""
+        count, parts = self._shards_by_heads, self.tp_size // self.num_replicas
+        if count is None or count == parts:  # nothing is cut
+            return
+        why = self._why_not_cut
+        if why:
+            raise reject("store_shards", count, f"must be {parts}, or unset: {why}")
+        if self.num_kv_heads % count:
+            raise reject("store_shards", count, f"must divide num_kv_heads = {self.num_kv_heads}")
+        if count % parts:
+            raise reject("store_shards", count, f"must be a multiple of {parts}, the ranks that "
+                         "have heads of their own")  # fmt: skip
+
+    @property
+    def _why_not_cut(self) -> str:
+        """Why a rank's KV is not some heads of every layer; "" if it is."""
+        if self.has_states:
+            return "the model has states (Mamba, linear attention), which are not cut by heads"
+        if self.cp_size > 1 or self.num_replicas != self._usual_replicas:
+            return "the ranks divide more than heads (context parallelism, drafts beside stages)"
+        return ""
+
+    def in_shards(self, store_shards: int | None) -> ModelConfig:
+        """Return it with these `store_shards`, if any are given. Raises `ConfigError`."""
+        return self if store_shards is None else replace(self, store_shards=store_shards)
 
     @property
     def num_ranks(self) -> int:
@@ -332,9 +365,21 @@ class ModelConfig:
         return self.tp_size if self.use_mla else max(1, self.tp_size // self.num_kv_heads)
 
     @property
+    def _shards_by_heads(self) -> int | None:
+        """``store_shards`` where it has an effect: what all ranks hold alike is one shard."""
+        is_one = self.use_mla and not self.has_states
+        return None if self._is_alike and (self.tp_size > 1 or is_one) else self.store_shards
+
+    @property
+    def shards_per_rank(self) -> int:
+        """Parts in which a rank stores what it holds of a block."""
+        count = self._shards_by_heads
+        return 1 if count is None else count * self.num_replicas // self.tp_size
+
+    @property
     def num_shards(self) -> int:
-        """Parts of a block that are stored, each by one rank."""
-        return self.num_ranks // self.num_replicas
+        """Parts of a block that are stored."""
+        return self.num_ranks // self.num_replicas * self.shards_per_rank
 
     @property
     def token_size_in_bytes_per_rank(self) -> int:
@@ -354,7 +399,7 @@ class ModelConfig:
     @property
     def token_size_in_bytes(self) -> int:
         """KV bytes of one token as stored: over all layers and shards. As for one rank."""
-        return self.token_size_in_bytes_per_rank * self.num_shards
+        return self.token_size_in_bytes_per_rank * (self.num_ranks // self.num_replicas)
 
     @property
     def has_tails(self) -> bool:
@@ -371,20 +416,28 @@ class ModelConfig:
         """Name, in readable form, all that must agree for KV bytes to be interchangeable."""
         attention = "mla" if self.use_mla else "mha"
         groups = ",".join(group.describe() for group in self.groups)
+        return (
+            f"{self.model_id}|{str(self.dtype).removeprefix('torch.')}|{attention}"
+            f"|layers={self.num_layers}|heads={self.num_kv_heads}|head={self.head_size}"
+            f"|{self._describe_ranks()}|block={tokens_per_block}|layout=v{LAYOUT_VERSION}"
+            + (f"|groups={groups}" if groups else "")
+        )
+
+    def _describe_ranks(self) -> str:
+        """Name how a block is divided."""
         # Where ranks do not divide the KV, the bytes are those of one rank, whatever their number.
         ranks = "tp=1" if self._is_alike else f"tp={self.tp_size}"
+        # That of as many ranks as there are shards: their bytes are the same.
+        is_by_heads = bool(self._shards_by_heads) and self.num_replicas == self._usual_replicas
+        if is_by_heads:
+            ranks = f"tp={self.store_shards}"
         if self.pp_size > 1:
             ranks += f",pp={self.pp_size}"
         if self.cp_size > 1:
             ranks += f",cp={self.cp_size}"
-        if not self._is_alike and (self.use_mla or self.num_replicas > 1):
+        if not self._is_alike and not is_by_heads and (self.use_mla or self.num_replicas > 1):
             ranks += f",replicas={self.num_replicas}"
-        return (
-            f"{self.model_id}|{str(self.dtype).removeprefix('torch.')}|{attention}"
-            f"|layers={self.num_layers}|heads={self.num_kv_heads}|head={self.head_size}"
-            f"|{ranks}|block={tokens_per_block}|layout=v{LAYOUT_VERSION}"
-            + (f"|groups={groups}" if groups else "")
-        )
+        return ranks
 
     @classmethod
     def from_table(cls, table: Any) -> ModelConfig:

@@ -79,9 +79,10 @@ class RouterConfig:
         (),
         "Engines: `http://HOST:PORT`, or `http+dns://NAME:PORT` and "
         "`http+k8s://SERVICE.NAMESPACE:PORT` for all addresses of a name or service; with "
-        "`,data_parallel_size=N` each of N ranks, with `,peer_port=N` vLLM's p2p tier. In a file: "
-        "tables `[[workers]]` with `url`, `data_parallel_size`, `peer_port`, `events`, "
-        "`shared_events`, `cache_url`.",
+        "`,data_parallel_size=N` each of N ranks, with `,role=prefill|decode` for one part of a "
+        "request, with `,peer_port=N` and `,transfer=NAME` where others fetch its KV. In a file: "
+        "tables `[[workers]]` with `url`, `data_parallel_size`, `role`, `peer_port`, `transfer`, "
+        "`events`, `shared_events`, `cache_url`.",
         read=_texts,
     )
     events: Sequence[str] = setting(

@@ -179,6 +179,18 @@ def read_peers(name: str, value: object) -> tuple[str, ...]:
     return tuple(peers)
 
 
+def read_transport(name: str, value: object) -> str:
+    """Return how blocks move between hosts.
+
+    Raises:
+        ConfigError: It is not ``tcp``, ``rdma`` or ``rdma:DEVICE,...``.
+    """
+    text: str = parse(name, value, str)
+    if not re.fullmatch(r"tcp|rdma(:\w+(,\w+)*)?", text):
+        raise reject(name, text, "must be tcp, rdma or rdma:DEVICE,...")
+    return text
+
+
 def _identity(path: str) -> object:
     """Return what two paths of one directory have in common, also behind links and mounts."""
     try:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from flexcache.config.remote_url import check_remote_url, store_kind
@@ -189,6 +190,8 @@ def check_peers(subject: Subject) -> Iterator[Finding]:
         problems = [_bind_problem(f"{base}:{int(port) + i}") for i in range(2)]
         what = f"peer_endpoint {config.peer_endpoint} and the next port"
         yield _judge_bind(what, next(filter(None, problems), 0), subject)
+    if config.rdma_devices is not None:
+        yield _judge_rdma(f"peer_transport {config.peer_transport}", subject.root)
     for peer in config.peers:
         try:
             addresses = addresses_of(peer)
@@ -205,6 +208,20 @@ def check_peers(subject: Subject) -> Iterator[Finding]:
                     "check that a cache with this peer_endpoint runs there, that it has the same "
                     "curve_keys, and the network; until it answers it is not asked",
                 )
+
+
+def _judge_rdma(what: str, root: Path) -> Finding:
+    if find_spec("mooncake") is None:
+        return error(
+            f"{what}: the package mooncake is not installed; blocks go by TCP",
+            "pip install '.[mooncake]'",
+        )
+    if not list(root.glob("sys/class/infiniband/*")):
+        return warning(
+            f"{what}: this machine has no RDMA device, and Transfer Engine uses TCP",
+            "set it to tcp, which is faster",
+        )
+    return ok(f"{what}: see that only the fleet reaches the ports (docs/guide/many_hosts.md)")
 
 
 def _look_up_problem(url: str) -> str | None:

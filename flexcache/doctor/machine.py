@@ -128,6 +128,7 @@ def check_open_files(subject: Subject) -> Iterator[Finding]:
 
 _MUCH_OF_LIMIT = 0.8
 _ASKS_FOR_HUGE_PAGES = (6, 1)
+_PEER_CHUNKS = 16  # of bounce memory of the peer worker
 _RDMA_BYTES = 128 << 20  # bounce memory, for blocks of up to 20 MiB, and the client's own buffer
 _SCRATCH_BYTES = 1 << 16
 _MIN_SHARED_BYTES = 1_000_000_000
@@ -221,12 +222,18 @@ def check_locked_memory(subject: Subject) -> Iterator[Finding]:
 
 
 def _rdma_bytes(subject: Subject) -> int:
-    """Return how much the remote store's client registers: about that, besides its segment."""
-    url = None if subject.config is None else subject.config.remote_url
-    options = {} if url is None else check_remote_url(url).options
-    if options.get("protocol") != "rdma":
+    """Return how much is registered: about that, by the remote store's client besides its segment
+    and by the peer worker."""
+    config = subject.config
+    if config is None:
         return 0
-    return _RDMA_BYTES + int(float(options.get("segment_gb", "0")) * 1e9)
+    options = {} if config.remote_url is None else check_remote_url(config.remote_url).options
+    num_bytes = 0
+    if options.get("protocol") == "rdma":
+        num_bytes += _RDMA_BYTES + int(float(options.get("segment_gb", "0")) * 1e9)
+    if config.has_peers and config.rdma_devices is not None:
+        num_bytes += int(_PEER_CHUNKS * config.transfer_chunk_mb * 1e6)
+    return num_bytes
 
 
 def check_huge_pages(subject: Subject) -> Iterator[Finding]:

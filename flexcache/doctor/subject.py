@@ -183,7 +183,8 @@ class Subject:
             return None
         if self.model.sized_by_ranks:
             return None
-        return Shards.of_model(self.model, self.config.tokens_per_block).stored_bytes
+        model = self.model.in_shards(self.config.store_shards)
+        return Shards.of_model(model, self.config.tokens_per_block).stored_bytes
 
     @property
     def pool_bytes(self) -> int | None:

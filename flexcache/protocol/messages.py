@@ -37,7 +37,9 @@ from flexcache.config.model import EngineKeys, KVGroup, ModelConfig, read_dtype
 from flexcache.errors import ConfigError
 from flexcache.ids import (
     MAX_KEY_BYTES,
+    NO_HAND_OVER,
     ROOT_BYTES,
+    HandOver,
     PromptDetail,
     RequestInfo,
     RootId,
@@ -105,6 +107,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     sized_by_ranks: bool = False
     groups: tuple[KVGroup, ...] = ()
     engine_keys: EngineKeys | None = None
+    store_shards: int | None = None
 
     @classmethod
     def of(cls, model: ModelConfig, tokens_per_block: int) -> ModelSpec:
@@ -112,22 +115,22 @@ class ModelSpec(msgspec.Struct, frozen=True):
             model.model_id, model.num_layers, model.num_kv_heads, model.head_size,
             str(model.dtype).removeprefix("torch."), model.use_mla, model.tp_size, tokens_per_block,
             model.pp_size, model.cp_size, model.kv_replicas, model.sized_by_ranks,
-            model.groups, model.engine_keys,
+            model.groups, model.engine_keys, model.store_shards,
         )  # fmt: skip
 
     def model(self) -> ModelConfig:
         """Return the model; raises `ConfigError` if the fields do not describe one."""
         dtype = read_dtype(self.dtype)
-        num_ranks = self.pp_size * self.cp_size * self.tp_size
-        if num_ranks > _MAX_RANKS or len(self.model_id) > _MAX_MODEL_ID_LENGTH:
-            raise ConfigError(f"{num_ranks} ranks are more than {_MAX_RANKS}, or the model_id "
+        num_parts = self.pp_size * self.cp_size * max(self.tp_size, self.store_shards or 1)
+        if num_parts > _MAX_RANKS or len(self.model_id) > _MAX_MODEL_ID_LENGTH:
+            raise ConfigError(f"{num_parts} ranks are more than {_MAX_RANKS}, or the model_id "
                               f"is longer than {_MAX_MODEL_ID_LENGTH}")  # fmt: skip
         if self.tokens_per_block < 1:
             raise ConfigError(f"tokens_per_block = {self.tokens_per_block}: must be at least 1")
         return ModelConfig(
             self.model_id, self.num_layers, self.num_kv_heads, self.head_size, dtype,
             self.use_mla, self.tp_size, 1, self.pp_size, self.cp_size, self.kv_replicas,
-            self.sized_by_ranks, groups=self.groups, engine_keys=self.engine_keys,
+            self.sized_by_ranks, self.groups, self.engine_keys, self.store_shards,
         )  # fmt: skip
 
 
@@ -161,6 +164,7 @@ class WelcomeRank(msgspec.Struct, tag=True, frozen=True):
     """The rank's share of the host pool, and the required size of one of its blocks: the size of
     ``blocks_per_unit`` blocks of the GPU. With ``may_skip``, -1 stands for one not to be copied.
     ``num_groups``: groups of layers whose blocks ops may name (`transfer.messages`).
+    ``num_shards``: parts in which the rank stores its heads (`CacheConfig.store_shards`).
 
     ``epoch`` is that of the task ids that this server gives out; ``fence``: see `protocol.fence`.
     ``direct``: the files that the rank may move blocks to and from past the host pool.
@@ -176,6 +180,7 @@ class WelcomeRank(msgspec.Struct, tag=True, frozen=True):
     may_skip: bool = False
     num_groups: int = 1
     direct: DirectFilesRef | None = None
+    num_shards: int = 1
 
 
 class Register(msgspec.Struct, tag=True, frozen=True):
@@ -289,6 +294,7 @@ class Match(msgspec.Struct, tag=True, frozen=True):
     ``awaits_loads``: a get that may not wait is to ask again while its blocks are loaded early.
     ``weights``: the generation of the engine's weights that ``root`` is named by.
     ``adapter``: as in `Execute`.
+    ``hand_over``: what a get that awaits loads may wait for besides.
     """
 
     request_id: int
@@ -316,6 +322,7 @@ class Match(msgspec.Struct, tag=True, frozen=True):
     awaits_loads: bool = False
     weights: int = 0
     adapter: str = ""
+    hand_over: HandOver = NO_HAND_OVER
 
 
 class Matched(msgspec.Struct, tag=True, frozen=True):

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from flexcache.router.fleet import Tier
+from flexcache.router.fleet import Role, Tier, Transfer
 
 SESSION_HEADERS = (
     "x-session-id",
@@ -72,11 +72,13 @@ class Decision:
         matched: Tokens that each tier supplies; a token counts for the fastest tier that has it.
         ttft_s: Predicted time to the first token; None before the service time is known.
         reason: Why: ``cost``, ``tie``, ``only_one``, ``load`` (tokens unknown), ``conversation``
-            (likewise, and it went there before), or a policy's own.
+            (likewise, and it went there before), ``divided`` (another computes the prompt), or a
+            policy's own.
         disk_block: What the worker's cache calls the last block that it has on SSD or remote store
             only; None if that is unknown, or too little is there.
         richer_peer: Another worker, from which this one can fetch clearly more of the prompt than
             it has; None: there is none.
+        prefill: Where the prompt is computed, if not there; ``ttft_s`` counts that too.
     """
 
     worker: str
@@ -87,6 +89,7 @@ class Decision:
     reason: str
     disk_block: int | None = None
     richer_peer: str | None = None
+    prefill: Decision | None = None
 
     @property
     def matched_tokens(self) -> int:
@@ -180,6 +183,7 @@ class Arrival:
         tried: Names of the workers that were tried already; they come last.
         only: ``HOST:PORT`` of the engines that may be chosen, as in their URLs; None: all. If none
             of them takes requests, the request is not routed (503).
+        may_divide: Whether the caller can have one engine compute the prompt, another the answer.
     """
 
     request_id: str
@@ -189,6 +193,19 @@ class Arrival:
     body: bytes = b""
     tried: tuple[str, ...] = ()
     only: tuple[str, ...] | None = None
+    may_divide: bool = False
+
+
+class Source(NamedTuple):
+    """Where an engine can fetch KV.
+
+    Attributes:
+        port: None: it is known to the engine's cache.
+    """
+
+    transfer: Transfer
+    host: str
+    port: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +218,11 @@ class Choice:
         headers: To be added to the request: the rank, the engine's key.
         matched_tokens: Predicted cached tokens; None if the prompt's tokens are unknown.
         others: URLs of the next best workers, best first.
-        fetch_from: Host and port from which the engine is to fetch blocks; None: nowhere.
+        fetch_from: From where the engine is to fetch blocks; None: nowhere.
+        prefill: What another engine is to compute of it; its end is to be reported too, by its own
+            ``request_id``. ``fetch_from`` says where it will be.
+        wait_s: How long the engine may wait for that.
+        request_id: By which it is known; empty: as it arrived.
     """
 
     worker: str
@@ -209,7 +230,10 @@ class Choice:
     headers: Mapping[str, str]
     matched_tokens: int | None
     others: tuple[str, ...] = ()
-    fetch_from: tuple[str, int] | None = None
+    fetch_from: Source | None = None
+    prefill: Choice | None = None
+    wait_s: float = 0.0
+    request_id: str = ""
 
 
 class WorkerAddress(msgspec.Struct, frozen=True):
@@ -217,12 +241,14 @@ class WorkerAddress(msgspec.Struct, frozen=True):
 
     Attributes:
         models: Names of the models and adapters that it serves; empty: unknown.
+        role: See `WorkerSpec`.
     """
 
     name: str
     url: str
     headers: dict[str, str]
     models: frozenset[str]
+    role: Role = "both"
 
 
 class NotRouted(Exception):

@@ -16,7 +16,7 @@ from collections.abc import (
     Mapping,
 )
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -34,6 +34,7 @@ from flexcache.router.chooser import (
     RouteRequest,
     RouterEvent,
     Skipped,
+    Source,
     Usage,
     WorkerAddress,
 )
@@ -48,10 +49,10 @@ from flexcache.router.messages import (
     told,
 )
 from flexcache.router.roster import Roster
-from flexcache.router.router import KVRouter
+from flexcache.router.router import KVRouter, prefill_id
 from flexcache.router.stats import LineStats
 from flexcache.router.stored import StoredIds
-from flexcache.router.tokens.body import named_model
+from flexcache.router.tokens.body import may_be_divided, named_model
 from flexcache.router.waiting import is_set_within
 
 T = TypeVar("T")
@@ -226,6 +227,8 @@ logger = logging.getLogger(__name__)
 RANK_HEADER = "X-data-parallel-rank"
 _RETRY_S = 2.0
 _BYTES_PER_TOKEN = 4
+_LEAST_WAIT_S, _PATIENCE = 1.0, 2.0
+"""How long an engine waits for what another computes: so many times what is predicted, and more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +241,7 @@ class Terms:
         owner: Who will report the end; empty: this process.
         lease_s: The request is given up after this long; None: only if its end is never reported.
         attempt: How often it was sent to a worker before.
+        may_divide: See `Arrival`.
     """
 
     tried: tuple[str, ...] = ()
@@ -245,6 +249,7 @@ class Terms:
     owner: str = ""
     lease_s: float | None = None
     attempt: int = 0
+    may_divide: bool = False
 
 
 class Decider:
@@ -309,8 +314,22 @@ class Decider:
             url = await self.stored_ids.find(arrival, self.roster.urls)
             only = None if url is None else (urlsplit(url).netloc,)
         request = await self.read(arrival)
-        terms = Terms(tried=arrival.tried, only=only, owner=owner, attempt=len(arrival.tried))
+        may_divide = arrival.may_divide and only is None and self.routing.fleet.has_stages
+        terms = Terms(
+            tried=arrival.tried, only=only, owner=owner, attempt=len(arrival.tried),
+            may_divide=may_divide and may_be_divided(arrival.method, arrival.path, arrival.body),
+        )  # fmt: skip
         decision = await self.decide(request, terms)
+        matched = None if request.token_ids is None else decision.matched_tokens
+        choice = self._choice(decision, matched)
+        if (first := decision.prefill) is None:
+            return choice
+        prefill = self._choice(first, first.matched_tokens)
+        request_id = prefill_id(request.request_id, terms.attempt)
+        wait_s = _LEAST_WAIT_S + _PATIENCE * (first.ttft_s or 0.0)
+        return replace(choice, prefill=replace(prefill, request_id=request_id), wait_s=wait_s)
+
+    def _choice(self, decision: Decision, matched_tokens: int | None) -> Choice:
         spec = self.roster.spec(decision.worker)
         others = [self.roster.spec(name).url for name in decision.others if name in self.roster]
         peer = decision.richer_peer
@@ -318,18 +337,18 @@ class Decider:
             worker=decision.worker,
             url=spec.url,
             headers=self._headers_for(spec),
-            matched_tokens=None if request.token_ids is None else decision.matched_tokens,
+            matched_tokens=matched_tokens,
             others=tuple(dict.fromkeys(others)),
-            fetch_from=None if peer is None else self._address_of_peer(peer),
+            fetch_from=None if peer is None else self._source(peer),
         )
 
-    def _address_of_peer(self, worker: str) -> tuple[str, int] | None:
-        """Return where the p2p tier of a worker listens."""
+    def _source(self, worker: str) -> Source | None:
+        """Return where a worker's KV can be fetched."""
         if worker not in self.roster:
             return None
         spec = self.roster.spec(worker)
         host = urlsplit(spec.url).hostname
-        return None if host is None or spec.peer_port is None else (host, spec.peer_port)
+        return None if host is None else Source(spec.transfer, host, spec.peer_port)
 
     async def read(self, arrival: Arrival) -> RouteRequest:
         """Return what decides where a request goes; without tokens if they cannot be found."""
@@ -363,9 +382,18 @@ class Decider:
         decision = await self.line.place(
             lambda: self._try(request, terms), kind, lambda: self.routing.least_service_s(request)
         )
-        running = self.running[request.request_id]
-        queued_s = running.since_s - arrived_s
+        queued_s = self.running[request.request_id].since_s - arrived_s
         self.line.counts.waits_s.observe(queued_s)
+        if (first := decision.prefill) is not None:
+            named = replace(request, request_id=prefill_id(request.request_id, terms.attempt))
+            self._begun(named, first, terms, queued_s)
+        self._begun(request, decision, terms, queued_s)
+        return decision
+
+    def _begun(
+        self, request: RouteRequest, decision: Decision, terms: Terms, queued_s: float
+    ) -> None:
+        running = self.running[request.request_id]
         running.owner = terms.owner
         if terms.lease_s is not None:
             running.expires_s = running.since_s + terms.lease_s
@@ -374,14 +402,15 @@ class Decider:
             self.on_decision(decision)
         if self.watchers:
             self.watchers.publish(_decided(request, decision, queued_s, terms.attempt))
-        return decision
 
     def _try(self, request: RouteRequest, terms: Terms) -> Decision | None:
         """Choose and reserve; None while every worker is busy."""
         if request.request_id in self.running:
             raise ValueError(f"request {request.request_id!r} is running")
         named = None if terms.only is None else self.roster.at(terms.only)
-        decision = self.routing.choose(request, self.clock(), tried=terms.tried, only=named)
+        decision = self.routing.choose(
+            request, self.clock(), tried=terms.tried, only=named, may_divide=terms.may_divide
+        )
         if decision is not None:
             return decision
         fleet = self.routing.fleet
@@ -467,7 +496,11 @@ class Decider:
         """Return the workers that take requests."""
         return [
             WorkerAddress(
-                spec.name, spec.url, self._headers_for(spec), self.roster.engine(spec.name).models
+                spec.name,
+                spec.url,
+                self._headers_for(spec),
+                self.roster.engine(spec.name).models,
+                spec.role,
             )
             for spec in self.roster.up
         ]

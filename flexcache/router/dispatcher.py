@@ -7,13 +7,13 @@ and the simulator run the same code. Workers are numbers. Pure: no clock, seeded
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from flexcache.router.load import GONE, FloatArray, Running, Work, WorkerLoad
-from flexcache.router.policy import Candidates, Pick, Policy
+from flexcache.router.policy import CROWDING, EQUAL_S, EQUAL_SHARE, Candidates, Pick, Policy
 from flexcache.router.service_time import ServiceTime
 
 GPU, DRAM, DISK = range(3)
@@ -40,6 +40,22 @@ class MatchedPrompt(NamedTuple):
     last_worker: int | None = None
     keys: Sequence[Hashable] = ()
     block_tokens: int = 0
+
+
+class Stages(NamedTuple):
+    """Where a request's prompt is computed, and where it is decoded.
+
+    Attributes:
+        matched: What each worker need not compute once that is done; as of a prompt.
+        prefill_s: Predicted time until it is done.
+        ttft_s: Predicted.
+    """
+
+    prefill: int
+    decode: int
+    matched: FloatArray
+    prefill_s: float
+    ttft_s: float
 
 
 class Dispatcher:
@@ -97,14 +113,63 @@ class Dispatcher:
         """Choose a worker; the request counts as its load from now on."""
         candidates = self._candidates(prompt, now, eligible)
         pick = self._policy.choose(candidates, self._rng)
-        gpu, dram, disk = (int(each) for each in prompt.matched[:, pick.worker])
-        new = prompt.num_tokens - gpu - dram - disk
-        service_s = self.service_time.predict_one(pick.worker, prompt.num_tokens, new, dram, disk)
-        work = Work(prompt.num_tokens, new, dram, disk, service_s)
-        running = Running(request_id, pick.worker, work, now, now + LEASE_S)
-        self.add(running, now)
+        running = self._begin(request_id, prompt, pick.worker, now)
         self._policy.placed(request_id, pick.worker, candidates)
         return pick, running
+
+    def divide(
+        self, prompt: MatchedPrompt, now: float, eligible: np.ndarray, prefilling: np.ndarray,
+        like: Callable[[int], np.ndarray],
+    ) -> Stages | None:  # fmt: skip
+        """Choose between which workers to divide a request; None: one alone is sooner.
+
+            alone = wait + own
+            divided = max(wait, alone of the worker that computes) + own of one that loads it all
+
+        ``own`` counts what it costs other requests there, as in the policy. KV that is handed over
+        counts as loaded from below DRAM.
+
+        Args:
+            eligible: Workers that can serve all of it.
+            prefilling: Those that can compute it for another.
+            like: Returns which can take KV from one of these.
+        """
+        times, num_tokens = self.service_time, prompt.num_tokens
+        wait_s = self.load.wait_s(now)
+        crowding = 1.0 + CROWDING * self.load.num_requests
+        alone_s = wait_s + crowding * times.predict(num_tokens, prompt.matched)
+        prefill = int(np.where(prefilling, alone_s, np.inf).argmin())
+        matched = prompt.matched.copy()
+        matched[DISK] += np.maximum(num_tokens - 1 - matched.sum(axis=0), 0)
+        divided_s = np.maximum(wait_s, alone_s[prefill])
+        divided_s += crowding * times.predict(num_tokens, matched)
+        divided_s = np.where(eligible & like(prefill), divided_s, np.inf)
+        decode = int(divided_s.argmin())
+        least_s = np.where(eligible, alone_s, np.inf).min()
+        if divided_s[decode] >= least_s / (1.0 + EQUAL_SHARE) - EQUAL_S:
+            return None  # predictions are no better than that
+        prefill_s, ttft_s = float(alone_s[prefill]), float(divided_s[decode])
+        return Stages(prefill, decode, matched, prefill_s, ttft_s)
+
+    def begin_stages(
+        self, ids: tuple[str, str], prompt: MatchedPrompt, stages: Stages, now: float
+    ) -> tuple[Running, Running]:
+        """Count both parts of a divided request, by these ids, as load from now on."""
+        first = self._begin(ids[0], prompt, stages.prefill, now)
+        second = self._begin(ids[1], prompt._replace(matched=stages.matched), stages.decode, now)
+        # Nothing waits behind it, and what its first token took says nothing: it waits for the
+        # other.
+        self.load.first_token(second, now)
+        return first, second
+
+    def _begin(self, request_id: str, prompt: MatchedPrompt, worker: int, now: float) -> Running:
+        gpu, dram, disk = (int(each) for each in prompt.matched[:, worker])
+        new = prompt.num_tokens - gpu - dram - disk
+        service_s = self.service_time.predict_one(worker, prompt.num_tokens, new, dram, disk)
+        work = Work(prompt.num_tokens, new, dram, disk, service_s)
+        running = Running(request_id, worker, work, now, now + LEASE_S)
+        self.add(running, now)
+        return running
 
     def add(self, running: Running, now: float) -> None:
         """Take a request in. One of its id that runs is replaced, as by a retry."""

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -24,6 +25,10 @@ class Tier(str, Enum):
     DRAM = "dram"
     DISK = "disk"
     """SSD and remote store together, which KV events tell apart on request only."""
+
+
+Role = Literal["both", "prefill", "decode"]
+Transfer = Literal["flexcache", "offloading", "nixl", "sglang"]
 
 
 class EventSource(msgspec.Struct, frozen=True):
@@ -49,8 +54,13 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
         data_parallel_rank: Sent as ``X-data-parallel-rank``; None: the engine has one rank.
         sources: Publishers of the blocks that this worker can use.
         cache_url: HTTP API of its cache, without a path; None: it is not asked for anything.
-        peer_port: Port of its p2p tier (vLLM), from which other engines fetch blocks, at the URL's
-            host; None: it has none.
+        peer_port: Port at the URL's host from which other engines fetch its blocks: that of its
+            cache's ``peer_endpoint``, or what ``transfer`` has; None: it has none.
+        role: ``prefill``: it computes prompts for others, and serves whole requests only if no
+            other can; ``decode``: it also takes what those have computed; ``both``: likewise.
+        transfer: How KV comes from one engine to another. ``flexcache``: their caches are peers, or
+            share a server or a store; ``offloading``: vLLM's p2p tier; ``nixl``: vLLM's connector;
+            ``sglang``: its own, by a bootstrap server.
     """
 
     name: str
@@ -59,6 +69,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     sources: tuple[EventSource, ...] = ()
     cache_url: str | None = None
     peer_port: int | None = None
+    role: Role = "both"
+    transfer: Transfer = "flexcache"
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -121,6 +133,7 @@ class Fleet:
 
     Attributes:
         models: Names of models and adapters that workers list, and of models that they did before.
+        has_stages: Whether some of them compute prompts for others.
     """
 
     def __init__(self) -> None:
@@ -130,6 +143,7 @@ class Fleet:
         self.models: set[str] = set()
         self._masks: dict[str | None, np.ndarray] = {}
         """By model: which workers may be chosen."""
+        self.has_stages = False
         self._once_listed: OrderedDict[str, None] = OrderedDict()
         """Models, no adapters, that workers have listed, the latest last."""
 
@@ -232,7 +246,8 @@ class Fleet:
         A model is served by those that list it, also if none of them is up: SGLang answers for any
         name, with the model that it has. A name that no worker has ever listed may be a new
         adapter, as may that of an adapter that none lists now; it is left to the engines. Workers
-        that were tried are chosen again only if there are no others.
+        that were tried are chosen again only if there are no others, and so are those that compute
+        prompts for others.
 
         Args:
             only: Names of those to choose from; None: all.
@@ -255,10 +270,31 @@ class Fleet:
             mask = fresh if fresh.any() else mask
         return mask
 
+    def prefilling(self, model: str | None, tried: Collection[str] = ()) -> np.ndarray | None:
+        """Return which numbers compute prompts for others, likewise; None: there is none.
+
+        Args:
+            tried: Names of those that are not to be chosen.
+        """
+        if not self.has_stages:
+            return None
+        able = [m for m in self._serving(model) if m.spec.role == "prefill"]
+        mask = self._mask([member for member in able if member.spec.name not in tried])
+        return mask if mask.any() else None
+
+    def like(self, number: int) -> np.ndarray:
+        """Return which numbers can take KV from a worker's engine."""
+        transfer = self[self.name(number)].spec.transfer
+        return self._mask([m for m in self if m.spec.transfer == transfer])
+
     def _numbers(self, names: Collection[str]) -> list[int]:
         return [self._members[name].number for name in names if name in self._members]
 
     def _able(self, model: str | None) -> np.ndarray:
+        able = self._serving(model)
+        return self._mask([m for m in able if m.spec.role != "prefill"] or able)
+
+    def _serving(self, model: str | None) -> list[Member]:
         able = [member for member in self._members.values() if member.state is WorkerState.UP]
         if model is not None:
             name = listed_name(model, self.models)
@@ -266,12 +302,16 @@ class Fleet:
                 able = [member for member in able if name in member.models]
             else:
                 able = [member for member in able if not member.models] or able
+        return able
+
+    def _mask(self, members: Sequence[Member]) -> np.ndarray:
         mask = np.zeros(len(self._by_number), dtype=bool)
-        mask[[member.number for member in able]] = True
+        mask[[member.number for member in members]] = True
         return mask
 
     def _note_models(self) -> None:
         self._masks.clear()
+        self.has_stages = any(member.spec.role == "prefill" for member in self)
         self.models = {*self._once_listed, *(name for member in self for name in member.models)}
 
     def check(self) -> None:

@@ -200,7 +200,9 @@ class LinkServer:
             log_event(logger, logging.ERROR, "choice_failed", error=repr(error), exc_info=True)
             self._send(identity, NotChosen(name, 503, "the router failed to choose a worker", None))
         else:
-            self._send(identity, Chosen(told(self._decider.running[name]), choice))
+            running, first = self._decider.running, choice.prefill
+            prefill = None if first is None else told(running[first.request_id])
+            self._send(identity, Chosen(told(running[name]), choice, prefill))
         finally:
             if proxy.tasks.get(name) is asyncio.current_task():
                 del proxy.tasks[name]
@@ -296,6 +298,8 @@ class RemoteChooser:
         if answer is None:
             return self._choose_alone(arrival)
         self._running[name] = answer.running
+        if (prefill := answer.prefill) is not None:
+            self._running[prefill.request_id] = prefill
         return answer.choice
 
     async def _ask(self, arrival: Arrival) -> Answer:
@@ -307,9 +311,16 @@ class RemoteChooser:
             return await future
         except asyncio.CancelledError:  # the client left
             self._send(End(name, Outcome.ABORTED.value))
+            if future.done() and not future.cancelled():
+                self._end_prefill(future.result())
             raise
         finally:
             self._asked.pop(name, None)
+
+    def _end_prefill(self, answer: Answer) -> None:
+        """End what another engine was to compute for a choice that is not used."""
+        if isinstance(answer, Chosen) and answer.prefill is not None:
+            self._send(End(answer.prefill.request_id, Outcome.ABORTED.value))
 
     def first_token(self, request_id: str, *, tells_time: bool = True) -> None:
         """See `Chooser`."""
@@ -354,6 +365,7 @@ class RemoteChooser:
         workers = self._able(named_model(arrival))
         url = self._stored.url(arrival, {worker.url for worker in self._workers})
         workers = [worker for worker in workers if url in (None, worker.url)]
+        workers = [worker for worker in workers if worker.role != "prefill"] or workers
         if not workers:
             raise NotRouted(503, "no worker is known and the decider is away", _RETRY_S)
         load = dict.fromkeys((worker.name for worker in workers), 0)
@@ -460,6 +472,7 @@ class RemoteChooser:
             name = message.running.request_id
             if self._resolve(name, message):
                 return
+            self._end_prefill(message)
             actual = self._running.get(name)  # the answer came too late
             self._send(End(name, Outcome.ABORTED.value) if actual is None else Began(actual))
 

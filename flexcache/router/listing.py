@@ -26,10 +26,11 @@ from flexcache.config.sources import closest, read_file
 from flexcache.config.values import is_host, read_endpoint, reject, split_tcp
 from flexcache.errors import ConfigError, MissingDependencyError
 from flexcache.logs import log_event
-from flexcache.router.fleet import EventSource, WorkerSpec
+from flexcache.router.fleet import EventSource, Role, Transfer, WorkerSpec
 
 SCHEMES = ("http", "https", "http+dns", "https+dns", "http+k8s", "https+k8s")
 _SIZE, _PEER_PORT = "data_parallel_size", "peer_port"
+_OPTIONS = f"[,{_SIZE}=N][,role=prefill|decode][,{_PEER_PORT}=N][,transfer=NAME]"
 _MAX_PORT = 65_535
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
@@ -92,12 +93,15 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         events: Publishers of an engine; those of rank R are R ports further.
         shared_events: Publishers of caches that the ranks of an engine share.
         cache_url: HTTP API of the engine's cache, which the router asks to load early.
-        peer_port: Port of vLLM's p2p tier; that of rank R is R further.
+        role: See `WorkerSpec`; ``transfer`` likewise.
+        peer_port: Likewise; that of rank R is R further, but for FlexCache's, which ranks share.
     """
 
     url: str
     data_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
+    role: Role = "both"
     peer_port: Annotated[int, Meta(ge=1, le=_MAX_PORT)] | None = None
+    transfer: Transfer = "flexcache"
     events: tuple[str, ...] = ()
     shared_events: tuple[str, ...] = ()
     cache_url: str | None = None
@@ -161,8 +165,7 @@ class Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             cache_url = parse_cache_url(cache_url, host)
         common = [parse_source(text, host) for text in (*entry.shared_events, *self.shared_events)]
         own = [parse_source(text, host) for text in entry.events]
-        if (entry.peer_port or 0) + entry.data_parallel_size > _MAX_PORT + 1:
-            raise reject(_PEER_PORT, entry.peer_port, "leaves no port for the last rank")
+        ports = _peer_ports(entry)
         is_one = entry.data_parallel_size == 1
         return tuple(
             WorkerSpec(
@@ -171,7 +174,9 @@ class Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 data_parallel_rank=None if is_one else rank,
                 sources=unique([*(of_rank(source, rank) for source in own), *common]),
                 cache_url=cache_url,
-                peer_port=None if entry.peer_port is None else entry.peer_port + rank,
+                peer_port=ports[rank],
+                role=entry.role,
+                transfer=entry.transfer,
             )
             for rank in range(entry.data_parallel_size)
         )
@@ -184,6 +189,16 @@ class Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [(entry, WorkerUrl.parse(entry.url)) for entry in self.workers]
 
 
+def _peer_ports(entry: WorkerEntry) -> Sequence[int | None]:
+    """Return the port of each rank."""
+    size, first = entry.data_parallel_size, entry.peer_port
+    if first is None or entry.transfer == "flexcache":
+        return [first] * size
+    if first + size > _MAX_PORT + 1:
+        raise reject(_PEER_PORT, first, "leaves no port for the last rank")
+    return range(first, first + size)
+
+
 LISTING_KEYS = Listing.__struct_fields__
 """Keys of a settings file that belong to the listing."""
 
@@ -194,7 +209,7 @@ def parse_options(
     """Parse the options ``--worker``, ``--events`` and ``--cache``.
 
     Args:
-        workers: ``URL``, and after it ``,data_parallel_size=N`` and ``,peer_port=N``.
+        workers: ``URL``, and after it ``,NAME=VALUE`` for more fields of `WorkerEntry`.
         events: ``URL=ENDPOINT[,REPLAY]``, each rank R ports further; with ``URL#*`` of a cache that
             the ranks of this engine share; with ``*`` of a cache that all workers share.
         caches: ``URL=CACHE_URL``; with ``*`` the cache that all workers share.
@@ -253,14 +268,15 @@ def _key_of(option: str, text: str, url: str, entries: Mapping[str, WorkerEntry]
 
 def _parse_entry(text: str, url: str, rest: str) -> WorkerEntry:
     """Parse what follows a worker's URL."""
-    numbers: dict[str, int] = {}
+    values: dict[str, int | str] = {}
     for each in filter(None, rest.split(",")):
-        name, _, number = each.partition("=")
-        if name not in (_SIZE, _PEER_PORT) or name in numbers or not number.isdecimal():
-            raise reject("--worker", text, f"must be URL[,{_SIZE}=N][,{_PEER_PORT}=N]")
-        numbers[name] = int(number)
+        name, _, value = each.partition("=")
+        is_number = name in (_SIZE, _PEER_PORT) and value.isdecimal()
+        if name in values or not (is_number or name in ("role", "transfer")):
+            raise reject("--worker", text, f"must be URL{_OPTIONS}")
+        values[name] = int(value) if is_number else value
     try:
-        return msgspec.convert({"url": url, **numbers}, WorkerEntry)
+        return msgspec.convert({"url": url, **values}, WorkerEntry)
     except msgspec.ValidationError as error:
         raise reject("--worker", text, str(error)) from None
 

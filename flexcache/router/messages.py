@@ -140,10 +140,12 @@ class Workers(_Message, frozen=True):
 
 
 class Chosen(_Message, frozen=True):
-    """A choice, and what to name the request with in a later `Hello`."""
+    """A choice, and what to name its parts with in a later `Hello`: the request, and what another
+    engine computes of it."""
 
     running: RunningRequest
     choice: Choice
+    prefill: RunningRequest | None = None
 
 
 class NotChosen(_Message, frozen=True):

@@ -29,15 +29,15 @@ import numpy as np
 from flexcache.errors import ConfigError
 from flexcache.router.load import FloatArray
 
-_CROWDING = 0.1
+CROWDING = 0.1
 """Share of a request's prefill that it costs each other request on the worker. From 0.02 to 1 it
 trades the time to the first token against the time to the last; 0.1 is near best for both."""
 _SPREAD = 0.4
 _BUSY = 8.0
 """Requests per worker from which on the spread is left out: it would be a thousandth."""
 _USUAL_GAIN = 0.02
-_EQUAL_SHARE = 0.05
-_EQUAL_S = 0.002
+EQUAL_SHARE = 0.05
+EQUAL_S = 0.002
 """Costs that differ by less are equal: predictions are no better than that."""
 
 
@@ -153,7 +153,7 @@ class ShortestTime:
             costs = token_product(candidates)
         else:
             usual = own.min() if self._log_usual is None else math.exp(self._log_usual)
-            costs = candidates.num_requests * _CROWDING
+            costs = candidates.num_requests * CROWDING
             costs += 1.0
             costs *= own
             costs += candidates.wait_s
@@ -165,7 +165,7 @@ class ShortestTime:
     def placed(self, request_id: str, worker: int, candidates: Candidates) -> None:
         """Average what requests usually cost."""
         if candidates.own_s is not None:
-            lowest = math.log(max(float(candidates.own_s.min()), _EQUAL_S))
+            lowest = math.log(max(float(candidates.own_s.min()), EQUAL_S))
             before = lowest if self._log_usual is None else self._log_usual
             self._log_usual = before + _USUAL_GAIN * (lowest - before)
 
@@ -175,7 +175,7 @@ class ShortestTime:
     @staticmethod
     def _among_equals(lowest: Pick, candidates: Candidates, rng: random.Random) -> Pick:
         costs = lowest.costs
-        equals = (costs <= costs[lowest.worker] * (1.0 + _EQUAL_SHARE) + _EQUAL_S).nonzero()[0]
+        equals = (costs <= costs[lowest.worker] * (1.0 + EQUAL_SHARE) + EQUAL_S).nonzero()[0]
         if len(equals) == 1:
             return lowest
         if candidates.last_worker is not None and candidates.last_worker in equals:

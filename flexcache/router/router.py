@@ -16,7 +16,7 @@ import numpy as np
 
 from flexcache.events.wire import BlockStored, EventBatch
 from flexcache.router.chooser import Decision, RouteRequest
-from flexcache.router.dispatcher import GPU, LEASE_S, Dispatcher, MatchedPrompt
+from flexcache.router.dispatcher import GPU, LEASE_S, Dispatcher, MatchedPrompt, Stages
 from flexcache.router.fleet import Fleet, Tier, WorkerSpec, WorkerState
 from flexcache.router.holdings import Found, Holdings
 from flexcache.router.load import GONE, Running
@@ -36,6 +36,11 @@ _WORTH_A_FETCH = 2048
 """Tokens that another engine must have more: below that computing them is about as fast. For models
 with much KV a token it pays later, from some 8,000 on."""
 _MAX_OTHERS = 8  # ranks of one engine are several; the picker names two other engines
+
+
+def prefill_id(request_id: str, attempt: int) -> str:
+    """Return the id of the part of a divided request that computes its prompt."""
+    return f"{request_id}-prefill-{attempt}"
 
 
 class WorkerScore(NamedTuple):
@@ -164,12 +169,15 @@ class KVRouter:
         *,
         tried: Collection[str] = (),
         only: Collection[str] | None = None,
+        may_divide: bool = False,
     ) -> Decision | None:
         """Choose a worker; the request counts as its load from now on, until `ended`.
 
         Args:
             tried: Workers that failed this request: chosen only if there are no others.
             only: Workers to choose from; None: all.
+            may_divide: Whether another may be chosen besides that computes the prompt: then that
+                part counts as a request of its own, by the id of `prefill_id`.
 
         Returns:
             None: no worker may be chosen, or all are busy.
@@ -180,26 +188,71 @@ class KVRouter:
         found = self.holdings.find(request)
         prompt = self._prompt(request, found)
         before = self.running.get(request.request_id)
+        if before is not None:  # it moves
+            self.holdings.expectations.settle(before)
+        stages = self._stages(request, prompt, now, eligible, tried) if may_divide else None
+        if stages is not None:
+            return self._divided(request, prompt, found, stages, now, len(tried))
         assumed, holder = self._with_turns(request, prompt) if request.turns else (prompt, None)
         pick, running = self.dispatcher.choose(request.request_id, assumed, now, eligible)
         decision = self._decision(request, prompt, pick, found, now)
-        if self.fleet[decision.worker].spec.peer_port is not None:
-            peer = self._richer_peer(request, prompt, pick.worker)
-            decision = replace(decision, richer_peer=peer)
         if pick.worker == holder and decision.reason == "load":
             decision = replace(decision, reason="conversation")
-        if before is not None:  # it moves
-            self.holdings.expectations.settle(before)
-        running.worker, running.ttft_s = decision.worker, decision.ttft_s
         if request.token_ids is not None:
             running.predicted_tokens = decision.matched_tokens
         self.counts.add(decision)
-        self._worker_counts[decision.worker].add(decision)
-        self.holdings.placed(running, found)
+        self._placed(running, decision, found)
         if request.session_id is not None:
             _remember(self._sessions, [request.session_id], decision.worker)
         if request.turns:
             _remember(self._turns, [turn.key for turn in request.turns], decision.worker)
+        return decision
+
+    def _placed(self, running: Running, decision: Decision, found: Found | None) -> None:
+        running.worker, running.ttft_s = decision.worker, decision.ttft_s
+        self._worker_counts[decision.worker].add(decision)
+        self.holdings.placed(running, found)
+
+    def _stages(
+        self, request: RouteRequest, prompt: MatchedPrompt, now: float, eligible: np.ndarray,
+        tried: Collection[str],
+    ) -> Stages | None:  # fmt: skip
+        """Return where to compute a request's prompt and where to decode it; None: at one worker.
+        Only our policy has costs in seconds."""
+        prefilling = self.fleet.prefilling(request.model, tried)
+        prefilling = None if prefilling is None else self._with_room(prefilling, now)
+        if prefilling is None or request.token_ids is None or self.policy != "ours":
+            return None
+        return self.dispatcher.divide(prompt, now, eligible, prefilling, self.fleet.like)
+
+    def _divided(
+        self, request: RouteRequest, prompt: MatchedPrompt, found: Found | None, stages: Stages,
+        now: float, attempt: int,
+    ) -> Decision:  # fmt: skip
+        """Count a request at both workers."""
+        ids = prefill_id(request.request_id, attempt), request.request_id
+        first, second = self.dispatcher.begin_stages(ids, prompt, stages, now)
+        decisions = [
+            Decision(
+                worker=self.fleet.name(number), others=(), num_tokens=request.num_tokens,
+                matched=_by_tier(prompt._replace(matched=matched), number),
+                ttft_s=ttft_s, reason="divided",
+                richer_peer=self._richer_peer(request, prompt, number),
+            )
+            for number, matched, ttft_s in (
+                (stages.prefill, prompt.matched, stages.prefill_s),
+                (stages.decode, stages.matched, stages.ttft_s),
+            )
+        ]  # fmt: skip
+        for running, decision in zip((first, second), decisions, strict=True):
+            self._placed(running, decision, found)
+            if not self.dispatcher.service_time.is_known:
+                running.ttft_s = None  # it is not to be judged by that
+        first.predicted_tokens = decisions[0].matched_tokens
+        decision = replace(decisions[1], prefill=decisions[0], richer_peer=decisions[0].worker)
+        self.counts.add(decision)
+        if request.session_id is not None:
+            _remember(self._sessions, [request.session_id], decision.worker)
         return decision
 
     def scores(self, request: RouteRequest, now: float) -> list[WorkerScore]:
@@ -349,14 +402,16 @@ class KVRouter:
         only: Collection[str] | None = None,
     ) -> np.ndarray | None:
         eligible = self.fleet.eligible(request.model, tried, only)
-        if eligible is None:
-            return None
+        return None if eligible is None else self._with_room(eligible, now)
+
+    def _with_room(self, workers: np.ndarray, now: float) -> np.ndarray | None:
+        """Return those of these workers that are not busy; None: all are."""
         load = self.dispatcher.load
         if self._max_requests is not None:
-            eligible = eligible & (load.num_requests < self._max_requests)
+            workers = workers & (load.num_requests < self._max_requests)
         if self._max_wait_s is not None:
-            eligible = eligible & (load.wait_s(now) <= self._max_wait_s)
-        return eligible if eligible.any() else None
+            workers = workers & (load.wait_s(now) <= self._max_wait_s)
+        return workers if workers.any() else None
 
     def _prompt(self, request: RouteRequest, found: Found | None) -> MatchedPrompt:
         last = None
@@ -404,6 +459,7 @@ class KVRouter:
             matched=matched,
             ttft_s=ttft_s,
             reason="load" if request.token_ids is None else pick.reason,
+            richer_peer=self._richer_peer(request, prompt, pick.worker),
             disk_block=self.holdings.disk_block(spec, found, matched[Tier.DISK]),
         )
 
@@ -414,10 +470,14 @@ class KVRouter:
         serving = self.fleet.eligible(request.model)
         held = prompt.matched[:2].sum(axis=0)
         needed = prompt.matched[:, number].sum() + _WORTH_A_FETCH
+        own = self.fleet[self.fleet.name(number)].spec
+        if own.peer_port is None:
+            return None
         peers = [
             member
             for member in self.fleet
             if member.spec.peer_port is not None
+            and member.spec.transfer == own.transfer
             and (serving is not None and serving[member.number])
             and held[member.number] >= needed
         ]

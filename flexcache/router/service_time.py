@@ -112,7 +112,10 @@ class ServiceTime:
         self._used: list[float] = self._theta.tolist()
         self._covariance = _IDENTITY * _PRIOR_SPREAD**2
         self._factor: FloatArray = np.ones(0)
-        self._ratios: list[_Ratio] = []
+        self._ratios: list[_Ratio | None] = []
+        """None of a worker that was not measured: it is like the others, however wrong the common
+        prediction was of those."""
+        self._measured = 0
         self._sum_of_ratios = 0.0
         self._rows: list[_Row] = []
         self.num_samples = 0
@@ -139,14 +142,15 @@ class ServiceTime:
         if more > 0:
             self._factor = np.append(self._factor, np.ones(more))
             self._rows += [_Row() for _ in range(more)]
-            self._ratios += [_Ratio() for _ in range(more)]
-            self._sum_of_ratios += more
+            self._ratios += [None] * more
 
     def forget_worker(self, worker: int) -> None:
         """Assume of a worker's number that it is like the others: it stands for another one."""
         self._factor[worker] = 1.0
-        self._sum_of_ratios += 1.0 - self._ratios[worker].value
-        self._ratios[worker] = _Ratio()
+        if (ratio := self._ratios[worker]) is not None:
+            self._sum_of_ratios -= ratio.value
+            self._measured -= 1
+        self._ratios[worker] = None
         self._rows[worker] = _Row()
 
     def predict(self, num_tokens: int, matched: FloatArray) -> FloatArray:
@@ -188,10 +192,14 @@ class ServiceTime:
         predicted = float(np.dot(self._used, features))
         self._update(features, seconds / float(self._factor[served.worker]), predicted)
         ratio = self._ratios[served.worker]
+        if ratio is None:
+            ratio = self._ratios[served.worker] = _Ratio()
+            self._measured += 1
+            self._sum_of_ratios += ratio.value
         before = ratio.value
         ratio.add(seconds, predicted)
         self._sum_of_ratios += ratio.value - before
-        factor = ratio.value * len(self._ratios) / self._sum_of_ratios
+        factor = ratio.value * self._measured / self._sum_of_ratios
         self._factor[served.worker] = min(max(factor, _FACTORS[0]), _FACTORS[1])
 
     def _update(self, features: FloatArray, seconds: float, predicted: float) -> None:

@@ -125,7 +125,7 @@ class ServedCache:
         self.fingerprint = model.fingerprint(config.tokens_per_block)
         self.shape = UnitShape(model.groups, config.tokens_per_block)
         self.shards = shards
-        self.layouts = ShardLayouts(len(shards.sizes))
+        self.layouts = ShardLayouts(len(shards.storing_ranks), shards.per_rank)
         self.sizes = CacheSizes.for_blocks(config, shards.block_bytes, shards.stored_bytes)
         if config.remote_url is not None:
             check_packages(config.remote_url, config.remote_compression)
@@ -209,7 +209,10 @@ class ServedCache:
         if pool is None or config.ssd_past_dram == "never":
             return None
         # A rank that sees a part of a slot cannot verify it: the checksum is that of the whole.
-        if len(self.shards.sizes) > 1 or self.model.groups:
+        if len(self.shards.storing_ranks) > 1 or self.model.groups:
+            return None
+        # Nor has it a way past the padding between its shards.
+        if self.shards.per_rank > 1 and self.shards.stored_bytes > self.shards.block_bytes:
             return None
         # Packed blocks are unpacked by the disk worker, into DRAM.
         if config.ssd_compression != "none" or self.store.has_packed_slots:
@@ -455,8 +458,8 @@ class CacheSlot:
             is_first: No other rank serves.
         """
         assert self.cache is not None
-        layouts, shard = self.cache.layouts, self.cache.shards.of_rank(rank)
-        layouts.set(shard, layout, is_first)
+        layouts, place = self.cache.layouts, self.cache.shards.of_rank(rank)
+        layouts.set(place, layout, is_first)
         if (whole := layouts.whole) is None:
             return None  # the engine does not move anything before all its ranks serve
         former = self.cache.layout
@@ -464,7 +467,7 @@ class CacheSlot:
             clearing = self.cache.adopt_layout(whole, now)
         except FlexCacheError as error:
             # The rank is refused: what it said must not stand against the next one.
-            layouts.forget(shard)
+            layouts.forget(place)
             return str(error)
         if clearing is not None:  # what a restart may bring back is under its own layout
             self._carry_out(clearing)

@@ -200,7 +200,8 @@ class SessionCalls:
             raise ValueError(f"weights of generation {request.weights}")
         return Prompt(
             request.kind, keys, request.start, request.stop, request.num_tokens, request.retain_s,
-            request.tail_at, request.session_id, request.weights, request.adapter,
+            request.tail_at, request.session_id, request.weights, request.adapter, 0,
+            request.hand_over,
         )  # fmt: skip
 
     def _read_keys(

@@ -106,9 +106,10 @@ class Greeter:
         welcome = WelcomeRank(
             self._state.epoch, os.getpid(), segment,
             self._state.engine(hello.engine).fence.path,
-            cache.shards.sizes[cache.shards.of_rank(hello.rank)], cache.fingerprint,
+            cache.shards.rank_bytes[cache.shards.of_rank(hello.rank)], cache.fingerprint,
             cache.shape.blocks_per_unit, may_skip=cache.model.has_tails,
             num_groups=max(1, len(cache.model.groups)), direct=direct,
+            num_shards=cache.shards.per_rank,
         )  # fmt: skip
         rank = Rank(identity, hello.engine, hello.rank, hello.client, hello.pid, now)
         self._add(rank)
@@ -216,6 +217,9 @@ class Greeter:
             return Refused(
                 f"this cache is engine {owner!r}'s alone; engines share one by `endpoint`"
             )
+        own, theirs = self._config.store_shards, hello.model.store_shards
+        if own not in (None, theirs):
+            return Refused(f"the engine has store_shards = {theirs}, the server {own}")
         # Users need not write down what their first engine knows: layers, heads, dtype, block size.
         try:
             model = hello.model.model()

@@ -11,6 +11,13 @@ Questions about loans go to the owner's server, encrypted (`server.peers`). The 
 connection between the two workers, as they are: only who was told the token gets any, and nothing
 can be written. What is read lands in the host pool, where nothing finds it before it is complete.
 
+If both have the plane `rdma` (`server.peer_rdma`), the connection tells where blocks lie instead,
+and when they have been read:
+
+      |<- place and checksums -----------|
+      |<= read by Transfer Engine =======|
+      |-- one byte ---------------------> the place is used for the next blocks
+
 A reader trusts neither its speed nor the owner: what has not arrived within the loan's time, by its
 own clock, counts as not arrived, and each block must have its checksum, which the owner's worker
 made while the block was pinned.
@@ -38,8 +45,10 @@ from flexcache.errors import FlexCacheError
 from flexcache.logs import log_event
 from flexcache.protocol.messages import AskLoan, GiveBack, Loan
 from flexcache.protocol.trust import secure_client
+from flexcache.server.peer_rdma import RdmaPlane, TransferError
 from flexcache.storage.host_pool import HostSegment
-from flexcache.storage.pieces import Parts, checksum
+from flexcache.storage.pieces import Parts, address_of, checksum, cut, gather, scatter_checked
+from flexcache.storage.shards import shards_of_block
 from flexcache.transfer.messages import (
     BlockNames,
     Done,
@@ -63,12 +72,16 @@ _READERS = 3  # more threads would only compete for the processors
 _PROGRESS_S = 1.0
 """A peer that sends, takes or answers nothing for this long is given up."""
 _TOKEN_PATIENCE_S = 1.0  # the peer may be faster than our server's message
+_ROOM_PATIENCE_S = 0.05  # for bounce memory; then blocks go by TCP
 _IDLE_S = 60.0
 _MAX_CONNECTIONS = 768  # of 256 hosts
 _MAX_NEWCOMERS = 64
-_TOKEN_BYTES = 16
+_REQUEST = struct.Struct("<16s?")  # token, whether the plane `rdma` is wanted
 _HEADER = struct.Struct("<4sIQ")  # magic, number of blocks, bytes of each
-_MAGIC = b"FCp1"
+_MAGIC = b"FCp1"  # the blocks follow
+_MAGIC_RDMA = b"FCr1"  # places of blocks follow
+_PLACE = struct.Struct("<IIQ")  # number of blocks, port of Transfer Engine, address
+_HAS_READ = b"."
 _CHECKSUM = struct.Struct("<Q")
 
 Answer = Done | PeerFailed
@@ -78,12 +91,15 @@ class PeerWorkerConfig(WorkerConfig, frozen=True):
     """The configuration of the process, on the first line of its standard input.
 
     ``listen_fd``: the socket where peers connect, or -1. ``curve_keys``: as the setting.
+    ``rdma_devices``: as of `RdmaPlane`; None without. ``room_bytes``: of its bounce memory.
     """
 
     shard_bytes: list[int]
     listen_fd: int
     curve_keys: str | None
     timeout_s: float
+    rdma_devices: str | None = None
+    room_bytes: int = 0
 
 
 class _Pool:
@@ -95,8 +111,7 @@ class _Pool:
         self.block_bytes = sum(shard_bytes)
 
     def pieces(self, block: int) -> Parts:
-        sizes = self._sizes
-        return [s.block(block)[:size] for s, size in zip(self._segments, sizes, strict=True)]
+        return shards_of_block(self._segments, self._sizes, block)
 
 
 # -- what peers read here -------------------------------------------------------------------------
@@ -112,8 +127,9 @@ class _Lent:
 class _Sender:
     """Sends what is lent to peers that show its token, a thread for each connection."""
 
-    def __init__(self, pool: _Pool, listener: socket.socket) -> None:
+    def __init__(self, pool: _Pool, listener: socket.socket, rdma: RdmaPlane | None) -> None:
         self._pool = pool
+        self._rdma = rdma
         self._listener = listener
         self._changed = threading.Condition()
         self._lent: dict[bytes, _Lent] = {}
@@ -184,33 +200,72 @@ class _Sender:
                 self._newcomers.remove(connection)
 
     def _serve(self, connection: socket.socket) -> None:
-        token = memoryview(bytearray(_TOKEN_BYTES))
+        request = memoryview(bytearray(_REQUEST.size))
         # A connection stays for many reads: a new one costs a round trip and a slow start.
         try:
             with connection, contextlib.suppress(OSError):
                 while True:
                     _set_patience(connection, _IDLE_S)
-                    _receive(connection, [token])
+                    _receive(connection, [request])
                     _set_patience(connection, _PROGRESS_S)
-                    if not self._send(connection, bytes(token)):
+                    if not self._send(connection, *_REQUEST.unpack(request)):
                         return
         finally:
             self._leave(connection)
 
-    def _send(self, connection: socket.socket, token: bytes) -> bool:
+    def _send(self, connection: socket.socket, token: bytes, wants_rdma: bool) -> bool:
         """Send what a token is for; whether the connection can be used on."""
         lent = self._admit(connection, token)
         if lent is None:
             connection.sendall(_HEADER.pack(_MAGIC, 0, self._pool.block_bytes))
             return False  # a guess costs a new connection
+        rdma = self._rdma if wants_rdma else None
+        if rdma is not None and rdma.begin(connection.getsockname()[0]):
+            with rdma.shown.room(time.monotonic() + _ROOM_PATIENCE_S) as room:
+                if room is not None:
+                    return self._show(connection, token, lent, room, rdma.port)
         header = _HEADER.pack(_MAGIC, len(lent.blocks), self._pool.block_bytes)
         for block, expected in zip(lent.blocks, lent.checksums, strict=True):
             # Not for the reader, which has its own clock: what comes now would be for nothing.
-            if time.monotonic() >= lent.ends_s or token not in self._lent:
+            if not self._is_lent(token, lent):
                 return False
             _send_all(connection, [header + _CHECKSUM.pack(expected), *self._pool.pieces(block)])
             header = b""
         return True
+
+    def _is_lent(self, token: bytes, lent: _Lent) -> bool:
+        return time.monotonic() < lent.ends_s and token in self._lent
+
+    def _show(
+        self, connection: socket.socket, token: bytes, lent: _Lent, room: memoryview, port: int
+    ) -> bool:
+        """Let Transfer Engine's peer read what a token is for, as `_send`."""
+        header = _HEADER.pack(_MAGIC_RDMA, len(lent.blocks), self._pool.block_bytes)
+        step = len(room) // self._pool.block_bytes
+        for start in range(0, len(lent.blocks), step):
+            if not self._is_lent(token, lent):
+                return False
+            blocks = lent.blocks[start : start + step]
+            gather([piece for block in blocks for piece in self._pool.pieces(block)], room)
+            checksums = map(_CHECKSUM.pack, lent.checksums[start : start + step])
+            place = _PLACE.pack(len(blocks), port, address_of(room))
+            _send_all(connection, [header + place + b"".join(checksums)])
+            header = b""
+            if not _has_read(connection, lent.ends_s):
+                return False
+        return True
+
+
+def _has_read(connection: socket.socket, ends_s: float) -> bool:
+    """Wait until a peer has read from its room, or will not: it is gone, or the loan is over."""
+    while time.monotonic() < ends_s:
+        try:
+            return connection.recv(1) == _HAS_READ
+        except BlockingIOError:  # nothing yet
+            continue
+        except OSError:  # we do not hear of it any more, but it may still read
+            time.sleep(max(0.0, ends_s - time.monotonic()))
+    return False
 
 
 def _set_patience(connection: socket.socket, seconds: float) -> None:
@@ -309,9 +364,11 @@ class _Link:
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], name: str, curve_keys: str | None
-    ) -> None:
+        self, context: zmq.Context[zmq.Socket[bytes]], name: str, curve_keys: str | None,
+        rdma: RdmaPlane | None,
+    ) -> None:  # fmt: skip
         self._host, _ = split_tcp(name)
+        self._rdma = rdma
         self.used_s = 0.0
         self._socket = connect_peer(context, name, curve_keys)
         self._socket.sndtimeo = int(1000 * _PROGRESS_S)
@@ -367,8 +424,13 @@ class _Link:
         assert self._data is not None
         if (magic, count) == (_MAGIC, 0):
             raise _Over
-        if (magic, count, size) != (_MAGIC, len(op.blocks), pool.block_bytes):
+        if (count, size) != (len(op.blocks), pool.block_bytes):
             raise ValueError(f"{count} blocks of {size} bytes, not {len(op.blocks)}")
+        if magic == _MAGIC_RDMA and self._rdma is not None:
+            self._fetch_shown(op, pool, self._rdma, ends_s)
+            return
+        if magic != _MAGIC:
+            raise ValueError(f"it does not send blocks, but {magic!r}")
         given = memoryview(bytearray(_CHECKSUM.size))
         for block in op.blocks:
             pieces = pool.pieces(block)
@@ -377,6 +439,41 @@ class _Link:
             if checksum(pieces) != _CHECKSUM.unpack(given)[0]:
                 raise ValueError("a block has another checksum")
             op.num_ok += 1
+
+    def _fetch_shown(self, op: _Read, pool: _Pool, rdma: RdmaPlane, ends_s: float) -> None:
+        """Read what was lent by Transfer Engine, and copy it into the host pool."""
+        assert self._data is not None
+        place = memoryview(bytearray(_PLACE.size))
+        while op.num_ok < len(op.blocks):
+            _receive(self._data, [place], ends_s)
+            count, port, address = _PLACE.unpack(place)
+            blocks = op.blocks[op.num_ok : op.num_ok + count]
+            if not 0 < count == len(blocks):
+                raise ValueError(f"{count} blocks at once")
+            given = memoryview(bytearray(_CHECKSUM.size * count))
+            _receive(self._data, [given], ends_s)
+            num_bytes, until_s = count * pool.block_bytes, time.monotonic() + _PROGRESS_S
+            try:
+                with rdma.fetched(
+                    self._host, port, address, num_bytes, min(until_s, ends_s)
+                ) as memory:
+                    if time.monotonic() >= ends_s:
+                        raise _Over
+                    self._data.sendall(_HAS_READ)
+                    for block, (expected,), data in zip(
+                        blocks, _CHECKSUM.iter_unpack(given),
+                        cut(memory, [pool.block_bytes] * count), strict=True,
+                    ):  # fmt: skip
+                        # Of the copy: anyone may write where it came from. All of it counts, behind
+                        # a first part without bytes.
+                        if scatter_checked(data, [data[:0], *pool.pieces(block)]) != expected:
+                            raise ValueError("a block has another checksum")
+                        op.num_ok += 1
+            except TransferError as error:
+                if ends_s <= time.monotonic():  # it was given up for that
+                    raise _Over from None
+                rdma.avoid(self._host, str(error))
+                raise
 
     def _show(self, loan: Loan, ends_s: float) -> tuple[bytes, int, int]:
         """Show a token, and return the header of what follows."""
@@ -389,7 +486,8 @@ class _Link:
                 self._data = socket.create_connection((self._host, loan.port), _PROGRESS_S)
                 _set_patience(self._data, _PROGRESS_S)
             try:
-                self._data.sendall(loan.token)
+                wants_rdma = self._can_rdma(self._data)
+                self._data.sendall(_REQUEST.pack(loan.token, wants_rdma))
                 _receive(self._data, [header], ends_s)
                 break
             except ConnectionError:
@@ -398,15 +496,24 @@ class _Link:
                 self._data.close()
                 self._data = None
         magic, count, size = _HEADER.unpack(header)
+        if wants_rdma and magic == _MAGIC and self._rdma is not None:
+            self._rdma.note_tcp(self._host)
         return magic, count, size
+
+    def _can_rdma(self, connection: socket.socket) -> bool:
+        rdma = self._rdma
+        if rdma is None or not rdma.can_reach(self._host):
+            return False
+        return rdma.begin(connection.getsockname()[0])
 
 
 class _Reader:
     """Reads from peers, for one thread."""
 
-    def __init__(self, pool: _Pool, curve_keys: str | None) -> None:
+    def __init__(self, pool: _Pool, curve_keys: str | None, rdma: RdmaPlane | None) -> None:
         self._pool = pool
         self._curve_keys = curve_keys
+        self._rdma = rdma
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._links: dict[str, _Link] = {}
 
@@ -417,7 +524,7 @@ class _Reader:
             self._links.pop(idle).close()  # of a peer that has left, say
         try:
             if name not in self._links:
-                self._links[name] = _Link(self._context, name, self._curve_keys)
+                self._links[name] = _Link(self._context, name, self._curve_keys, self._rdma)
             self._links[name].used_s = now
             self._links[name].read(op, self._pool)
         except _Missing:
@@ -445,8 +552,11 @@ class PeerService:
         self._patience_s = max(config.timeout_s / 2, config.timeout_s - _PROGRESS_S)
         self._pool = _Pool(segments, config.shard_bytes)
         self._sender: _Sender | None = None
+        rdma = None
+        if config.rdma_devices is not None:
+            rdma = RdmaPlane(config.rdma_devices, max(config.room_bytes, self._pool.block_bytes))
         if config.listen_fd >= 0:
-            self._sender = _Sender(self._pool, socket.socket(fileno=config.listen_fd))
+            self._sender = _Sender(self._pool, socket.socket(fileno=config.listen_fd), rdma)
         self._changed = threading.Condition()
         self._waiting: dict[int, _Read] = {}
         self._running: Counter[str] = Counter()
@@ -454,7 +564,8 @@ class PeerService:
         self._answers: deque[Answer] = deque()
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         for i in range(_READERS):
-            _start(f"flexcache-peer-{i}", self._read, _Reader(self._pool, config.curve_keys))
+            reader = _Reader(self._pool, config.curve_keys, rdma)
+            _start(f"flexcache-peer-{i}", self._read, reader)
 
     def filenos(self) -> list[int]:
         return [self._event]
@@ -528,7 +639,8 @@ def main() -> None:
     """Serve until a `Stop` message arrives or the parent closes its end of standard input."""
     config = start_worker_process(PeerWorkerConfig)
     service = PeerService(config, map_segments(config))
-    serve(config, "tcp", Execute | Drop | SendBlocks | SendNoMore, service)
+    plane = "tcp" if config.rdma_devices is None else "rdma"
+    serve(config, plane, Execute | Drop | SendBlocks | SendNoMore, service)
     os._exit(0)  # its threads may be in a call of the kernel, and nothing is left to end
 
 

@@ -31,7 +31,7 @@ from flexcache.cache.block_keys import PackedBlockKeys
 from flexcache.cache.peers import LOAN_S
 from flexcache.cache.tail_index import TAIL_FIRST
 from flexcache.config import CacheConfig
-from flexcache.config.values import split_tcp
+from flexcache.config.values import is_loopback, split_tcp
 from flexcache.errors import ConfigError
 from flexcache.ids import MAX_KEY_BYTES, ROOT_BYTES, BlockKey, BreakerState, RootId
 from flexcache.logs import log_event
@@ -78,6 +78,7 @@ match waits is busy, say: that is no failure."""
 _TRY_S = 0.5  # a peer that is not there
 _RESOLVE_S = 10.0
 _MAX_PEERS = 256
+_MAX_NAMED = 64  # by requests
 _MAX_MESSAGES_A_TURN = 256
 _MAX_KEYS = 8192
 _MAX_TAILS = 1024
@@ -104,12 +105,19 @@ class _Link:
         """How long its answers took lately, at most; it wears off."""
         self.fails_s = math.inf
         """When it has been silent for too long; never, if nothing was asked since it was heard."""
+        self.unsent: list[FindBlocks] = []
+        """Questions for when it has answered for the first time."""
         self.zmq_socket = connect_peer(context, name, curve_keys, is_watched=True)
 
     @property
     def is_up(self) -> bool:
         """Whether it may be asked."""
         return self.has_answered and not self.is_ourselves and self.breaker.is_closed
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it was there, and is not now, or has been silent for too long."""
+        return self.is_told_s == math.inf and not (self.is_up or self.is_ourselves)
 
     def ask(self, message: FindBlocks, now: float) -> bool:
         """Whether it is there."""
@@ -178,6 +186,8 @@ class PeerLinks:
         self._socket: RouterSocket | None = None
         self._listener: socket.socket | None = None
         self._links: dict[str, _Link] = {}
+        self._named: dict[str, None] = {}
+        """Peers that requests have named, and the settings do not; the latest last."""
         self._questions: dict[int, _Question] = {}
         self._answers: list[tuple[LookedUp, str]] = []
         self._to_send: list[tuple[bytes, FoundBlocks | Loan | TookBlocks]] = []
@@ -228,7 +238,7 @@ class PeerLinks:
 
     def _follow(self, names: Iterable[str]) -> None:
         """Have a link to each of these peers, and to no other that has no address in the config."""
-        wanted = dict.fromkeys(list(names)[:_MAX_PEERS])
+        wanted = dict.fromkeys(list(names)[:_MAX_PEERS]) | self._named
         for name in [name for name in self._links if name not in wanted]:
             link = self._links.pop(name)
             self._reactor.remove_socket(link.zmq_socket)
@@ -239,8 +249,26 @@ class PeerLinks:
             if name not in self._links:
                 link = _Link(self._context, name, self._config.curve_keys)
                 self._links[name] = link
-                link.ping_due_s = random.uniform(0, _TRY_S)  # not all hosts at once
+                if name not in self._named:
+                    link.ping_due_s = random.uniform(0, _TRY_S)  # not all hosts at once
                 self._reactor.add_socket(link.zmq_socket)
+
+    def _link_of(self, source: str) -> list[_Link]:
+        """Return the link to a peer that a request names; none if that must not be."""
+        if source not in self._links:
+            keys, listed = self._config.curve_keys, [n for n in self._links if n not in self._named]
+            try:
+                if keys is None and not is_loopback(split_tcp(source)[0]):
+                    return []
+                if len(self._named) >= _MAX_NAMED:
+                    del self._named[next(iter(self._named))]
+                self._named[source] = None
+                self._follow(listed)
+            except (ValueError, ConfigError, zmq.ZMQError) as error:
+                self._named.pop(source, None)
+                log_event(logger, logging.WARNING, "peer_not_followed", peer=source, reason=error)
+                return []
+        return [self._links[source]]
 
     # -- events, under the lock ------------------------------------------------------------------
 
@@ -263,16 +291,20 @@ class PeerLinks:
         if (cache := self._state.slot.cache) is None:
             self._answers.clear()
             return
-        tasks = cache.tasks
+        self._tell(cache.tasks, now)
+        self._go_on_draining(cache, now)
+
+    def _tell(self, tasks: KVTaskEngine, now: float) -> None:
+        """Tell the task engine what peers have said, and which of them are there."""
         for answer, peer in self._answers:
             tasks.looked_up(answer, now, peer)
         self._answers.clear()
         num_up = sum(link.is_up for link in self._links.values())
         if (tier := tasks.cache.tiers.peer) is not None:
             tier.can_be_asked = num_up > 0
+            tier.lost = frozenset(name for name, link in self._links.items() if link.is_lost)
         tasks.loans.counters.up = num_up
         self._to_send += self._takeovers.advance(tasks, now)
-        self._go_on_draining(cache, now)
 
     def _go_on_draining(self, cache: ServedCache, now: float) -> None:
         if self.drain is not None:
@@ -390,6 +422,9 @@ class PeerLinks:
             link.is_ourselves = True
         elif is_new:
             log_event(logger, logging.INFO, "peer_found", peer=link.name)
+            for find in link.unsent:
+                link.ask(find, now)
+        link.unsent.clear()
         question = self._questions.get(found.request_id)
         if question is not None and link.name in question.asked:
             question.take(found, link.name)
@@ -429,14 +464,19 @@ class PeerLinks:
     # -- without the lock ------------------------------------------------------------------------
 
     def ask(self, look_up: RunLookUp) -> None:
-        """Ask all peers what they have."""
+        """Ask all peers what they have, or the one that the request names."""
         now = time.monotonic()  # since the turn began, we may have waited for the lock
         keys = look_up.keys
         key_bytes = len(keys[0]) if keys else 0
         tails = [(needed, bytes(key), units) for needed, key, units in look_up.tails]
         find = FindBlocks(look_up.lookup_id, look_up.root, b"".join(keys), key_bytes, tails)
         question = _Question(len(keys), bool(tails), now + _ANSWER_S)
-        for link in self._links.values():
+        for link in self._link_of(look_up.source) if look_up.source else self._links.values():
+            if link.name in self._named and not (link.has_answered or link.is_lost):
+                link.unsent.append(find)
+                link.ping_due_s = now
+                question.asked.add(link.name)
+                question.due_s = now + self._longest_answer_s
             if not link.is_up:
                 continue
             if link.ask(find, now):
@@ -504,6 +544,7 @@ class PeerLinks:
     def close(self) -> None:
         """Idempotent."""
         self._resolver.stop()
+        self._named.clear()
         self._follow(())
         if self.drain is not None:
             self.drain.close(self._reactor)

@@ -89,7 +89,7 @@ class KVServer:
         self.config = config
         self.endpoint = endpoint or config.endpoint or private_endpoint()
         check_endpoint(self.endpoint, has_keys=config.curve_keys is not None)
-        self._model = model
+        self._model = model = model and model.in_shards(config.store_shards)
         self._cache: ServedCache | None = None
         if model is not None and not model.sized_by_ranks:  # wrong sizes are refused at once
             shards = Shards.of_model(model, config.tokens_per_block)

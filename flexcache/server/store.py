@@ -30,12 +30,12 @@ class CacheStore:
     """Host pool and SSD files. Nothing is allocated before `open`.
 
     Args:
-        shards: The parts of a block; the host pool has a segment for each.
+        shards: The parts of a block; the host pool has a segment for each rank that stores some.
         sizes: Capacities of the tiers, in blocks.
         memory: Existing memory to use instead of a host pool of its own.
 
     Attributes:
-        segments: The host pool, shard by shard.
+        segments: The host pool, rank by rank.
         disk_pool: The SSD tier's files; None without such a tier.
         has_packed_slots: Whether blocks are packed on SSD that `load_slots` has found.
     """
@@ -62,10 +62,10 @@ class CacheStore:
         """
         config = self.config
         try:
-            # Existing memory is that of the first shards.
-            for shard_bytes in self._shards.sizes[len(self.segments) :]:
+            # Existing memory is that of the first ranks.
+            for num_bytes in self._shards.segment_bytes[len(self.segments) :]:
                 segment = HostSegment.create(
-                    shard_bytes, self._sizes.num_host_blocks, config.hugepages
+                    num_bytes, self._sizes.num_host_blocks, config.hugepages
                 )
                 self.segments.append(segment)
             if self._sizes.num_slots:
@@ -154,6 +154,8 @@ class CacheStore:
             listen_fd=listen_fd,
             curve_keys=self.config.curve_keys,
             timeout_s=self.config.remote_timeout_s,
+            rdma_devices=self.config.rdma_devices,
+            room_bytes=int(self.config.transfer_chunk_mb * 1e6),
         )
 
     def _worker_config(self, endpoint: str, identity: str) -> dict[str, Any]:

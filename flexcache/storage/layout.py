@@ -9,12 +9,16 @@ layers in the order of registration:
     layers apart          | a b c |, | a b c | ...     a segment for each layer
     blocks outermost      | aaa bbb ccc | ...          one for all; by layer, one for each
     heads before layers   | abc abc abc | ...          one for all, and the host's order is the same
+
+A rank may store its heads in several shards (`HeadShards`), each as a rank with as few heads would:
+
+    heads 0 and 1, a shard each    | a0 b0 c0 | a1 b1 c1 |
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,6 +30,42 @@ from flexcache.errors import UnsupportedLayoutError
 
 Addresses = npt.NDArray[np.int64]
 _Identity = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShards:
+    """How a rank's KV is cut into shards, each of some of its heads.
+
+    Attributes:
+        count: Shards of the rank.
+        head_dim: The dimension of each tensor that counts heads; None if that is not known.
+        apart: Bytes from one shard to the next in a host block.
+    """
+
+    count: int = 1
+    head_dim: int | None = None
+    apart: int = 0
+
+    def cut(self, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parts of a layer's tensor. Raises `UnsupportedLayoutError`."""
+        if self.count == 1:
+            return [tensor]
+        if self.head_dim is None:
+            raise UnsupportedLayoutError(
+                f"{name}: store_shards divides this rank's heads in {self.count}, and which "
+                "dimension of the KV tensors counts heads is not known here (head_dim)"
+            )
+        if not -tensor.dim() <= self.head_dim < tensor.dim():
+            raise UnsupportedLayoutError(
+                f"{name}: shape {tuple(tensor.shape)} has no dimension {self.head_dim} of heads"
+            )
+        num_heads = tensor.shape[self.head_dim]
+        if num_heads % self.count:
+            raise UnsupportedLayoutError(
+                f"{name}: {num_heads} heads do not divide into the {self.count} shards that "
+                "store_shards asks of this rank"
+            )
+        return list(tensor.split(num_heads // self.count, self.head_dim))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +82,7 @@ class BlockLayout:
         signature: Equal signatures mean that two ranks' stored bytes are interchangeable.
         layer_ends: Maps a layer to the number of leading segments of `by_layer` that hold it and
             all before it.
+        num_shards: Shards of the block on this rank, of equal size.
     """
 
     bases: Addresses
@@ -52,6 +93,7 @@ class BlockLayout:
     block_bytes: int
     signature: str
     layer_ends: Mapping[str, int]
+    num_shards: int = 1
     _by_layer: BlockLayout | None = None
 
     @property
@@ -88,6 +130,7 @@ def describe_kv_caches(
     block_dim: int = 0,
     description: str = "",
     num_blocks: int | None = None,
+    shards: HeadShards = HeadShards(),
 ) -> BlockLayout:
     """Derive the layout from an engine's KV tensors.
 
@@ -101,6 +144,7 @@ def describe_kv_caches(
             attention kernel's blocks, tokens). None: each index of ``block_dim`` is a block.
         description: The engine's description of the bytes beyond shapes and strides. Becomes part
             of the signature.
+        shards: The signature is that of one shard: ranks with more heads or fewer have the same.
 
     Raises:
         UnsupportedLayoutError: A tensor cannot be moved as whole blocks; the message says why.
@@ -115,39 +159,59 @@ def describe_kv_caches(
             f"{len(layers)} KV tensors, but {block_bytes} in the cache: layers, heads, head size, "
             f"dtype or tokens per block do not agree{hint}"
         )
-    segments: list[_Segment] = []
-    forms: list[str] = []
-    ends: dict[_Identity, int] = {}
-    for name, tensor in layers.items():
-        ratio = tensor.shape[block_dim] // num_blocks
-        stride, inner, form = _inner_segments(name, tensor, block_dim, ratio)
-        segments.extend(_Segment(tensor.data_ptr() + at, stride, size) for at, size in inner)
-        forms.append(form)
-        ends[_identity(tensor)] = len(segments)
+    parts, forms, counts = _cut(layers, block_dim, num_blocks, shards)
     runs = [f"{len(list(group))}x{form}" for form, group in itertools.groupby(forms)]
-    joined, order = _join(segments, num_blocks)
-    if order:
-        runs.append(order)
-        ends = dict.fromkeys(ends, len(joined))
+    # Shards differ in their addresses alone, so all are joined alike.
+    joined, orders = zip(*(_join(part, num_blocks) for part in parts), strict=True)
+    ends = shards.count * np.cumsum(counts)
+    if orders[0]:
+        runs.append(orders[0])
+        ends[:] = shards.count * len(joined[0])
+    end_of = dict(zip(map(_identity, layers.values()), ends.tolist(), strict=True))
     layout = BlockLayout(
-        *_arrays(joined),
+        *_arrays(joined, shards.apart),
         num_blocks=num_blocks,
         block_bytes=block_bytes,
         signature=_signature(runs, layers, description),
-        layer_ends={name: ends[_identity(tensor)] for name, tensor in kv_caches.items()},
+        layer_ends={name: end_of[_identity(tensor)] for name, tensor in kv_caches.items()},
+        num_shards=shards.count,
     )
-    if order or len(joined) == len(segments):
+    if orders[0] or (shards.count == 1 and len(joined[0]) == len(parts[0])):
         return layout
-    bases, strides, sizes, offsets = _arrays(segments)
+    # The first layer of every shard, the second of every shard, ...
+    layer_of = np.tile(np.repeat(np.arange(len(layers)), counts), shards.count)
+    order = np.argsort(layer_of, stable=True)
+    bases, strides, sizes, offsets = (each[order] for each in _arrays(parts, shards.apart))
     by_layer = replace(layout, bases=bases, strides=strides, sizes=sizes, offsets=offsets)
     return replace(layout, _by_layer=by_layer)
 
 
-def _arrays(segments: list[_Segment]) -> tuple[Addresses, Addresses, Addresses, Addresses]:
-    """Return bases, strides, sizes and offsets in the host pool."""
-    rows = [(segment.base, segment.stride, segment.size) for segment in segments]
+def _cut(
+    layers: Mapping[str, torch.Tensor], block_dim: int, num_blocks: int, shards: HeadShards
+) -> tuple[list[list[_Segment]], list[str], list[int]]:
+    """Return the segments of each shard, a text of each layer's form, and how many segments of a
+    shard each layer has."""
+    parts: list[list[_Segment]] = [[] for _ in range(shards.count)]
+    forms, counts = [], []
+    for name, tensor in layers.items():
+        ratio, before = tensor.shape[block_dim] // num_blocks, len(parts[0])
+        for part, cut in zip(parts, shards.cut(name, tensor), strict=True):
+            stride, inner, form = _inner_segments(name, cut, block_dim, ratio)
+            part.extend(_Segment(cut.data_ptr() + at, stride, size) for at, size in inner)
+        forms.append(form)
+        counts.append(len(parts[0]) - before)
+    return parts, forms, counts
+
+
+def _arrays(
+    shards: Sequence[Sequence[_Segment]], apart: int
+) -> tuple[Addresses, Addresses, Addresses, Addresses]:
+    """Return bases, strides, sizes and offsets in the host pool, shard by shard."""
+    rows = [(each.base, each.stride, each.size) for segments in shards for each in segments]
     bases, strides, sizes = np.array(rows, dtype=np.int64).T.copy()
-    return bases, strides, sizes, np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.int64)
+    of_shard = sizes.reshape(len(shards), -1)
+    starts = np.arange(len(shards), dtype=np.int64)[:, None] * apart
+    return bases, strides, sizes, (starts + of_shard.cumsum(axis=1) - of_shard).ravel()
 
 
 def _count_blocks(layers: Mapping[str, torch.Tensor], block_dim: int) -> int:

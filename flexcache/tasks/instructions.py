@@ -107,7 +107,7 @@ class RunLookUp:
     of the tails; or ask peers. The answer goes to `KVTaskEngine.looked_up`.
 
     ``tails``: of each, how many of the ``keys`` must be there for it to be of use, the key of the
-    block behind which it is, and its number of units.
+    block behind which it is, and its number of units. ``source``: the peer to ask; empty for all.
     """
 
     lookup_id: int
@@ -115,6 +115,7 @@ class RunLookUp:
     keys: Sequence[BlockKey]
     tails: Sequence[tuple[int, BlockKey, int]] = ()
     executor: str = REMOTE
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)

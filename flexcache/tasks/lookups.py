@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from sortedcontainers import SortedList
 
 from flexcache.breaker import CircuitBreaker
-from flexcache.cache.block_keys import BlockKeys, PromptContent
+from flexcache.cache.block_keys import PromptContent
 from flexcache.cache.load_plan import AskedTail
+from flexcache.cache.prompt import Prompt
 from flexcache.cache.tiers import UNKNOWN_TTL_S, RemoteTier, Tiers
 from flexcache.ids import BlockKey, RootId
 from flexcache.stats import LookUpStats
@@ -32,6 +33,8 @@ _MAX_KEYS = 8192
 _TRIAL_ROOT = b"\0" * 16
 _TRIAL_KEY = BlockKey(b"flexcache-trial")
 _TRIAL_TIMEOUT_S = 1.0
+_AWAITED_AGAIN_S = 0.03
+"""How soon it is asked again for what another engine computes at this moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class _LookUp:
     first: int = 0
     content: PromptContent | None = None
     tails: Sequence[AskedTail] = ()
+    is_awaited: bool = False
 
     @property
     def is_trial(self) -> bool:
@@ -107,16 +111,17 @@ class RemoteLookUps:
         self.counters = LookUpStats()
 
     def look_up(
-        self, keys: BlockKeys, stop: int, now: float, instructions: list[Instruction],
+        self, prompt: Prompt, now: float, instructions: list[Instruction],
         tails: Sequence[AskedTail] = (),
     ) -> int | None:  # fmt: skip
-        """Ask about the unknown ones of a prompt's first ``stop`` blocks, and about its tails.
+        """Ask about the unknown ones of a prompt's blocks up to its ``stop``, and about its tails.
 
         Returns:
             The open question to wait for; None if there is nothing to ask.
         """
         if self._breaker is not None and not self._breaker.is_closed:
             return None
+        keys, stop, awaited = prompt.keys, prompt.stop, prompt.hand_over
         first = self.tier.first_unknown(keys, stop, now)
         if first is None:
             # No block is left to ask for: a tail that needs an unknown one is of no use.
@@ -134,12 +139,14 @@ class RemoteLookUps:
         deadline_s = now + self._timeout_s
         question = _LookUp(
             keys.root, parent, wanted, at_store, self.tier.num_deletes(keys.root), now, deadline_s,
-            first, keys.content, tails,
+            first, keys.content, tails, now < awaited.until_s,
         )  # fmt: skip
         lookup_id = self._ask(question)
         self._by_key[keys.root, question.name] = lookup_id
         asked = [(question.num_needed(tail), tail.key, tail.num_units) for tail in tails]
-        instructions.append(RunLookUp(lookup_id, at_store, wanted, asked, self.executor))
+        instructions.append(
+            RunLookUp(lookup_id, at_store, wanted, asked, self.executor, awaited.source)
+        )
         self.counters.asked += 1
         return lookup_id
 
@@ -179,7 +186,8 @@ class RemoteLookUps:
             question.root, question.parent, present, question.first, question.content, peer
         )
         if num_known < len(question.keys):
-            ttl_s = None if error is None else UNKNOWN_TTL_S
+            ttl_s = _AWAITED_AGAIN_S if question.is_awaited else None
+            ttl_s = ttl_s if error is None else UNKNOWN_TTL_S
             self.tier.learn_absent(question.root, question.keys[num_known], now, ttl_s)
         if error is None:
             self._learn_tails(question, answer, now, peer)

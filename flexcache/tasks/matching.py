@@ -122,6 +122,7 @@ class Matcher:
             if chain is None:
                 return []
             keys, stop = chain, stop + chain.num_before
+            prompt = msgspec.structs.replace(prompt, keys=keys, stop=stop)
         tail_loads = self._cache.loads.tails
         if tail_loads is None and self._cache.tiers.have_locally(keys, stop):
             return []
@@ -133,7 +134,7 @@ class Matcher:
                 tails = tail_loads.unknown(keys, stop, now, lookups.tier)
                 if not tails:
                     continue
-            question = lookups.look_up(keys, stop, now, self._instructions, tails)
+            question = lookups.look_up(prompt, now, self._instructions, tails)
             if question is not None:
                 questions.append(question)
         return questions
@@ -146,8 +147,10 @@ class Matcher:
             return []
         up = self._executors.is_up
         return [
-            each for each in self._lookups.values() if each.tier.can_be_asked and up(each.executor)
-        ]
+            each for each in self._lookups.values()
+            # A peer that a request names may be one that has not been asked before.
+            if (each.tier.can_be_asked or prompt.hand_over.source) and up(each.executor)
+        ]  # fmt: skip
 
     def plan(self, owner: Session, prompt: Prompt) -> tuple[Prompt, Plan]:
         """Plan a task for a prompt. Return the prompt, too, or the whole chain that it continues.
@@ -269,20 +272,39 @@ class Matcher:
         return bool(self._awaited(owner, prompt, now))
 
     def _is_coming(self, owner: Session, prompt: Prompt, now: float) -> bool:
-        """Whether a peer has more of a prompt in a moment: what another engine has computed is on
-        its way to that host's DRAM. Waits no longer than computing it would take."""
-        tier, keys = self._cache.tiers.peer, prompt.keys
-        if tier is None or not tier.can_be_asked or keys.parent_key is not None:
+        """Whether more of a prompt is there in a moment: what another engine has computed is on its
+        way to a peer's DRAM, or it computes the rest now. Waits no longer than computing it would
+        take, or than the request says."""
+        tier, keys, awaited = self._cache.tiers.peer, prompt.keys, prompt.hand_over
+        is_awaited = now < awaited.until_s
+        is_askable = tier is not None and tier.can_be_asked
+        if keys.parent_key is not None or not (is_awaited or is_askable):
             return False
         self._roots.place(keys)
         have = self._cache.tiers.most_cached(keys)
         if have >= prompt.stop:
+            return False
+        if is_awaited and (tier is None or awaited.source not in tier.lost):
+            self._load_ahead(owner, prompt, have, now)
+            return True
+        if tier is None:
             return False
         since = tier.coming_since(keys.root, keys.key(have), now)
         rate = owner.prefill_blocks_per_s
         return since is not None and now < since + load_patience_s(
             prompt.stop - have, rate, _LONGEST_WAIT_S
         )
+
+    def _load_ahead(self, owner: Session, prompt: Prompt, have: int, now: float) -> None:
+        """Begin to load what is there of a prompt while the rest is computed elsewhere."""
+        cache, keys = self._cache, prompt.keys
+        if have <= cache.tiers.host.index.match(keys).num_blocks or any(
+            not load.has_landed for load in cache.early.find(keys)
+        ):
+            return
+        ahead = Prompt(TaskKind.PREFETCH, keys, 0, have, prompt.num_tokens)
+        plan = cache.loads.plan_prefetch(ahead, owner.prefill_blocks_per_s, self._terms())
+        self._runner.load_early(plan, keys, now)
 
     def _awaited(self, owner: Session, prompt: Prompt, now: float) -> list[EarlyLoad]:
         """Return the early loads that a get waits for, no longer than computing its blocks would

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 4 << 20
 """Bytes that may be copied between two checks of the words."""
+PIECE_RUNS = 128 << 10
+"""Most copies of a piece of an op: of some hundred bytes each, if heads are stored apart."""
 NEVER_REVOKED = (1 << 64) - 1
 """In place of the task of a promised load; no word reaches it."""
 

@@ -30,7 +30,7 @@ from flexcache.ids import OpKind
 from flexcache.logs import log_event
 from flexcache.storage import machine as numa
 from flexcache.storage.host_pool import HostSegment
-from flexcache.transfer.copier import CopyLane, Runs
+from flexcache.transfer.copier import PIECE_RUNS, CopyLane, Runs
 from flexcache.transfer.copy_ways import (
     CopyChoice,
     CopyWay,
@@ -133,7 +133,7 @@ def show_life_during(work: Callable[[], T], show_life: Callable[[], None]) -> T:
 
 _PIN_STEP = 1 << 30
 _ENGINE_WAYS = (CopyWay.BATCH, CopyWay.SINGLE)
-_MOST_RUNS = 393_216  # in a lane's tables, 9 MiB: all that is in flight, in copies of 2 KiB
+_MOST_RUNS = 3 * PIECE_RUNS  # in a lane's tables, 9 MiB: all that is in flight, in copies of 2 KiB
 _RUNS_PER_TABLE = 14_336  # three lanes' fill 1 MiB on the device; torch would take 20 MiB for more
 
 # The source of a load was complete before the load was queued; the source of a store may still be
@@ -382,10 +382,14 @@ class CudaCopier:
         return CopyWay.KERNEL if by_kernel else engine
 
     def may_start(self, kind: OpKind, after: torch.cuda.Event | None) -> bool:
-        """Whether `start` would not wait: a store to unpinned memory ends before it returns."""
+        """Whether `start` would not wait: a store to unpinned memory ends before it returns. Nor
+        would it make as many small copies as a piece may have by a copy engine."""
         # That call would wait for the step that the store comes after, and all other ops and signs
         # of life of the rank with it.
         assert self._pinned is not None
+        lane, tables = CopyLane.of(kind, urgent=False), self._kernel and self._tables
+        if tables is not None and not tables.has_room(lane, PIECE_RUNS):
+            return False
         return kind is OpKind.H2D or self._pinned.is_whole or after is None or after.query()
 
     def queue(self, kind: OpKind) -> None:

@@ -6,6 +6,7 @@
 
 A block consists of the segments that its group's layers have of it (`BlockLayout`). In the host
 segment every block has as much room as the largest group needs; a smaller one fills its beginning.
+A rank with several shards has the first shard of all blocks of a unit there, then the second, ...
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import BlockLayout
-from flexcache.transfer.copier import Addresses, Runs
+from flexcache.transfer.copier import PIECE_RUNS, Addresses, Runs
 from flexcache.transfer.messages import Execute, groups_of, ids_of, unpack_ids
 
 
@@ -68,8 +69,8 @@ class OpCopies:
             )
 
     def take(self, num_bytes: int) -> Runs:
-        """Return the next copies of all segments: this many bytes, but at least one copy. Without
-        more to take, `is_over`."""
+        """Return the next copies of all segments: this many bytes and `PIECE_RUNS` copies at most,
+        but at least one copy. Without more to take, `is_over`."""
         if self._all is None:
             if len(self.groups) == 1:
                 self._all = self.groups[0].columns(slice(None))
@@ -77,7 +78,7 @@ class OpCopies:
                 groups = [group.columns(slice(None)) for group in self.groups]
                 self._all = Runs(*map(np.concatenate, zip(*groups, strict=True)))
             # Most ops are one piece: they need no sums of sizes.
-            if self.num_bytes <= num_bytes:
+            if self.num_bytes <= num_bytes and len(self._all.sizes) <= PIECE_RUNS:
                 self.num_started, self.is_over = len(self._all.sizes), True
                 return self._all
         if self._ends is None:
@@ -85,15 +86,17 @@ class OpCopies:
         first, ends = self.num_started, self._ends
         taken = int(ends[first - 1]) if first else 0
         stop = max(first + 1, int(ends.searchsorted(taken + num_bytes, side="right")))
+        stop = min(stop, first + PIECE_RUNS)
         self.num_started, self.is_over = stop, stop >= len(ends)
         return self._all.part(slice(first, stop))
 
     def next_part(self, layout: BlockLayout, min_bytes: int) -> int:
         """Return the first end of a layer that makes the next part large enough, or the last. There
         must be one group, with this layout."""
-        offsets, ends = layout.by_layer.offsets, sorted(set(layout.layer_ends.values()))
-        enough = offsets[self.num_started] + min_bytes / max(1, self.num_blocks)
-        inner = (end for end in ends[:-1] if end > self.num_started and offsets[end] >= enough)
+        before = layout.by_layer.sizes.cumsum() - layout.by_layer.sizes
+        ends = sorted(set(layout.layer_ends.values()))
+        enough = before[self.num_started] + min_bytes / max(1, self.num_blocks)
+        inner = (end for end in ends[:-1] if end > self.num_started and before[end] >= enough)
         return next(inner, ends[-1])
 
     def take_until(self, stop: int) -> Runs:
@@ -123,7 +126,8 @@ class OpAddresses:
         self._segment = segment
         self._blocks_per_unit = blocks_per_unit
         self._may_skip = may_skip
-        self._block_bytes = max(layout.block_bytes for layout in layouts)
+        self._room = max(layout.block_bytes // layout.num_shards for layout in layouts)
+        """Bytes from one GPU block to the next in a shard of a unit."""
 
     def most_bytes(self, message: Execute) -> int:
         """Return how many bytes an op copies at most."""
@@ -154,7 +158,7 @@ class OpAddresses:
         if self._may_skip or per_unit > 1:
             wanted = np.flatnonzero(gpu != -1) if self._may_skip else np.arange(len(gpu))
             gpu = gpu[wanted]
-            starts = starts[wanted // per_unit] + wanted % per_unit * self._block_bytes
+            starts = starts[wanted // per_unit] + wanted % per_unit * self._room
         op = OpCopies(message, num_units, len(gpu), [])
         for layout, blocks, rows in self._by_group(gpu):
             of_form = layout.by_layer if by_layer else layout

@@ -27,7 +27,6 @@ from flexcache.config.remote_url import check_remote_url
 from flexcache.ids import OpKind
 from flexcache.logs import log_event
 from flexcache.storage.host_pool import HostSegment
-from flexcache.storage.pieces import Parts
 from flexcache.storage.remote import open_remote_store
 from flexcache.storage.remote.base import (
     Connection,
@@ -45,6 +44,7 @@ from flexcache.storage.remote.objects import (
     object_name,
     room_bytes,
 )
+from flexcache.storage.shards import shards_of_block
 from flexcache.transfer.messages import (
     BlockNames,
     Discard,
@@ -139,7 +139,7 @@ class RemoteWorker:
 class RemoteWorkerConfig(WorkerConfig, frozen=True):
     """The configuration of the process, on the first line of its standard input.
 
-    ``shard_bytes`` is what a block has in each segment without padding; a segment's stride may be
+    ``shard_bytes`` is what each shard of a block has without padding; a segment's stride may be
     padded. ``concurrency`` is for stores that take one request per object.
     """
 
@@ -264,12 +264,9 @@ class RemoteService:
     def _move(self, op: RemoteOp, mover: BlockMover) -> BlocksMoved:
         store = self._connection.store()
         move = mover.load if op.is_load else mover.save
-        blocks = [self._pieces(int(block)) for block in op.host_blocks]
+        segments, sizes = self._segments, self._config.shard_bytes
+        blocks = [shards_of_block(segments, sizes, int(block)) for block in op.host_blocks]
         return move(store, op.names.root, op.names.keys, blocks, op.deadline)
-
-    def _pieces(self, block: int) -> Parts:
-        sizes = self._config.shard_bytes
-        return [s.block(block)[:size] for s, size in zip(self._segments, sizes, strict=True)]
 
     def _look_up(self) -> None:
         while True:

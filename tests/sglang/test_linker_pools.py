@@ -96,6 +96,8 @@ def check_refused() -> None:
     params = sglang_pools.make_params(sglang_pools.mla_pool())
     with pytest.raises(ConfigError, match="endpoint = None"):
         sglang_pools.make_linker(params, tp_size=2)
+    with pytest.raises(ConfigError, match="store_shards = 2: must be unset with SGLang"):
+        sglang_pools.make_linker(params, store_shards=2)
     fp4 = MHATokenToKVPoolFP4.__new__(MHATokenToKVPoolFP4)
     fp4.page_size = 16
     with pytest.raises(ConfigError, match="MHATokenToKVPoolFP4"):

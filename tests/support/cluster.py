@@ -63,8 +63,10 @@ class Cluster:
         layout_description: str = "",
         memory: EngineMemory | None = None,
         engine_polls: bool = False,
+        head_dim: int | None = None,
     ) -> None:
         self.config = config
+        self._head_dim = head_dim
         self._engine_polls = engine_polls
         self._lend = memory.lend if memory is not None else dict
         self.block_dim = block_dim
@@ -99,6 +101,7 @@ class Cluster:
             self._lend(kv),
             block_dim=self.block_dim,
             layout_description=self.layout_description,
+            head_dim=self._head_dim,
         )
         self.clients.append(client)
         return client
@@ -208,6 +211,7 @@ def running_cluster(
     layout_description: str = "",
     memory: EngineMemory | None = None,
     engine_polls: bool = False,
+    head_dim: int | None = None,
     **settings: object,
 ) -> Iterator[Cluster]:
     """A cluster with an SSD tier if directories are given; checked and stopped at the end."""
@@ -218,7 +222,7 @@ def running_cluster(
         arguments["ssd_cache_dirs"] = [str(path) for path in ssd_dirs]
     arguments.setdefault("transfer_chunk_mb", 0.05)
     cluster = Cluster(model, CacheConfig(**arguments), make_kv, block_dim,  # type: ignore[arg-type]
-                      layout_description, memory, engine_polls)  # fmt: skip
+                      layout_description, memory, engine_polls, head_dim)  # fmt: skip
     try:
         cluster.start()
         yield cluster

@@ -46,7 +46,7 @@ _SHOWN_BODY_BYTES = 16 << 10
 
 FAILURES = (
     "none", "close", "close_midway", "hang", "hang_midway", "garbage", "refuse",
-    "429", "500", "502", "503",
+    "400", "429", "500", "502", "503",
 )  # fmt: skip
 """`close`: the connection is closed before any byte of the answer; `garbage`: the answer is not
 HTTP; `refuse`: nothing listens. The numbers are statuses."""
@@ -409,6 +409,8 @@ class Engine:
             await asyncio.sleep(behaviour.token_interval_s * (count - 1))
             shown = usage if behaviour.reports_usage else None
             answer = _chunk(body, text * count, shown, "length")
+            if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
+                answer["kv_transfer_params"] = {"remote_block_ids": [1, 2], "remote_port": 5600}
             return web.json_response(answer, headers=headers)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", **headers})
         await response.prepare(request)

@@ -5,7 +5,7 @@ places. With this connector the bytes in vLLM's own paged tensors are compared, 
 
 Each rank appends JSON lines to ``$KV_PROBE_DIR/rank-<r>.jsonl``:
 ``{"event": "stored" | "loaded" | "loaded by layer", "key": <block hash>, "digest": <of all layers'
-pages>}``
+pages>}``, with ``$KV_PROBE_HEADS`` also ``"heads"``: a digest for each KV head.
 """
 
 from __future__ import annotations
@@ -111,8 +111,14 @@ class ProbeConnector(_Connector):  # type: ignore[misc]
         path = Path(os.environ["KV_PROBE_DIR"]) / f"rank-{self._worker.client.rank}.jsonl"
         with path.open("a") as file:
             for key, block in pairs:
-                digest = digest_block(self._layers, block)
-                file.write(json.dumps({"event": event, "key": key, "digest": digest}) + "\n")
+                row = {"event": event, "key": key, "digest": digest_block(self._layers, block)}
+                if os.environ.get("KV_PROBE_HEADS"):  # tensors are [block, head, token, content]
+                    num_heads = next(iter(self._layers.values())).shape[1]
+                    row["heads"] = [
+                        digest_block({n: t[:, head] for n, t in self._layers.items()}, block)
+                        for head in range(num_heads)
+                    ]
+                file.write(json.dumps(row) + "\n")
 
 
 def digest_block(layers: dict[str, torch.Tensor], block: int) -> str:

@@ -32,9 +32,10 @@ def main(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def observe(options: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Run the engine; what it writes besides a given ``ssd_dir`` is in the directory."""
-    probe_dir = str(directory / "probe")
-    os.mkdir(probe_dir)
+    """Run the engine; what it writes besides a given ``ssd_dir`` and ``probe_dir`` is in the
+    directory."""
+    probe_dir = options.get("probe_dir") or str(directory / "probe")
+    os.makedirs(probe_dir)
     ssd_dir = options.get("ssd_dir") or str(directory / "ssd")
     os.environ.update(ENGINE_ENV, KV_PROBE_DIR=probe_dir)
     import vllm

@@ -180,6 +180,9 @@ def test_tensors_without_names_are_refused(kv_caches: Any) -> None:
     with client() as rank:
         with pytest.raises(ValueError, match=r"kv_caches = .*must be a dict from names"):
             rank.register_kv_caches(kv_caches)
+        for dim, why in (("x", "must be the number of a dimension"), (0, "must differ")):
+            with pytest.raises(ValueError, match=f"head_dim = {dim!r}: {why}|head_dim.*{why}"):
+                rank.register_kv_caches({}, head_dim=dim)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="kv_replicas = 'x'"):
             rank.register_kv_caches({}, kv_replicas="x")  # type: ignore[arg-type]
 

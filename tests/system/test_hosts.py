@@ -3,18 +3,30 @@ killed or stopped and links are cut."""
 
 from __future__ import annotations
 
+import json
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hosts import PORT, HostCache, Network, host_caches, network, until_all_are_up
+from stores import missing
 
 COUNT = 24  # blocks of a prompt
 LONGEST_GET_S = 8.0
 """What is promised is 1.5 s; the rest is for a machine that is busy."""
+STRANGER = Path(__file__).parents[1] / "support" / "mooncake_stranger.py"
+BOUNCE_MEMORY = "/dev/zero"  # how the kernel names memory without a file
+
+BY_TRANSFER_ENGINE = [
+    pytest.mark.whole,
+    pytest.mark.skipif(bool(missing("mooncake.engine")), reason="Mooncake is missing"),
+]
 
 
 @pytest.fixture
@@ -23,9 +35,11 @@ def hosts() -> Iterator[Network]:
         yield made
 
 
-@pytest.fixture
-def pair(hosts: Network, tmp_path: Path) -> Iterator[list[HostCache]]:
-    with host_caches(tmp_path, hosts) as caches:
+@pytest.fixture(params=["tcp", pytest.param("rdma", marks=BY_TRANSFER_ENGINE)])
+def pair(
+    hosts: Network, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[list[HostCache]]:
+    with host_caches(tmp_path, hosts, peer_transport=request.param) as caches:
         until_all_are_up(caches)
         yield caches
         for cache in caches:
@@ -58,7 +72,9 @@ def until_found(cache: HostCache, prompt: int) -> None:
     until(lambda: get(cache, prompt) == COUNT)
 
 
-def test_a_host_finds_what_another_has_in_dram(pair: list[HostCache]) -> None:
+def test_a_host_finds_what_another_has_in_dram(
+    pair: list[HostCache], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     one, two = pair
     one.do("put", prompt=0, count=COUNT)
     until_found(two, 0)
@@ -66,6 +82,10 @@ def test_a_host_finds_what_another_has_in_dram(pair: list[HostCache]) -> None:
     two.do("put", prompt=4, count=COUNT)  # and the other way round
     until_found(one, 4)
     assert hits(one) == {"PEER": COUNT}
+    is_by_rdma = "[rdma]" in request.node.name
+    for log in tmp_path.glob("host-*.log"):
+        assert ("peer_rdma_began" in log.read_text()) is is_by_rdma
+        assert "peer_read_by_tcp" not in log.read_text()
 
 
 @pytest.mark.whole
@@ -238,3 +258,40 @@ def test_all_bytes_are_right_while_prompts_are_overwritten(pair: list[HostCache]
         assert seen["wrong"] == []
         assert seen["hits"] > 0
     assert sum(hits(cache).get("PEER", 0) for cache in pair) > 0
+
+
+@contextmanager
+def stranger_at(namespace: str, pid: int) -> Iterator[list[str]]:
+    """Let a stranger overwrite a worker's bounce memory and its pool, wherever Transfer Engine lets
+    it; return what it could write to."""
+    command = [sys.executable, str(STRANGER), str(pid), f"{BOUNCE_MEMORY}|/memfd"]
+    process = subprocess.Popen(["ip", "netns", "exec", namespace, *command], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        while not (line := process.stdout.readline()).startswith(b"{"):
+            assert line, "the stranger ended"
+        yield json.loads(line)["written"]
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("pair", [pytest.param("rdma", marks=BY_TRANSFER_ENGINE)], indirect=True)
+def test_what_a_stranger_overwrites_on_its_way_is_not_served(
+    pair: list[HostCache], hosts: Network
+) -> None:
+    one, two = pair
+    for cache, other, prompt in ((one, two, 0), (two, one, 4)):
+        cache.do("put", prompt=prompt, count=COUNT)
+        until_found(other, prompt)  # so both have bounce memory
+    with ExitStack() as stack:
+        for cache, namespace in zip(pair, hosts.names, strict=True):
+            pid = cache.do("pids")["peer"]
+            written = stack.enter_context(stranger_at(namespace, pid))
+            assert [name.split()[0] for name in written] == [BOUNCE_MEMORY]
+        for cache in pair:
+            cache.begin("load", seconds=10.0)
+        seen = [cache.end() for cache in pair]
+    assert [each["wrong"] for each in seen] == [[], []]
+    assert all(each["hits"] > 0 for each in seen)

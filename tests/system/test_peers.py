@@ -23,6 +23,7 @@ from flexcache.cli import app
 from flexcache.cli import cache as cache_commands
 from flexcache.doctor.endpoints import check_peers
 from flexcache.doctor.subject import Level, Subject
+from flexcache.ids import HandOver
 from flexcache.protocol.trust import make_keys
 
 NUM_BLOCKS = 24
@@ -133,6 +134,74 @@ def test_a_get_does_not_wait_for_what_never_comes(model: ModelConfig) -> None:
         until(lambda: two.manager.get_match_by_tier(TOKENS, awaits_loads=True) is None)
         one.manager.cancel([put])
         until(lambda: two.manager.get_match_by_tier(TOKENS, awaits_loads=True) is not None)
+
+
+# -- hand-over: a get waits for what another engine computes now -----------------------------------
+
+
+def handed_over(cluster: Cluster, source: str = "", wait_s: float = 60.0) -> Any:
+    """Ask for a prompt that is computed elsewhere; None: wait."""
+    hand_over = HandOver(time.monotonic() + wait_s, source)
+    return cluster.manager.get_match_by_tier(TOKENS, awaits_loads=True, hand_over=hand_over)
+
+
+def test_a_get_waits_for_what_another_engine_computes_and_loads_what_is_there(
+    model: ModelConfig,
+) -> None:
+    half = NUM_BLOCKS // 2
+    with caches(model) as (one, two):
+        source = one.manager.cache_config.peer_endpoint
+        assert handed_over(two, source) is None
+        one.put(TOKENS[: half * 16], BLOCKS[:half])
+
+        def has_half() -> bool:
+            assert handed_over(two, source) is None
+            return bool(two.manager.stats()["tiers"]["CPU"]["indexed"] == half)
+
+        until(has_half)
+        one.put(TOKENS, BLOCKS)
+        until(lambda: handed_over(two, source) is not None)
+        assert handed_over(two, source)[2] == {"CPU": half * 16, "PEER": half * 16}
+        two.wipe(BLOCKS)
+        assert two.get(TOKENS, BLOCKS).mask.all()
+        assert two.read(BLOCKS) == one.read(BLOCKS)
+
+
+def test_a_get_waits_no_longer_than_it_is_told(model: ModelConfig) -> None:
+    with caches(model) as (one, two):
+        one.put(TOKENS[:16], BLOCKS[:1])
+        ends_s = time.monotonic() + 0.5
+        until(lambda: handed_over(two, wait_s=ends_s - time.monotonic()) is not None)
+        assert time.monotonic() >= ends_s
+        assert handed_over(two, wait_s=0)[1].sum() == 16
+
+
+def test_a_get_does_not_wait_for_an_engine_that_is_gone(model: ModelConfig) -> None:
+    own = [f"tcp://127.0.0.1:{free_range(2)}" for _ in range(2)]
+    one, two = (
+        running_cluster(model=model, peer_endpoint=each, num_cpu_blocks=256) for each in own
+    )
+    with two as reader:
+        with one:
+            until(lambda: handed_over(reader, own[0]) is None and peers(reader)["up"] == 1)
+        until(lambda: handed_over(reader, own[0]) is not None)
+
+
+def test_a_request_names_a_peer_that_the_settings_do_not(model: ModelConfig) -> None:
+    own = [f"tcp://127.0.0.1:{free_range(2)}" for _ in range(2)]
+    with ExitStack() as stack:
+        one, two = (
+            stack.enter_context(
+                running_cluster(model=model, peer_endpoint=each, num_cpu_blocks=256)
+            )
+            for each in own
+        )
+        one.put(TOKENS, BLOCKS)
+        until(lambda: "PEER" in one.manager.stats()["tiers"])
+        until(lambda: (found := handed_over(two, own[0])) is not None and found[1].all())
+        assert handed_over(two, own[0])[2] == {"PEER": len(TOKENS)}
+        assert handed_over(two, "tcp://192.0.2.7:9600", wait_s=0) is not None, "without keys"
+        assert peers(two)["up"] == 1
 
 
 # -- before a host goes ----------------------------------------------------------------------------

@@ -158,7 +158,10 @@ def test_an_engine_is_told_which_other_has_the_prompt(tmp_path: Path) -> None:
         FakeEngine(events=sources[1][0], replay=sources[1][1], fail="hang", times=1) as busy,
         RouterProcess(
             (),
-            *(f"--worker={engine.url},peer_port=5710" for engine in (idle, busy)),
+            *(
+                f"--worker={engine.url},peer_port=5710,transfer=offloading"
+                for engine in (idle, busy)
+            ),
             *(
                 f"--events={engine.url}={','.join(source)}"
                 for engine, source in zip((idle, busy), sources, strict=True)

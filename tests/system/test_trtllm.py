@@ -473,6 +473,14 @@ def test_another_block_size_is_refused(
         make_executor(tokens_per_block=16)
 
 
+def test_heads_in_shards_are_refused(
+    make_executor: MakeExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEXCACHE_STORE_SHARDS", "2")
+    with pytest.raises(ConfigError, match="store_shards = 2: must be tensor_parallel_size"):
+        make_executor()
+
+
 def test_layouts_that_cannot_be_moved_are_refused() -> None:
     with pytest.raises(UnsupportedLayoutError, match="shape"):
         split_pool(torch.zeros(4, 4, 4))

@@ -642,6 +642,27 @@ def test_a_table_is_left_alone_until_its_copies_have_landed(
     assert rig.gpu.registered == pinned
 
 
+def test_small_copies_wait_for_room_in_the_kernels_tables_rather_than_for_the_engine(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_copier, "PIECE_RUNS", len(EVEN))
+    monkeypatch.setattr(cuda_copier, "_MOST_RUNS", len(EVEN) + 8)
+    monkeypatch.setattr(cuda_copier, "_RUNS_PER_TABLE", len(EVEN))
+    monkeypatch.setattr(
+        cuda_copier, "measure_costs", lambda ways: costs_of(dict.fromkeys(ways, 9e9))
+    )
+    monkeypatch.setattr(CopyChoice, "prefers_kernel", lambda *_: True)
+    rig.add_kernel()
+    rig.attach()
+    rig.gpu.freeze()
+    landed = rig.start(OpKind.D2H, EVEN, EVEN)
+    assert not rig.copier.may_start(OpKind.D2H, None)
+    assert rig.copier.may_start(OpKind.H2D, None)  # a lane has tables of its own
+    rig.gpu.thaw()
+    landed.synchronize()
+    assert rig.copier.may_start(OpKind.D2H, None)
+
+
 # -- what fails ----------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from server_stats import SERVER_STATS
 from task_builders import World
 
 from flexcache.doctor import checks as agreement
+from flexcache.doctor import endpoints
 from flexcache.doctor import machine as memory
 from flexcache.doctor.checks import (
     CHECKS,
@@ -229,6 +230,8 @@ def test_a_missing_dev_shm_is_a_warning_with_a_remedy(machine: Machine) -> None:
         ({}, OK),
         ({"remote_url": "mooncake://h:1"}, OK),
         ({"remote_url": "mooncake://h:1?protocol=rdma"}, WARNING),
+        ({"peers": "tcp://127.0.0.1:1"}, OK),
+        ({"peers": "tcp://127.0.0.1:1", "peer_transport": "rdma"}, WARNING),
     ],
 )
 def test_locked_memory_matters_for_rdma_and_not_for_a_gpu(
@@ -238,6 +241,21 @@ def test_locked_memory_matters_for_rdma_and_not_for_a_gpu(
     machine.write("dev/nvidiactl", "")
     subject = machine.with_settings(cpu_cache_gb="1", **settings)
     (found,) = memory.check_locked_memory(subject)
+    assert found.level is level
+
+
+@pytest.mark.parametrize(
+    ("module", "device", "level"),
+    [("mooncake", "", ERROR), ("", "", WARNING), ("", "mlx5_0", OK)],
+)
+def test_rdma_between_peers_needs_a_package_and_a_card(
+    machine: Machine, module: str, device: str, level: Level, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoints, "find_spec", lambda name: None if name == module else machine)
+    if device:
+        machine.write(f"sys/class/infiniband/{device}", "")
+    settings = {"peer_transport": "rdma", "peer_endpoint": "tcp://127.0.0.1:0"}
+    _, found = endpoints.check_peers(machine.with_settings(cpu_cache_gb="1", **settings))
     assert found.level is level
 
 

@@ -199,6 +199,26 @@ def test_a_second_engine_of_the_same_sizes_waits_for_nothing(world: World) -> No
     assert "has 8 ranks, this server's have 4" in refused.reason
 
 
+def test_a_server_with_shards_takes_engines_that_have_as_many() -> None:
+    world = World(store_shards=2)
+    two = ModelConfig("m", 1, 2, 8, torch.uint8)
+    for shards, expected in ((None, Refused), (1, Refused), (2, WelcomeEngine)):
+        spec = ModelSpec.of(replace(two, store_shards=shards), 16)
+        answer = world.send(b"s", hello_engine(spec=spec))[0]
+        assert isinstance(answer, expected)
+        if isinstance(answer, Refused):
+            assert f"the engine has store_shards = {shards}, the server 2" in answer.reason
+    [cache] = world.caches
+    assert cache.shards.sizes == (256, 256)
+    welcome = world.send(b"e0", HelloRank("e", 0, "e0", 2))[0]
+    assert isinstance(welcome, WelcomeRank)
+    assert (welcome.num_shards, welcome.block_bytes, welcome.segment.stride) == (2, 512, 8192)
+    more = ModelSpec.of(replace(two, tp_size=2, store_shards=2), 16)
+    [refused] = world.send(b"t", hello_engine("f", "f", b"f", spec=more))
+    assert "has 2 ranks, this server's have 1" in refused.reason
+    world.close()
+
+
 def test_a_rank_beyond_the_engine_is_refused_by_name(world: World) -> None:
     open_cache(world)
     [refused] = greet(world, 4, size=1)

@@ -83,7 +83,7 @@ class Host:
 
 
 @contextmanager
-def host(listens: bool = False, timeout_s: float = 3.0) -> Iterator[Host]:
+def host(listens: bool = False, timeout_s: float = 3.0, **rdma: Any) -> Iterator[Host]:
     with ExitStack() as stack:
         segments = [
             stack.enter_context(closing(HostSegment.create(size, NUM_BLOCKS))) for size in SHARDS
@@ -97,7 +97,7 @@ def host(listens: bool = False, timeout_s: float = 3.0) -> Iterator[Host]:
             fd = listener.detach()
         config = PeerWorkerConfig(
             "", "", [], [], NUM_BLOCKS, "INFO", "text", shard_bytes=list(SHARDS), listen_fd=fd,
-            curve_keys=None, timeout_s=timeout_s,
+            curve_keys=None, timeout_s=timeout_s, **rdma,
         )  # fmt: skip
         yield Host(PeerService(config, segments), segments, port)
 
@@ -116,6 +116,9 @@ class Owner:
     asked: list[AskLoan] = field(default_factory=list)
     given_back: list[bytes] = field(default_factory=list)
     num_connections: int = 0
+    requests: list[bytes] = field(default_factory=list)
+    """What was shown on connections for blocks: tokens, and by which plane."""
+    asked_s: float = 0.0
     is_over: threading.Event = field(default_factory=threading.Event)
 
     def run(self, router: zmq.Socket[bytes], listener: socket.socket) -> None:
@@ -129,6 +132,7 @@ class Owner:
             if isinstance(message, GiveBack):
                 self.given_back.append(message.token)
             elif isinstance(message, AskLoan):
+                self.asked_s = time.monotonic()
                 self.asked.append(message)
                 token = b"token %10d" % message.request_id
                 answers = [msgspec.msgpack.encode(
@@ -152,7 +156,8 @@ class Owner:
     def _serve(self, connection: socket.socket) -> None:
         with connection:
             try:
-                while len(connection.recv(16, socket.MSG_WAITALL)) == 16:
+                while len(request := connection.recv(17, socket.MSG_WAITALL)) == 17:
+                    self.requests.append(request)
                     (self.send or send_well)(connection, self)
             except OSError:
                 return
@@ -387,6 +392,7 @@ def test_an_op_that_waits_can_be_dropped_and_one_that_runs_goes_on() -> None:
 # -- sending -------------------------------------------------------------------------------------
 
 TOKEN = b"sixteen bytes..."
+BY_TCP, BY_RDMA = b"\0", b"\1"
 
 
 def lend(sender: Host, blocks: list[int], seconds: float = 60.0, token: bytes = TOKEN) -> None:
@@ -402,7 +408,7 @@ def receive(connection: socket.socket, count: int) -> bytes:
 
 
 def fetch(connection: socket.socket, count: int, token: bytes = TOKEN) -> bytes:
-    connection.sendall(token)
+    connection.sendall(token + BY_TCP)
     return receive(connection, HEADER.size + count * (CHECKSUM.size + BLOCK))
 
 
@@ -417,7 +423,7 @@ def sending() -> Iterator[tuple[Host, socket.socket]]:
 
 def test_what_is_lent_is_sent_to_who_shows_the_token() -> None:
     with sending() as (sender, connection):
-        connection.sendall(TOKEN)  # it may come before the server's message
+        connection.sendall(TOKEN + BY_TCP)  # it may come before the server's message
         lend(sender, [2, 0])
         expected = HEADER.pack(b"FCp1", 2, BLOCK) + frame(2) + frame(0)
         assert receive(connection, len(expected)) == expected
@@ -431,6 +437,8 @@ def test_nothing_is_sent_for_another_token(how: str) -> None:
         if how == "given back":
             assert len(fetch(connection, 1)) > BLOCK
             sender.service.take(SendNoMore(TOKEN))
+            lend(sender, [3], token=b"the next message")  # once that is known, so is the one before
+            assert len(fetch(connection, 1, b"the next message")) > BLOCK
         token = b"another token..." if how == "never lent" else TOKEN
         assert fetch(connection, 1, token) == HEADER.pack(b"FCp1", 0, BLOCK)
         assert connection.recv(1) == b""  # a guess costs a new connection

@@ -6,7 +6,8 @@ import itertools
 import math
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -16,6 +17,7 @@ from flexcache.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, E
 from flexcache.router import EventSource, KVRouter, RouteRequest, Tier, WorkerSpec, WorkerState
 from flexcache.router.dispatcher import LEASE_S
 from flexcache.router.messages import told
+from flexcache.router.router import prefill_id
 
 BLOCK = 16
 PROMPT = list(range(1000, 1000 + 20 * BLOCK))
@@ -223,6 +225,91 @@ def test_an_engine_fetches_from_one_that_has_clearly_more_if_both_have_a_p2p_tie
     assert placed("a") is None, "not clearly more"
     has_peers()
     assert placed("a") is None
+
+
+# -- requests that are divided between two workers -------------------------------------------------
+
+
+def staged(*specs: tuple[str, str, str]) -> KVRouter:
+    """A router of workers with a role and a way to transfer KV."""
+    router = KVRouter()
+    router.set_workers(
+        [
+            msgspec.structs.replace(worker(name), role=role, transfer=transfer)
+            for name, role, transfer in specs
+        ]
+    )
+    return router
+
+
+def divided(router: KVRouter, *, tried: Collection[str] = (), name: str = "r") -> list[str]:
+    """Place a long prompt; the workers that get it, one or two."""
+    decision = router.choose(request(list(range(4000)), name), 0.0, tried=tried, may_divide=True)
+    router.check()
+    assert decision is not None
+    return [each.worker for each in (decision.prefill, decision) if each is not None]
+
+
+def decodes(router: KVRouter, worker: str, count: int) -> None:
+    """Have requests run on a worker that have their first token."""
+    for number in range(count):
+        name, begun_s = f"{worker} {number}", float(number - count)
+        assert router.choose(request([1], name), begun_s, only=[worker]) is not None
+        router.first_token(name, begun_s + 0.05)
+
+
+def test_another_worker_computes_a_prompt_where_that_is_sooner() -> None:
+    router = staged(("p", "prefill", "flexcache"), ("d", "decode", "flexcache"))
+    assert divided(router) == ["d"], "it is idle: to hand KV over would only take longer"
+    router.ended("r", 0.0)
+    decodes(router, "d", 20)
+    assert divided(router) == ["p", "d"]
+    assert router.running["r"].worker == "d"
+    first = router.running[prefill_id("r", 0)]
+    assert first.worker == "p" and first.work.new_tokens == 4000
+    assert router.dispatcher.load.wait_s(0.0)[router.fleet["d"].number] <= 0, "nothing to compute"
+    router.first_token(prefill_id("r", 0), 1.0)
+    router.ended(prefill_id("r", 0), 1.0)
+    router.first_token("r", 1.5)
+    router.ended("r", 2.0)
+    router.check()
+    assert router.dispatcher.service_time.num_samples == 21, "none of the part that waited"
+    assert router.counts.decisions["divided"] == 1
+
+
+def test_only_those_that_can_take_its_kv_decode_what_a_worker_computes() -> None:
+    router = staged(
+        ("p", "prefill", "nixl"), ("c", "decode", "flexcache"), ("d", "both", "nixl"),
+        ("q", "prefill", "sglang"),
+    )  # fmt: skip
+    decodes(router, "c", 20)
+    decodes(router, "d", 20)
+    assert divided(router) == ["p", "d"]
+    router.ended("r", 0.0)
+    router.ended(prefill_id("r", 0), 0.0)
+    assert divided(router, tried=["p"]) in (["c"], ["d"]), "nothing takes what q computes"
+    router.ended("r", 0.0)
+    router.set_state("p", WorkerState.DOWN)
+    assert len(divided(router)) == 1
+
+
+def test_a_worker_that_computes_for_others_serves_whole_requests_only_if_it_must() -> None:
+    router = staged(("p", "prefill", "flexcache"), ("d", "decode", "flexcache"))
+    for number in range(20):
+        decision = router.choose(request([1], str(number)), 0.0)
+        assert decision is not None and decision.worker == "d"
+    router.set_state("d", WorkerState.DOWN)
+    assert divided(router) == ["p"]
+
+
+def test_what_a_request_does_not_allow_is_not_divided() -> None:
+    router = staged(("p", "prefill", "flexcache"), ("d", "decode", "flexcache"))
+    decodes(router, "d", 20)
+    whole = router.choose(request(list(range(4000))), 0.0)
+    assert whole is not None and whole.prefill is None
+    unknown = replace(request(None, "u"), num_tokens=4000)
+    decision = router.choose(unknown, 0.0, may_divide=True)
+    assert decision is not None and decision.prefill is None
 
 
 def test_a_prompt_that_is_being_computed_counts_until_events_tell_of_it() -> None:

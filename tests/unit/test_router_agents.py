@@ -15,8 +15,9 @@ from make_tokenizers import make_tokenizer
 from test_router_tokens import Reader
 
 from flexcache.router import KVRouter, RouteRequest, WorkerSpec, WorkerState
-from flexcache.router.chooser import Turn
-from flexcache.router.tokens.body import with_kv_source, with_pin
+from flexcache.router.chooser import Source, Turn
+from flexcache.router.proxy.transfers import with_kv_source
+from flexcache.router.tokens.body import with_pin
 
 Body = dict[str, Any]
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -177,6 +178,7 @@ def test_a_busy_engine_loses_its_conversation_and_one_that_is_gone_too() -> None
 # -- cache_control ---------------------------------------------------------------------------------
 
 PIN = "flexcache_pin_ttl_s"
+P2P = Source("offloading", "10.0.0.7", 5710)
 EPHEMERAL = {"type": "ephemeral"}
 
 
@@ -219,7 +221,7 @@ def test_markers_become_a_pin(path: str, body: Body, ttl_s: int | None) -> None:
 
 def test_a_marked_prompt_may_be_fetched_from_another_engine() -> None:
     raw = json.dumps({"messages": [{"role": "user", "content": [marked()]}]}).encode()
-    told = json.loads(with_kv_source(MESSAGES, with_pin(MESSAGES, raw), ("10.0.0.7", 5710), "r"))
+    told = json.loads(with_kv_source(MESSAGES, with_pin(MESSAGES, raw), P2P, "r"))
     source = {"kv_request_id": "r", "remote_host": "10.0.0.7", "remote_port": 5710}
     expected = {PIN: 300, "remote_kv_source": source}
     assert told == {**json.loads(raw), "kv_transfer_params": expected}

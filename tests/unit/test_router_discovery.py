@@ -86,7 +86,7 @@ def test_a_malformed_cache_is_refused_by_name(cache: str, problem: str) -> None:
 
 def test_each_rank_is_a_worker_with_ports_of_its_own_and_a_cache_is_shared() -> None:
     listing = parse_options(
-        [f"{A},data_parallel_size=3,peer_port=5710"],
+        [f"{A},data_parallel_size=3,peer_port=5710,transfer=offloading,role=decode"],
         [f"{A}=tcp://{{host}}:5557,tcp://{{host}}:5657", f"{A}#*=tcp://10.0.0.7:5570"],
     )
     specs = listing.specs()
@@ -95,6 +95,7 @@ def test_each_rank_is_a_worker_with_ports_of_its_own_and_a_cache_is_shared() -> 
     assert [spec.data_parallel_rank for spec in specs] == [0, 1, 2]
     for rank, spec in enumerate(specs):
         assert spec.peer_port == 5710 + rank
+        assert (spec.role, spec.transfer) == ("decode", "offloading")
         assert spec.sources == (
             EventSource(f"tcp://10.0.0.7:{5557 + rank}", f"tcp://10.0.0.7:{5657 + rank}"),
             EventSource("tcp://10.0.0.7:5570"),
@@ -127,8 +128,14 @@ def test_each_rank_is_a_worker_with_ports_of_its_own_and_a_cache_is_shared() -> 
         ([A, A + "/"], [], "listed twice"),
         ([f"{A},data_parallel_size=0"], [], "data_parallel_size"),
         ([f"{A},peer_port=70000"], [], "peer_port"),
-        ([f"{A},peer_port=65535,data_parallel_size=2"], [], "leaves no port for the last rank"),
-        ([f"{A},ranks=2"], [], r"URL\[,data_parallel_size=N\]\[,peer_port=N\]"),
+        (
+            [f"{A},peer_port=65535,data_parallel_size=2,transfer=offloading"],
+            [],
+            "leaves no port for the last rank",
+        ),
+        ([f"{A},ranks=2"], [], r"URL\[,data_parallel_size=N\]\[,role=prefill\|decode\]"),
+        ([f"{A},role=helper"], [], "role"),
+        ([f"{A},transfer=pigeon"], [], "transfer"),
         ([A], ["tcp://10.0.0.7:5557"], r"must be URL=ENDPOINT\[,REPLAY\]"),
         ([A], [f"{A}=10.0.0.7:5557"], "must be ENDPOINT or ENDPOINT,REPLAY"),
         ([A], [f"{A}=tcp://h:1,tcp://h:2,tcp://h:3"], "must be ENDPOINT or ENDPOINT,REPLAY"),

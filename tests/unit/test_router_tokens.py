@@ -17,13 +17,15 @@ pytest.importorskip("aiohttp")
 pytest.importorskip("jinja2")
 transformers = pytest.importorskip("transformers")
 
-from flexcache.router.chooser import Arrival, RouteRequest  # noqa: E402
+from flexcache.router.chooser import Arrival, RouteRequest, Source  # noqa: E402
+from flexcache.router.proxy.transfers import with_kv_source  # noqa: E402
 from flexcache.router.tokens import Tokenizers, TokenLimits  # noqa: E402
-from flexcache.router.tokens.body import CHAT_PATH, COMPLETION_PATH, with_kv_source  # noqa: E402
+from flexcache.router.tokens.body import CHAT_PATH, COMPLETION_PATH  # noqa: E402
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 WITH_PARTS = {"headers"}
+P2P = Source("offloading", "10.0.0.7", 5710)
 """Templates that want content as a list of parts."""
 
 
@@ -471,16 +473,16 @@ def test_too_much_waiting_goes_by_load(make_reader: Callable[..., Reader]) -> No
 def test_a_body_says_where_to_fetch_from_and_all_else_that_it_did(body: bytes) -> None:
     told = {"kv_request_id": "r-1", "remote_host": "10.0.0.7", "remote_port": 5710}
     for path in (CHAT_PATH, f"{COMPLETION_PATH}?x=1"):
-        changed = json.loads(with_kv_source(path, body, ("10.0.0.7", 5710), "r-1"))
+        changed = json.loads(with_kv_source(path, body, P2P, "r-1"))
         assert changed.pop("kv_transfer_params") == {"remote_kv_source": told}
         assert changed == json.loads(body)
-    assert with_kv_source("/v1/embeddings", body, ("10.0.0.7", 5710), "r-1") == body
+    assert with_kv_source("/v1/embeddings", body, P2P, "r-1") == body
 
 
 @pytest.mark.parametrize("ours", ["null", '{"flexcache_pin_ttl_s": 300}'])
 def test_hints_for_flexcache_stay_beside_where_to_fetch_from(ours: str) -> None:
     body = f'{{"kv_transfer_params": {ours}, "prompt": [1]}}'.encode()
-    changed = json.loads(with_kv_source(CHAT_PATH, body, ("10.0.0.7", 5710), "r-1"))
+    changed = json.loads(with_kv_source(CHAT_PATH, body, P2P, "r-1"))
     source = changed["kv_transfer_params"].pop("remote_kv_source")
     assert source["remote_port"] == 5710
     assert changed == {"prompt": [1], "kv_transfer_params": json.loads(ours) or {}}
@@ -497,4 +499,4 @@ def test_hints_for_flexcache_stay_beside_where_to_fetch_from(ours: str) -> None:
     ],
 )
 def test_a_body_that_has_said_it_itself_or_is_none_stays(body: bytes) -> None:
-    assert with_kv_source(CHAT_PATH, body, ("10.0.0.7", 5710), "r-1") == body
+    assert with_kv_source(CHAT_PATH, body, P2P, "r-1") == body

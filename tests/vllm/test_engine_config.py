@@ -88,6 +88,13 @@ def rank_caches(
     )
 
 
+def test_heads_are_told_apart_where_vllms_tensors_have_as_many_as_its_spec() -> None:
+    caches = rank_caches(["a"], spec={"num_kv_heads": 4})
+    assert groups.read_head_dim({"a": torch.zeros(8, 4, 16, 8)}, caches) == 1
+    for shape in ((8, 8, 16, 8), (8, 16, 4, 8), (8, 4, 128), (2, 8, 4, 16, 8)):
+        assert groups.read_head_dim({"a": torch.zeros(shape)}, caches) is None
+
+
 @pytest.mark.newest
 def test_the_model_does_not_depend_on_whose_layers_the_scheduler_sees() -> None:
     stages = [rank_caches(["a", "b", "c"]), rank_caches(["d"])]

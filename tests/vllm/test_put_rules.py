@@ -637,6 +637,15 @@ def test_an_answer_is_stored_at_intervals_behind_its_prompt() -> None:
     assert PutPoints(4, answer_interval=12).next(25, 23) == 36
 
 
+def test_a_prompt_that_another_engine_waits_for_is_stored_as_it_is_computed() -> None:
+    rule, found = PutPoints(16, answer_interval=256), [0]
+    while found[-1] < 1504:
+        found.append(rule.next(found[-1], 1510, hands_over=True) or 0)
+    assert found == [0, 512, 1024, 1504]
+    assert rule.next(1504, 1510, hands_over=True) == 1760, "its answer as any other"
+    assert PutPoints(1024).next(0, 5000, hands_over=True) == 1024
+
+
 def test_tails_are_at_the_prompts_end_at_junctions_and_at_intervals() -> None:
     rule = PutPoints(4, 12)
     assert points(rule, 23, 50) == [12, 20, 24, 36, 48]

@@ -261,6 +261,7 @@ def test_a_model_whose_pooling_needs_whole_prompts_is_refused_by_name(tmp_path: 
     ("limit", "value"),
     [
         ("retention_s", 60.0),
+        ("store_shards", 2),
         ("ssd_write_mb_s", 60.0),
         ("remote_write_mb_s", 60.0),
         ("quotas", "a=1"),

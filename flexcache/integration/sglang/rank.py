@@ -389,6 +389,11 @@ def read_cache_config(
     config = CacheConfig.from_env(
         None, defaults, "SGLang's extra config", **{**extra, "tokens_per_block": page_size}
     )
+    if config.store_shards is not None:
+        raise reject(
+            "store_shards", config.store_shards,
+            "must be unset with SGLang, where each rank has a cache of its own",
+        )  # fmt: skip
     if rank.num_replicas > 1 and config.endpoint is None:
         raise reject(
             "endpoint",

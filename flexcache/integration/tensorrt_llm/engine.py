@@ -16,6 +16,7 @@ import torch
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.config.model import read_dtype
 from flexcache.config.sources import read_environment, require_block_size
+from flexcache.config.values import reject
 from flexcache.errors import ConfigError
 from flexcache.integration.adapter import TaskCalls
 from flexcache.integration.checkpoint import identify_checkpoint
@@ -149,7 +150,13 @@ def read_cache_config(llm_args: Any) -> CacheConfig:
     """Read `CacheConfig` from ``FLEXCACHE_*``; the block size is TensorRT-LLM's."""
     block_size = int(llm_args.kv_cache_config.tokens_per_block)
     require_block_size("TensorRT-LLM's", block_size, read_environment(os.environ))
-    return CacheConfig.from_env(None, {}, tokens_per_block=block_size)
+    config = CacheConfig.from_env(None, {}, tokens_per_block=block_size)
+    if config.store_shards not in (None, llm_args.tensor_parallel_size):
+        raise reject(
+            "store_shards", config.store_shards,
+            "must be tensor_parallel_size, or unset: TensorRT-LLM does not say where heads are",
+        )  # fmt: skip
+    return config
 
 
 def read_model_config(llm_args: Any, model_id: str) -> ModelConfig:

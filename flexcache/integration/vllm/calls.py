@@ -9,6 +9,9 @@ flexcache_store, flexcache_max_store_tokens           whether it stores, and how
 flexcache_pin_ttl_s                                   how long its prompt is pinned
 flexcache_session_id                                  whose prompt it is
 flexcache_session_over, flexcache_returns_in_s        how the session goes on after its end
+flexcache_hands_over                                  another engine waits for what it computes
+flexcache_source, flexcache_wait_s                    the peer that computes it now, ``HOST:PORT``,
+                                                      and how long to wait for that
 """
 
 from __future__ import annotations
@@ -34,8 +37,9 @@ from vllm.v1.core import kv_cache_utils
 from flexcache.cache.control import Pin
 from flexcache.cache.journal import Change, Removed, Stored
 from flexcache.cache.prompt import MAX_SESSION_ID_LENGTH, check_hint, check_name
+from flexcache.config.values import split_tcp
 from flexcache.errors import FlexCacheError
-from flexcache.ids import OpKind, RequestInfo, TierName, check_request_info
+from flexcache.ids import HandOver, OpKind, RequestInfo, TierName, check_request_info
 from flexcache.integration.adapter import (
     TaskCalls,
     as_bool,
@@ -57,6 +61,7 @@ logger = logging.getLogger(__name__)
 _HIGHEST_PRIORITY = 100  # highest priority that a request may set
 _LONGEST_TTL_S = 7 * 86400.0
 _LONGEST_NAMESPACE = 256
+_LONGEST_WAIT_S = 600.0
 _MOST_PARTS = 8
 
 
@@ -72,6 +77,9 @@ class Hints:
             empty if that is not said.
         max_store_tokens: How many of its tokens may be stored.
         pin_ttl_s: How long its prompt is pinned once it is stored; None: not at all.
+        hands_over: Whether another engine waits for what it computes.
+        source: The peer that has its prompt, or computes it now; empty: that is not said.
+        wait_s: How long it waits for what is computed elsewhere.
     """
 
     namespace: tuple[str, ...] = ()
@@ -80,6 +88,13 @@ class Hints:
     session_end: Mapping[str, Any] = field(default_factory=dict)
     max_store_tokens: int = sys.maxsize
     pin_ttl_s: float | None = None
+    hands_over: bool = False
+    source: str = ""
+    wait_s: float = 0.0
+
+    def hand_over(self, until_s: float) -> HandOver:
+        """Return what a get waits for, until then."""
+        return HandOver(until_s, self.source)
 
 
 _NO_HINTS = Hints()
@@ -106,7 +121,8 @@ def read_hints(request: Any) -> Hints:
         namespace or (), session_id,
         {name: hint for name, hint in retention.items() if hint is not None},
         end, _max_store_tokens(may_store, read("max_store_tokens", as_count), params),
-        read("pin_ttl_s", as_pin_ttl_s),
+        read("pin_ttl_s", as_pin_ttl_s), read("hands_over", as_bool) or False,
+        read("source", _source) or "", read("wait_s", _between(float, 0.0, _LONGEST_WAIT_S)) or 0.0,
     )  # fmt: skip
 
 
@@ -144,6 +160,12 @@ def _name(longest: int) -> Callable[[Any], Any]:
         return hint
 
     return convert
+
+
+def _source(hint: Any) -> str:
+    address = f"tcp://{hint}"
+    split_tcp(address)
+    return address
 
 
 def _parts(hint: Any) -> tuple[str, ...]:
@@ -334,15 +356,17 @@ class CacheCalls(TaskCalls):
         return self.is_open and self.names.of(request).adapter is not None
 
     def match(
-        self, request: Any, num_computed: int, num_tokens: int, look_up: bool
+        self, request: Any, num_computed: int, num_tokens: int, look_up: bool, until_s: float = 0.0
     ) -> Get | NoMatch:
         """Match a request's tokens ``[num_computed, num_tokens)``.
 
         Args:
             look_up: Whether the remote store may be asked first.
+            until_s: Until when what is computed elsewhere may be waited for.
         """
         if not self._may_find(request):
             return NoMatch.FAILED
+        hints = read_hints(request)
         try:
             matched = self.manager.get_match_by_tier(
                 request.all_token_ids,
@@ -350,7 +374,8 @@ class CacheCalls(TaskCalls):
                 request_info=self._info(request),
                 look_up=look_up,
                 awaits_loads=True,
-                **self._prompt(request, read_hints(request)),
+                hand_over=hints.hand_over(until_s),
+                **self._prompt(request, hints),
             )
         except (FlexCacheError, ValueError) as error:
             log_event(
@@ -382,9 +407,11 @@ class CacheCalls(TaskCalls):
     def look_up(self, request: Any) -> None:
         """Begin to ask the remote store about a request that vLLM will ask about."""
         if self._may_find(request):
+            hints = read_hints(request)
             safely(
                 self.manager.get_match_by_tier, request.all_token_ids, look_up="only",
-                **self._prompt(request, Hints(read_hints(request).namespace)),
+                hand_over=hints.hand_over(time.monotonic() + hints.wait_s),
+                **self._prompt(request, Hints(hints.namespace)),
             )  # fmt: skip
 
     def max_stored(self, request: Any) -> int:

@@ -14,10 +14,11 @@ import numpy as np
 from flexcache.breaker import CircuitBreaker
 from flexcache.cache.block_keys import BlockKeys, EngineBlockKeys, PromptContent
 from flexcache.cache.prefix_index import PrefixMatch
+from flexcache.cache.prompt import Prompt
 from flexcache.cache.tier import Lease, Tier
 from flexcache.cache.tiers import ABSENT_TTL_S, RemoteTier
 from flexcache.errors import InternalError
-from flexcache.ids import BlockKey, OpId, OpKind, RootId, TaskId
+from flexcache.ids import BlockKey, OpId, OpKind, RootId, TaskId, TaskKind
 from flexcache.server.outbox import WorkerInstruction
 from flexcache.stats import ServerCounters
 from flexcache.tasks.executors import SlotChecksums
@@ -221,8 +222,9 @@ class StorePresence:
         noted, self._noted = self._noted, {}
         left: list[Instruction] = []
         for keys in noted.values() if self.takes_part else ():
-            prompt = EngineBlockKeys(self._root, list(keys), len(keys))
-            self._questions.look_up(prompt, len(keys), now, left)
+            chunks = EngineBlockKeys(self._root, list(keys), len(keys))
+            prompt = Prompt(TaskKind.GET, chunks, 0, len(keys), 0)
+            self._questions.look_up(prompt, now, left)
         self._pass_on(left)
 
     def op_ended(self, is_well: bool, reason: str, now: float) -> None:

@@ -27,7 +27,7 @@ from flexcache.config import CacheConfig
 from flexcache.errors import InternalError
 from flexcache.ids import TierName
 from flexcache.integration.adapter import LayerwiseRule
-from flexcache.integration.vllm.calls import CacheCalls, Get, NoMatch
+from flexcache.integration.vllm.calls import CacheCalls, Get, NoMatch, read_hints
 from flexcache.integration.vllm.early_loads import EarlyLoads, EarlyLookUps
 from flexcache.integration.vllm.engine import find_looked_up, is_served_by_sibling
 from flexcache.integration.vllm.groups import BlockTables, Tables
@@ -53,11 +53,13 @@ class RequestRecord:
     Attributes:
         get: Its open get: at most one, however often vLLM asks.
         asked_s: When the remote store was first queried for it; None unless an answer is pending.
+        until_s: Until when it waits for what is computed elsewhere; None: it has not asked yet.
         has_lost_load: A load was lost. No other is offered: each could be lost in turn, endlessly.
     """
 
     get: Get | None = None
     asked_s: float | None = None
+    until_s: float | None = None
     has_lost_load: bool = False
 
 
@@ -245,8 +247,11 @@ class Gets:
         """Open a get; None if the call failed, or the remote store has yet to answer."""
         now = time.monotonic()
         asked_s = now if record.asked_s is None else record.asked_s
+        if record.until_s is None:
+            record.until_s = now + read_hints(request).wait_s
         look_up = now - asked_s <= self._lookup_timeout_s  # steps may take longer
-        get = self._cache.match(request, num_computed, num_tokens, look_up)
+        look_up |= now < record.until_s
+        get = self._cache.match(request, num_computed, num_tokens, look_up, record.until_s)
         record.asked_s = asked_s if get is NoMatch.UNDECIDED else None
         # What is on its way early delays an answer, too.
         self._has_store |= get is NoMatch.UNDECIDED and not self.early_loads.num_open

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1 import kv_cache_interface as specs
 from vllm.v1.core.sched import output
@@ -80,6 +81,28 @@ def read_layers(kv_cache_config: Any) -> list[list[str]] | None:
     if len(groups) == 1:
         return None
     return [groups[number].layer_names for number in cached_group_ids(kv_cache_config)]
+
+
+def read_head_dim(kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any) -> int | None:
+    """Return which dimension of all tensors counts KV heads; None if that is not certain, as where
+    a backend packs K, V or scales in places of their own."""
+    every = {
+        name: spec
+        for group in kv_cache_config.kv_cache_groups
+        for name, spec in _specs_by_layer(group).items()
+    }
+    heads = {name: getattr(spec, "num_kv_heads", None) for name, spec in every.items()}
+    # vLLM's tensors are [block, head, token, content], in whichever order they lie in memory.
+    is_certain = all(
+        tensor.dim() == 4 and tensor.shape[1] == heads.get(name, tensor.shape[1])
+        for name, tensor in kv_caches.items()
+    )
+    return 1 if is_certain else None
+
+
+def _specs_by_layer(group: Any) -> Mapping[str, Any]:
+    per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    return dict.fromkeys(group.layer_names, group.kv_cache_spec) if per_layer is None else per_layer
 
 
 def read_position(vllm_config: Any, kv_cache_config: Any) -> int:

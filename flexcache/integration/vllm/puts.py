@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from flexcache.config.model import KVGroup
 from flexcache.errors import InternalError
-from flexcache.integration.vllm.calls import CacheCalls
+from flexcache.integration.vllm.calls import CacheCalls, read_hints
 from flexcache.integration.vllm.groups import NULL_BLOCK, BlockTables, Tables
 
 _MIN_INTERVAL = 512  # tokens
@@ -48,6 +48,8 @@ class PutPoints:
                   prompt's end            +------------+     request's end
                                           every `answer_interval_tokens`
 
+    If another engine waits for the prompt, each step's part of it is stored.
+
     Pure: no clock, no I/O.
 
     Attributes:
@@ -62,16 +64,20 @@ class PutPoints:
     answer_interval: int = 0
     tokens_per_step: int = 1
 
-    def next(self, num_tokens: int, num_prompt_tokens: int, junction: int = 0) -> int | None:
+    def next(
+        self, num_tokens: int, num_prompt_tokens: int, junction: int = 0, hands_over: bool = False
+    ) -> int | None:
         """Return the first point behind ``num_tokens`` at which a request is stored.
 
         Args:
             junction: Tokens that the prompt shares with others, as far as known.
+            hands_over: Whether another engine waits for the prompt.
         """
         if not self.interval:
             end = self.floor(num_prompt_tokens)
             if end > num_tokens:
-                return end
+                soon = self.floor(num_tokens + max(_MIN_INTERVAL, self.position))
+                return min(end, soon) if hands_over else end
             if not self.answer_interval:
                 return None
             return self.floor(num_tokens) + max(self.position, self.floor(self.answer_interval))
@@ -225,7 +231,9 @@ class Puts:
         request = running.request
         if not self._tables.has_states:  # else vLLM says where
             junction = getattr(request, "shared_prefix_boundary", 0)
-            running.point = self._points.next(num_tokens, request.num_prompt_tokens, junction)
+            running.point = self._points.next(
+                num_tokens, request.num_prompt_tokens, junction, read_hints(request).hands_over
+            )
             if running.point is None:
                 self._forget(request.request_id)
                 return

@@ -295,7 +295,7 @@ class TierHost:
 
 
 def _refuse_limits(config: CacheConfig) -> None:
-    for name in ("ssd_write_mb_s", "remote_write_mb_s", "retention_s", "quotas"):
+    for name in ("ssd_write_mb_s", "remote_write_mb_s", "retention_s", "quotas", "store_shards"):
         if (value := getattr(config, name)) is not None:
             raise reject(name, value, "not available in a secondary tier of vLLM")
 

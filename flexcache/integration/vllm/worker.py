@@ -30,7 +30,12 @@ from flexcache.integration.vllm.engine import (
     read_cache_config,
     read_place,
 )
-from flexcache.integration.vllm.groups import read_groups, read_layers, read_position
+from flexcache.integration.vllm.groups import (
+    read_groups,
+    read_head_dim,
+    read_layers,
+    read_position,
+)
 from flexcache.integration.vllm.step_loads import StepLoads, has_full_graphs, recovers_in_steps
 from flexcache.logs import log_event
 from flexcache.tasks.instructions import PromisedLoad
@@ -345,6 +350,7 @@ class FlexCacheWorker:
             num_blocks=self._kv_cache_config.num_blocks,
             kv_replicas=getattr(self._kv_cache_config, "kv_tp_replicas", None),
             groups=read_layers(self._kv_cache_config),
+            head_dim=read_head_dim(kv_caches, self._kv_cache_config),
         )
         self.step_loads = StepLoads(kv_caches, has_full_graphs(self._vllm_config))
 

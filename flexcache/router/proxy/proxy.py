@@ -10,7 +10,7 @@ import socket
 import ssl
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -59,9 +59,14 @@ from flexcache.router.proxy.engines import (
     relay,
     send_to_all,
 )
+from flexcache.router.proxy.transfers import (
+    decode_body,
+    prefill_body,
+    with_kv_source,
+)
 from flexcache.router.settings import ProxyConfig
 from flexcache.router.stored import id_reader
-from flexcache.router.tokens.body import MARKER, with_kv_source, with_pin
+from flexcache.router.tokens.body import MARKER, with_pin
 
 
 class RequestLife:
@@ -72,9 +77,12 @@ class RequestLife:
         request_id: Names it to the chooser.
         shown_id: Names it to its client and to engines.
         workers: Those that were chosen so far.
+        prefill_usage: What the engine that computes the prompt for another reports.
     """
 
-    __slots__ = ("_chooser", "choice", "request_id", "shown_id", "workers")
+    __slots__ = (
+        "_chooser", "_prefill", "choice", "prefill_usage", "request_id", "shown_id", "workers",
+    )  # fmt: skip
 
     def __init__(self, chooser: Chooser, request_id: str, shown_id: str) -> None:
         self._chooser = chooser
@@ -82,6 +90,8 @@ class RequestLife:
         self.shown_id = shown_id
         self.choice: Choice | None = None
         self.workers: dict[str, None] = {}
+        self.prefill_usage = UNKNOWN
+        self._prefill: asyncio.Task[bytes] | None = None
 
     def begin(self, choice: Choice) -> None:
         assert self.choice is None
@@ -102,7 +112,35 @@ class RequestLife:
     def __enter__(self) -> RequestLife:
         return self
 
+    def begin_prefill(
+        self, request_id: str, compute: Coroutine[Any, Any, bytes]
+    ) -> asyncio.Task[bytes]:
+        """Have another engine compute the prompt. Its choice is ended, too."""
+        task = self._prefill = asyncio.create_task(compute)
+        # Not by the coroutine: one that is cancelled before its first step does nothing.
+        task.add_done_callback(partial(self._prefill_ended, request_id))
+        return task
+
+    def _prefill_ended(self, request_id: str, task: asyncio.Task[bytes]) -> None:
+        error = None if task.cancelled() else task.exception()
+        outcome = Outcome.ABORTED if task.cancelled() else Outcome.DONE
+        if error is not None:
+            outcome = Outcome.REFUSED if isinstance(error, NotTaken) else Outcome.BROKEN
+        self._chooser.ended(request_id, outcome, self.prefill_usage)
+
+    def refused(self) -> None:
+        """End what was begun: another engine may be tried."""
+        self.stop_prefill()
+        if self.choice is not None:
+            self.end(Outcome.REFUSED)
+
+    def stop_prefill(self) -> None:
+        """End what another engine computes: it is not waited for."""
+        if self._prefill is not None:
+            self._prefill.cancel()
+
     def __exit__(self, *_: object) -> None:
+        self.stop_prefill()
         if self.choice is not None:
             self.end(Outcome.ABORTED)
 
@@ -145,7 +183,7 @@ _REJECTED = {
     400: "malformed", 401: "unauthorized", 408: "malformed", 413: "too_large", 431: "too_large",
 }  # fmt: skip
 """Why a request was refused without an engine, by the status of its answer."""
-_FIRST_ERROR = 400
+_FIRST_ERROR, _SERVER_ERROR = 400, 500
 _PAUSE_S = 0.1  # until the backlog of a full engine is tried again
 _STREAM = "text/event-stream"
 _BROKE = "the connection to the engine broke before the answer was complete"
@@ -291,6 +329,7 @@ class Proxy:
                 path=request.raw_path,
                 headers={n: fields[n] for n in ROUTING_HEADERS if n in fields},
                 body=body,
+                may_divide=True,
             )
             if is_for_all(arrival.method, arrival.path):
                 passed = headers_to_engine(fields, {REQUEST_ID_HEADER: life.shown_id})
@@ -320,7 +359,9 @@ class Proxy:
                 if error.retry_after is None and failure is not None:
                     error.retry_after = failure.retry_after
                 failure = error
-            arrival = replace(arrival, tried=tuple(life.workers))
+            # What is wrong with a request, the engine that decodes is to say.
+            may_divide = arrival.may_divide and (failure.status or _SERVER_ERROR) >= _SERVER_ERROR
+            arrival = replace(arrival, tried=tuple(life.workers), may_divide=may_divide)
             if failure.is_full:
                 if time.monotonic() > give_up_s:
                     return _not_taken(failure)
@@ -346,24 +387,101 @@ class Proxy:
         except NotRouted as refused:
             return _not_routed(refused) if failure is None else _not_taken(failure)
         life.begin(choice)
-        is_other = choice.worker not in arrival.tried
-        if failure is not None:
-            if not (is_other or failure.may_be_stale or failure.is_full):
-                return _not_taken(failure)  # no other engine is left
-            self.num_retries += is_other  # one that is full is asked ten times a second
+        if failure is not None and not self._may_follow(choice, arrival, failure):
+            return _not_taken(failure)  # no other engine is left
         added = {**choice.headers, REQUEST_ID_HEADER: life.shown_id}
         fields = headers_to_engine(request.headers, added)
-        body = arrival.body if request.body_exists else None
-        if body and choice.fetch_from is not None:
-            body = with_kv_source(arrival.path, body, choice.fetch_from, life.request_id)
+        send = partial(self._engines.send, choice.url, arrival.method, arrival.path, fields)
         try:
-            return await self._engines.send(choice.url, arrival.method, arrival.path, fields, body)
+            if choice.prefill is not None:
+                return await self._divide(request, arrival, life, send)
+            body = arrival.body if request.body_exists else None
+            if body and choice.fetch_from is not None:
+                body = with_kv_source(arrival.path, body, choice.fetch_from, life.request_id)
+            return await send(body)
         except NoAnswer as error:
             life.end(Outcome.BROKEN)
             return error_answer(502, str(error))
         except NotTaken:
-            life.end(Outcome.REFUSED)
+            life.refused()
             raise
+
+    def _may_follow(self, choice: Choice, arrival: Arrival, failure: NotTaken) -> bool:
+        """Return whether a choice is of use after a failure, and count it if it is a retry."""
+        is_other = choice.worker not in arrival.tried
+        self.num_retries += is_other  # one that is full is asked ten times a second
+        return is_other or failure.may_be_stale or failure.is_full
+
+    async def _divide(
+        self, request: web.Request, arrival: Arrival, life: RequestLife,
+        send: Callable[[bytes], Coroutine[Any, Any, ClientResponse]],
+    ) -> ClientResponse:  # fmt: skip
+        """Have one engine compute the prompt, and another the answer, which is returned.
+
+        Args:
+            send: Sends a body to the latter.
+
+        Raises:
+            NotTaken, NoAnswer: As of `Engines.send`, also if the first has failed before the second
+                has answered.
+        """
+        choice = life.choice
+        assert choice is not None and choice.prefill is not None and choice.fetch_from is not None
+        first, source = choice.prefill, choice.fetch_from
+        prefill = life.begin_prefill(
+            first.request_id, self._prefill(request, arrival, life, choice)
+        )
+        sent: asyncio.Task[ClientResponse] | None = None
+        try:
+            answer = await prefill if source.transfer == "nixl" else None
+            body = decode_body(arrival.body, source, first.request_id, choice.wait_s, answer)
+            sent = asyncio.create_task(send(body))
+            await asyncio.wait((prefill, sent), return_when=asyncio.FIRST_COMPLETED)
+            if not sent.done():
+                prefill.result()
+            return await sent
+        except (NotTaken, NoAnswer) as error:
+            if sent is not None and sent.done():
+                raise
+            life.end(Outcome.ABORTED)  # it is to be divided otherwise
+            if choice.worker not in arrival.tried:
+                del life.workers[choice.worker]
+            life.workers[first.worker] = None
+            status = error.status if isinstance(error, NotTaken) else None
+            raise NotTaken(f"{first.worker}: {error}", status) from error
+        finally:
+            if sent is not None:
+                sent.cancel()
+
+    async def _prefill(
+        self, request: web.Request, arrival: Arrival, life: RequestLife, choice: Choice
+    ) -> bytes:
+        """Have an engine compute a prompt; return its answer.
+
+        Raises:
+            NotTaken, NoAnswer: It did not.
+        """
+        first, source = choice.prefill, choice.fetch_from
+        assert first is not None and source is not None
+        body = prefill_body(arrival.body, source, first.request_id)
+        if first.fetch_from is not None:
+            body = with_kv_source(arrival.path, body, first.fetch_from, first.request_id)
+        # An id of its own: engines refuse one that runs.
+        added = {**first.headers, REQUEST_ID_HEADER: f"{life.shown_id}-prefill"}
+        fields = headers_to_engine(request.headers, added)
+        answer = await self._engines.send(first.url, arrival.method, arrival.path, fields, body)
+        try:
+            data = await read_whole(answer)
+        except EngineBroke as error:
+            raise NoAnswer(str(error)) from error
+        if answer.status >= _FIRST_ERROR:
+            raise NotTaken(f"status {answer.status}", answer.status)
+        self._chooser.first_token(first.request_id)
+        reader = AnswerReader()
+        reader.feed(data)
+        reader.end()
+        life.prefill_usage = reader.usage()
+        return data
 
     async def _pass_on(
         self, request: web.Request, life: RequestLife, answer: ClientResponse
@@ -422,7 +540,8 @@ class Proxy:
         assert choice is not None
         fields = headers_to_client(answer.headers)
         fields.setdefault("Server", SERVER)
-        fields[WORKER_HEADER] = choice.worker
+        both = () if choice.prefill is None else (choice.prefill.worker,)
+        fields[WORKER_HEADER] = ", ".join((*both, choice.worker))
         if choice.matched_tokens is not None:
             fields[MATCHED_TOKENS_HEADER] = str(choice.matched_tokens)
         fields[REQUEST_ID_HEADER] = life.shown_id

@@ -6,7 +6,7 @@ Fields and their defaults are those of vLLM's OpenAI-compatible API.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from email.message import Message
 from email.parser import BytesHeaderParser
@@ -43,6 +43,8 @@ COMPLETION_PATH = "/v1/completions"
 MESSAGES_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
 CHAT_PATHS = (CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH)
+PROMPT_PATHS = (CHAT_PATH, COMPLETION_PATH, MESSAGES_PATH)
+"""Those of requests that may say from where KV comes."""
 
 TOKENS_PER_MEDIUM = 576
 """For estimates: an image of 336 by 336 pixels in patches of 14."""
@@ -324,9 +326,9 @@ def with_pin(target: str, body: bytes) -> bytes:
         markers = _markers(_read_marked(body))
         asked = (_TTLS.get(marker.ttl, 0) for marker in markers if marker.type == "ephemeral")
         ttl_s = max(asked, default=0)
-    except _UNREADABLE:
+    except UNREADABLE:
         return body
-    return _with_param(body, _PIN, ttl_s, lambda params: _PIN not in params) if ttl_s else body
+    return with_params(body, {_PIN: ttl_s}, lambda names: _PIN not in names) if ttl_s else body
 
 
 def _markers(marked: _MarkedBody) -> Iterator[_Marker]:
@@ -398,42 +400,42 @@ def _parts(raw: bytes, delimiter: bytes) -> Iterator[bytes]:
             is_part = True
 
 
-_TRANSFER, _OURS = "kv_transfer_params", "flexcache_"
-_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_params = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
-_UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)  # the engine says what is wrong
+TRANSFER = "kv_transfer_params"
+read_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+read_params = msgspec.json.Decoder(dict[str, msgspec.Raw] | None).decode
+UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)  # the engine says what is wrong
 
 
-def _with_param(
-    body: bytes, name: str, value: Any, admits: Callable[[Collection[str]], bool]
+def with_params(
+    body: bytes, values: Mapping[str, Any], admits: Callable[[Collection[str]], bool]
 ) -> bytes:
-    """Add a field to a body's ``kv_transfer_params``, if those that are there admit it. Never
+    """Add fields to a body's ``kv_transfer_params``, if those that are there admit it. Never
     raises."""
     try:
-        fields = _fields.decode(body)
-        params = _params.decode(fields.get(_TRANSFER, b"null")) or {}
-    except _UNREADABLE:
+        fields = read_fields(body)
+        params = read_params(fields.get(TRANSFER, b"null")) or {}
+    except UNREADABLE:
         return body
-    if not admits(params):
+    if not (values and admits(params)):
         return body
-    fields[_TRANSFER] = msgspec.Raw(msgspec.json.encode({**params, name: value}))
+    fields[TRANSFER] = msgspec.Raw(msgspec.json.encode({**params, **values}))
     return msgspec.json.encode(fields)
 
 
-def with_kv_source(path: str, body: bytes, source: tuple[str, int], request_id: str) -> bytes:
-    """Return a body that tells vLLM's p2p tier where to fetch blocks from.
+def are_ours(names: Collection[str]) -> bool:
+    """Return whether all fields of ``kv_transfer_params`` are hints for FlexCache."""
+    return all(name.startswith("flexcache_") for name in names)
 
-    A request that says itself what is transferred stays as it is, as does one of a path whose
-    prompts are not routed by their tokens. Never raises.
 
-    Args:
-        source: Host and port of the other engine's p2p tier.
-        request_id: Names the transfer to both engines; unique.
-    """
-    if path.partition("?")[0] not in (CHAT_PATH, COMPLETION_PATH, MESSAGES_PATH):
-        return body
-    host, port = source
-    told = {"kv_request_id": request_id, "remote_host": host, "remote_port": port}
-    return _with_param(
-        body, "remote_kv_source", told, lambda names: all(n.startswith(_OURS) for n in names)
-    )
+def may_be_divided(method: str, path: str, body: bytes) -> bool:
+    """Return whether one engine may compute a request's prompt and another its answer. Never
+    raises."""
+    if method != "POST" or path.partition("?")[0] not in PROMPT_PATHS:
+        return False
+    try:
+        fields = read_fields(body)
+        params = read_params(fields.get(TRANSFER, b"null")) or {}
+    except UNREADABLE:
+        return False
+    # With these an engine computes the prompt, whatever its cache has.
+    return are_ours(params) and not {"prompt_logprobs", "echo"} & fields.keys()

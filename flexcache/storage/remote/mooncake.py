@@ -14,12 +14,13 @@ the object's checksum reveals a change.
 
 from __future__ import annotations
 
+import importlib
 import math
 import mmap
 import os
 import re
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from importlib.metadata import packages_distributions, version
@@ -286,9 +287,8 @@ class MooncakeStore(RemoteStore):
 
 
 def _load_client(timeout_s: float) -> Any:
-    """Import the client, which reads its timeouts from the environment."""
     rpc_timeout_ms = str(math.ceil(timeout_s * 1e3 / _RPCS_PER_OP))
-    for name, value in {
+    environment = {
         "MC_RPC_TIMEOUT_MS": rpc_timeout_ms,
         "MC_RPC_CONNECT_TIMEOUT_MS": rpc_timeout_ms,
         # Per few objects of a call, so a stopped peer costs several times this long.
@@ -296,10 +296,20 @@ def _load_client(timeout_s: float) -> Any:
         "MC_TCP_PROGRESS_TIMEOUT_SEC": str(math.ceil(timeout_s / _RPCS_PER_OP)),
         "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # our caller does the retries
         "MC_LOG_LEVEL": "ERROR",
-    }.items():
+    }
+    return load_mooncake("store", environment)
+
+
+def load_mooncake(module: str, environment: Mapping[str, str]) -> Any:
+    """Import a module of Mooncake, which reads its timeouts from the environment.
+
+    Raises:
+        MissingDependencyError: It is not installed, or shows memory that it was not given.
+    """
+    for name, value in environment.items():
         os.environ.setdefault(name, value)
     try:
-        import mooncake.store
+        loaded = importlib.import_module(f"mooncake.{module}")
     except ImportError as error:
         raise MissingDependencyError(
             f"the Mooncake client cannot be loaded ({error}); install the extra: "
@@ -313,7 +323,7 @@ def _load_client(timeout_s: float) -> Any:
                 "all memory of this process, the DRAM tier included; install 0.3.12 or later: "
                 f"pip install -U {package}"
             )
-    return mooncake.store
+    return loaded
 
 
 class _Turns:

@@ -1,0 +1,79 @@
+"""Real vLLM engines of two tensor-parallel sizes that read what each other has stored."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paths import MODELS
+from test_processes import _cpu_flags, run
+
+pytestmark = pytest.mark.whole
+
+SIZES = [1, 2, 1]
+PROMPTS = [700, 900, 333]
+Heads = dict[tuple[str, int], set[str]]
+"""Digests of a block's bytes, by its hash and the number of the KV head in the model."""
+
+
+def read_probe(directory: Path, event: str, *, alike: bool) -> Heads:
+    """Read what all ranks have stored or loaded.
+
+    Args:
+        alike: Whether they hold the same heads.
+    """
+    found: Heads = defaultdict(set)
+    for path in directory.glob("rank-*.jsonl"):
+        rank = int(path.stem.removeprefix("rank-"))
+        for row in map(json.loads, path.read_text().splitlines()):
+            first = 0 if alike else rank * len(row["heads"])
+            if row["event"] == event:
+                for number, digest in enumerate(row["heads"], first):
+                    found[row["key"], number].add(digest)
+    return found
+
+
+@pytest.mark.parametrize("model", ["tiny", "mla"])
+def test_each_tensor_parallel_size_reads_what_the_other_has_stored(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from make_models import make_model
+
+    make_model(MODELS, model)
+    monkeypatch.setenv("KV_PROBE_HEADS", "1")
+    is_alike = model == "mla"
+    block = 16 if is_alike and "amx_tile" not in _cpu_flags() else 32
+    extra: dict[str, Any] = {
+        "remote_url": f"file://{tmp_path}/store", "remote_lookup_timeout_s": 10.0,
+        "remote_timeout_s": 30.0, "server_timeout_s": 60.0,
+    }  # fmt: skip
+    if not is_alike:
+        extra["store_shards"] = 2
+    stored: Heads = {}
+    for number, tp_size in enumerate(SIZES):
+        # The second reads the first one's SSD, the third has the store alone.
+        probe_dir, ssd_dir = tmp_path / f"probe-{number}", tmp_path / f"ssd-{number // 2}"
+        options = {
+            "model": model,
+            "prompts": PROMPTS[: number + 1],
+            "cpu_blocks": 512,
+            "settle": True,
+            "extra": extra,
+            "ssd_dir": str(ssd_dir),
+            "probe_dir": str(probe_dir),
+            "engine": {"tensor_parallel_size": tp_size, "block_size": block,
+                       "kv_cache_memory_bytes": 64 << 20},
+        }  # fmt: skip
+        seen = run(options)
+        assert seen["errors"] == []
+        assert seen["probes"]["ranks"] == tp_size
+        assert seen["cached"] == [length // block * block for length in PROMPTS[: number + 1]]
+        loaded = read_probe(probe_dir, "loaded", alike=is_alike)
+        of_others = loaded.keys() & stored.keys()
+        num_blocks = sum(length // block for length in PROMPTS[:number])
+        assert len(of_others) == num_blocks * (1 if is_alike else 2)
+        assert {key: loaded[key] for key in of_others} == {key: stored[key] for key in of_others}
+        stored = {**read_probe(probe_dir, "stored", alike=is_alike), **stored}
