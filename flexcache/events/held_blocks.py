@@ -10,8 +10,8 @@ and one that did not is in a page.
 
 SSD and store may be told by runs: one name, that of the last block, for 16 blocks from a prompt's
 start on. A run is there while its last block is, since a tier that has a block has all before it.
-What is told is never more than what is held. Its tokens are left out where they were told before:
-what is written was in DRAM. A snapshot has them.
+No more is told than what is held. Tokens are left out where they were told before: what is written
+was in DRAM. A snapshot has them.
 
 Pure.
 """
@@ -50,7 +50,7 @@ class _Run:
         stored: What was stored, without its tokens.
         tokens: The tokens of all its blocks, or nothing.
         length: Number of blocks still held.
-        first: Position of its first block in the prompt, if it is told by runs; None: block by
+        first: Position of its first block in the prompt, for blocks told by runs; None: block by
             block.
     """
 
@@ -118,9 +118,11 @@ class HeldBlocks:
         for change in changes:
             match change:
                 case Stored():
-                    for part in _parts(change) if self.is_whole else ():
-                        told += self._told(self._store(part), with_tokens=False)
-                    if not self.is_whole:
+                    runs = [self._store(part) for part in _parts(change)] if self.is_whole else []
+                    if runs and runs[0].first is not None:
+                        for run in runs:
+                            told += self._told(run, with_tokens=False)
+                    else:
                         told.append(change)
                 case Removed():
                     told += self._told_removal(change)
@@ -191,7 +193,7 @@ class HeldBlocks:
         )  # fmt: skip
 
     def _told(self, run: _Run, *, with_tokens: bool) -> list[Stored]:
-        """Return what is told of blocks that were stored together: those that end a run."""
+        """Return what to tell of blocks that were stored together: those that end a run."""
         if run.first is None:
             return [run.describe()]
         if not run.ends:
@@ -282,6 +284,9 @@ class HeldBlocks:
             raise InternalError("runs and places of held blocks disagree")
         if self.num_tokens != sum(len(run.tokens) for run in self._runs.values()):
             raise InternalError("tokens of held blocks are miscounted")
+        self._check_ends()
+
+    def _check_ends(self) -> None:
         kept = {(*place, key) for place, keys in self._ends.items() for key in keys}
         ends = {
             (run.stored.medium, run.stored.root, run.stored.keys[end])

@@ -57,6 +57,11 @@ class BlockStored(_Event, frozen=True):
     cache_salt: str | None = None
     run_blocks: int | None = None
 
+    @property
+    def blocks_a_hash(self) -> int:
+        """How many blocks each hash stands for."""
+        return max(1, self.run_blocks or 1)
+
 
 class BlockRemoved(_Event, frozen=True):
     """Blocks can no longer be found in ``medium``."""

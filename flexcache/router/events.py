@@ -278,8 +278,8 @@ class EventApplier:
                 return None
             table = self._names[form] = NamedBlocks(self.index, on_disk=self.on_disk)
         self._forms.setdefault(source, form)
-        if event.run_blocks is not None and event.run_blocks > 1 and len(self._runs) < _MAX_SIZES:
-            self._runs.add(form._replace(run_blocks=event.run_blocks))
+        if event.blocks_a_hash > 1 and len(self._runs) < _MAX_SIZES:
+            self._runs.add(form._replace(run_blocks=event.blocks_a_hash))
         return table
 
     def _crowd_out(self, source: str, block_size: int) -> None:
@@ -298,10 +298,10 @@ class EventApplier:
         """Return what the event says of its blocks' content; None unless it says all."""
         size, tokens, extra_keys = event.block_size, event.token_ids, event.extra_keys
         lookahead = event.lookahead_token_ids or [[]] * len(names)
-        run_blocks = event.run_blocks or 1
-        if run_blocks < 1 or not tokens or len(tokens) != size * len(names) * run_blocks:
+        count = len(names) * event.blocks_a_hash
+        if not tokens or len(tokens) != size * count:
             return None
-        if extra_keys is not None and len(extra_keys) != len(names) * run_blocks:
+        if extra_keys is not None and len(extra_keys) != count:
             return None
         width = len(lookahead[0])
         if len(lookahead) != len(names) or any(len(each) != width for each in lookahead):
@@ -319,7 +319,7 @@ class EventApplier:
             parent=None if parent is None else low_64_bits(parent),
             packed=packed,
             extra_keys=extra,
-            run_blocks=run_blocks,
+            run_blocks=event.blocks_a_hash,
         )
 
     def check(self) -> None:

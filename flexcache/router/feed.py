@@ -68,8 +68,8 @@ def _num_blocks(event: Event) -> int:
 
 
 def _run_blocks(event: BlockStored) -> int:
-    """Return how many blocks each hash stands for, as far as their tokens are told."""
-    return max(1, event.run_blocks or 1) if event.token_ids else 1
+    """Return how many blocks there are for each hash: without tokens there is but the hash."""
+    return event.blocks_a_hash if event.token_ids else 1
 
 
 def _pieces(event: Event) -> Iterator[Event]:

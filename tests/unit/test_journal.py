@@ -87,7 +87,7 @@ class Reader:
 
 
 class RunReader:
-    """Applies what is told by runs of two blocks."""
+    """Applies changes by runs of two blocks."""
 
     def __init__(self) -> None:
         self.blocks: dict[Medium, set[BlockKey]] = {medium: set() for medium in Medium}
