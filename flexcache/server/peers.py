@@ -58,8 +58,8 @@ from flexcache.server.reactor import (
     read_message,
 )
 from flexcache.server.state import ServerState
-from flexcache.tasks.engine import KVTaskEngine
-from flexcache.tasks.instructions import PEER, RunLookUp
+from flexcache.tasks.engine import KVTaskEngine, stage_for_peer
+from flexcache.tasks.instructions import PEER, AskToStage, RunLookUp
 from flexcache.transfer.messages import LookedUp
 
 logger = logging.getLogger(__name__)
@@ -157,9 +157,10 @@ class _Question:
             self.best, self.peer = found, peer
 
 
-def _worth(found: FoundBlocks) -> tuple[int, bool, int, int]:
-    # Tails are asked for with the last position first.
-    return found.num_blocks, found.tail >= 0, -found.tail, found.num_coming
+def _worth(found: FoundBlocks) -> tuple[float, bool, int, int]:
+    # What has to be waited for counts half. Tails are asked for with the last position first.
+    num_later = found.num_coming + found.num_on_ssd
+    return found.num_blocks + num_later / 2, found.tail >= 0, -found.tail, found.num_coming
 
 
 class PeerLinks:
@@ -368,6 +369,10 @@ class PeerLinks:
             raise ValueError(f"{len(asked.tails)} tails")
         if tasks is None or not tasks.executors.is_up(PEER):
             return FoundBlocks(asked.request_id, self.id)
+        if asked.stage and keys.num_blocks and tasks.loans.is_shared(RootId(asked.root)):
+            num_units = asked.tails[0][2] if asked.tails else 0
+            last = keys.key(keys.num_blocks - 1)
+            stage_for_peer(tasks, RootId(asked.root), last, num_units, time.monotonic())
         found = tasks.loans.find(RootId(asked.root), keys, asked.tails)
         return FoundBlocks(asked.request_id, self.id, *found)
 
@@ -436,7 +441,9 @@ class PeerLinks:
         if best is None:
             best = FoundBlocks(0, b"")
         count = max(0, min(best.num_blocks, question.num_keys))
-        answer = LookedUp(lookup_id, count, None, best.tail, best.num_coming)
+        answer = LookedUp(
+            lookup_id, count, None, best.tail, best.num_coming, best.num_on_ssd, best.ssd_tail
+        )
         self._answers.append((answer, question.peer))
 
     def failed(self, peer: str, reason: str, now: float) -> None:
@@ -489,6 +496,14 @@ class PeerLinks:
         # Here the lock is not held, and the task engine cannot be told: the next turn does it.
         if question.is_over:
             self._reactor.wake()
+
+    def stage(self, wanted: AskToStage) -> None:
+        """Ask a peer to bring to its DRAM what it has on SSD. It answers nothing to that: what is
+        asked for next it answers after it, and says then whether it is coming."""
+        if (link := self._links.get(wanted.peer)) is not None and link.is_up:
+            key = wanted.key
+            tails = [(0, bytes(key), wanted.num_units)] if wanted.num_units else []
+            link.ask(FindBlocks(0, wanted.root, key, len(key), tails, stage=True), time.monotonic())
 
     def send_due(self, now: float) -> None:
         """Send answers, what is handed over, and ask for signs of life."""
