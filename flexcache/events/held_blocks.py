@@ -10,8 +10,8 @@ and one that did not is in a page.
 
 SSD and store may be told by runs: one name, that of the last block, for 16 blocks from a prompt's
 start on. A run is there while its last block is, since a tier that has a block has all before it.
-No more is told than what is held. Tokens are left out where they were told before: what is written
-was in DRAM. A snapshot has them.
+Readers never learn of more than what is held. Tokens are left out where they are known: what is
+written was in DRAM. A snapshot has them.
 
 Pure.
 """
