@@ -550,6 +550,8 @@ class FoundBlocks(msgspec.Struct, tag=True, frozen=True):
     num_coming: int = 0
     num_on_ssd: int = 0
     ssd_tail: int = -1
+    kept: bytes = b""
+    """Digests of the model and the layout whose KV it keeps; empty while it has no engine."""
 
 
 class AskLoan(msgspec.Struct, tag=True, frozen=True):
@@ -587,12 +589,12 @@ class TakeBlocks(msgspec.Struct, tag=True, frozen=True):
     """Read blocks of a prompt from ``cache``, which goes; as of a `Portion`. Answered once what the
     peer wants of them is there.
 
-    ``identity``: digests of model and layout, as in a `KVIdentity`.
+    ``kept``: as in `FoundBlocks`.
     """
 
     request_id: int
     cache: bytes
-    identity: bytes
+    kept: bytes
     root: bytes
     keys: bytes
     key_bytes: int
