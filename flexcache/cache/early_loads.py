@@ -11,6 +11,9 @@ prompt wait for it. Landed blocks are pinned until their request asks, so neithe
 nor new blocks evict them. What DRAM had of the prompt before is kept, without a pin, for as long as
 requests usually take to ask.
 
+What peers are to read from SSD is loaded early, too: *staged*. It has a share of its own, teaches
+nothing, is kept for seconds, and is the first to be evicted after that.
+
 Early loads take at most a share of the tier: beyond it an early load gets what room is left, and
 the request's own get loads the rest. They evict only what is worth less than they are lately, in
 uses per time held.
@@ -41,6 +44,12 @@ _FIRST_HOLD_S = 1.0  # assumed until the first loads have ended
 _LEAST_USED = 0.01
 _HALF_LIFE_S = 60.0  # of the past, without loads
 
+STAGED_SHARE = 1 / 8
+"""Share of DRAM that may hold what peers are to read from SSD."""
+STAGED_S = 3.0
+"""How long it is on its way at most, and then kept for the peer."""
+_STAGED_AGE_S = 1e9  # older than anything else
+
 
 @dataclass(slots=True, eq=False)
 class EarlyLoad:
@@ -57,6 +66,9 @@ class EarlyLoad:
     begun_s: float
     until_s: float
     """Until then it may be on its way; from its landing on, until then it is kept."""
+    ttl_s: float
+    is_staged: bool = False
+    """Whether it is for a peer."""
     match: PrefixMatch = EMPTY_MATCH
     tail: Tail | None = None
     has_landed: bool = False
@@ -138,23 +150,38 @@ class EarlyLoads:
 
     def terms(self, now: float) -> EarlyTerms:
         """Return what the next one may take."""
-        room = max(0, self._max_blocks - self.num_blocks) if self.num_open < _MAX_OPEN else 0
+        taken = self.num_blocks - self._num_staged
+        room = max(0, self._max_blocks - taken) if self.num_open < _MAX_OPEN else 0
         return EarlyTerms(room, self._experience.wait_s, self._experience.hold_s(now))
+
+    def staging_terms(self) -> EarlyTerms:
+        """Return what may be staged for a peer."""
+        most = int(STAGED_SHARE * self._host.capacity)
+        room = max(0, most - self._num_staged) if self.num_open < _MAX_OPEN else 0
+        return EarlyTerms(room, 0.0, 0.0, _STAGED_AGE_S)
+
+    @property
+    def _num_staged(self) -> int:
+        loads = (*self._under_way(), *self._landed)
+        return sum(load.num_blocks for load in loads if load.is_staged)
 
     # -- loads -----------------------------------------------------------------------------------
 
-    def begin(self, task_id: TaskId, plan: Plan, keys: BlockKeys, now: float) -> None:
-        """Follow a prefetch that was planned for a prompt."""
+    def begin(
+        self, task_id: TaskId, plan: Plan, keys: BlockKeys, now: float, is_staged: bool = False
+    ) -> None:
+        """Follow a prefetch that was planned for a prompt, or what is staged for a peer."""
         num_there = plan.sources.get(TierName.CPU, 0)
-        if num_there:
+        if num_there and not is_staged:
             there = self._host.index.locate(keys.root, keys.key(plan.start + num_there - 1))
             self._host.keep(there, min(self._experience.hold_s(now), self._ttl_s))
         num_below = plan.num_blocks - num_there
         if not num_below:
             return
+        ttl_s = STAGED_S if is_staged else self._ttl_s
         self._moving[plan] = EarlyLoad(
             task_id, plan, keys.root, keys.key(plan.stop - 1), plan.stop, num_below, now,
-            now + self._ttl_s,
+            now + ttl_s, ttl_s, is_staged,
         )  # fmt: skip
         self.num_blocks += num_below
 
@@ -172,7 +199,7 @@ class EarlyLoads:
         if load.is_used:
             return  # it has been counted as late
         if not num_landed:
-            self.counters.wasted += num_read
+            self.counters.wasted += 0 if load.is_staged else num_read
             return
         load.key, load.stop = plan.load_keys[num_landed - 1], plan.load_start + num_landed
         load.num_blocks = num_landed
@@ -189,9 +216,9 @@ class EarlyLoads:
             self._behind.remove(load)
             if load.match.run is None:  # what it builds on has not come
                 self.num_blocks -= load.num_blocks
-                self.counters.wasted += load.num_blocks
+                self.counters.wasted += 0 if load.is_staged else load.num_blocks
                 continue
-            load.has_landed, load.until_s = True, now + self._ttl_s
+            load.has_landed, load.until_s = True, now + load.ttl_s
             # Else other early loads, or new blocks, would evict what was just read.
             self._host.index.pin(load.match)
             if load.plan.tail is not None:
@@ -204,8 +231,7 @@ class EarlyLoads:
         """Let go of what a prefetch has brought: its request has gone."""
         for load in [*self._behind, *self._landed]:
             if load.task_id == task_id:
-                self._experience.wasted(load.begun_s, now)
-                self._waste(load)
+                self._waste(load, now)
                 return
 
     # -- gets ------------------------------------------------------------------------------------
@@ -215,7 +241,8 @@ class EarlyLoads:
         # Each get asks, and mostly there is none.
         if not self.num_open:
             return []
-        return [load for load in (*self._under_way(), *self._landed) if _is_of(load, keys)]
+        found = (*self._under_way(), *self._landed)
+        return [load for load in found if not load.is_staged and _is_of(load, keys)]
 
     def awaited(self, keys: BlockKeys, now: float, patience_s: float) -> list[EarlyLoad]:
         """Return the loads on their way that a get for a prompt should wait for, no longer than
@@ -226,7 +253,8 @@ class EarlyLoads:
                 continue
             if load.asked_s is None:
                 load.asked_s, load.ask_until_s = now, now + patience_s
-                self._experience.asked(now - load.begun_s)
+                if not load.is_staged:
+                    self._experience.asked(now - load.begun_s)
             if now < load.ask_until_s:
                 awaited.append(load)
         return awaited
@@ -277,7 +305,7 @@ class EarlyLoads:
 
     def next_deadline(self) -> float | None:
         """When `take_overdue` or `expire` has something to do at the earliest."""
-        times = [load.until_s for load in (*self._moving.values(), *self._landed[:1])]
+        times = [load.until_s for load in (*self._moving.values(), *self._landed)]
         return min((time for time in times if time < math.inf), default=None)
 
     def take_overdue(self, now: float) -> EarlyLoad | None:
@@ -291,24 +319,25 @@ class EarlyLoads:
 
     def expire(self, now: float) -> None:
         """Let go of blocks that no request has asked for in time."""
-        while self._landed and self._landed[0].until_s <= now:
-            self._experience.wasted(self._landed[0].begun_s, now)
-            self._waste(self._landed[0])
+        for load in [load for load in self._landed if load.until_s <= now]:
+            self._waste(load, now)
 
     def let_go_expired(self, now: float) -> None:
         """Let go of blocks that were not used for so long that the tier has dropped them."""
         for load in self._landed.copy():
             if not self._host.index.contains(load.root, load.key):
-                self._experience.wasted(load.begun_s, now)
-                self._waste(load)
+                self._waste(load, now)
 
     def forget(self) -> None:
         """Let go of all that has landed: the tier is to be cleared."""
         while self._landed:
             self._waste(self._landed[-1])
 
-    def _waste(self, load: EarlyLoad) -> None:
-        self.counters.wasted += load.num_blocks
+    def _waste(self, load: EarlyLoad, now: float | None = None) -> None:
+        if not load.is_staged:
+            self.counters.wasted += load.num_blocks
+            if now is not None:
+                self._experience.wasted(load.begun_s, now)
         self._let_go(load)
 
     def check(self) -> None:

@@ -14,6 +14,7 @@ Pure: no I/O, no clock.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -161,8 +162,9 @@ class TailLoads:
             if planned.staging is None or len(planned.staging) < count:
                 return False
             if not is_use:
-                used_s = min(found.tail.used, self._tiers.now - plan.age_s)
-                planned.staging.used_s = np.array([used_s])
+                is_known_here = not isinstance(tier, PeerTier)
+                latest_s = math.inf if is_known_here else self._tiers.now - plan.age_s
+                planned.staging.used_s = np.array([min(found.tail.used, latest_s)])
             planned.units = planned.staging.blocks.copy()
         if plan.kind is TaskKind.GET:
             planned.num_copied = count
@@ -437,7 +439,15 @@ def _of_peer(names: BlockNames, tier: Tier, block: np.int64, tail: bytes = b"") 
 
 
 def _last_used(segments: list[_Segment], latest_s: float) -> Seconds | None:
-    """Return when the blocks that lower tiers supply were last used, where that matters."""
-    times = [(s.tier.last_used(s.match, s.begin), s) for s in segments]
-    pieces = [t[: s.end - s.begin] for t, s in times if t is not None]
-    return np.minimum(np.concatenate(pieces), latest_s) if pieces else None
+    """Return when the blocks that lower tiers supply were last used, where that matters.
+
+    Args:
+        latest_s: Of those that a peer has: when they were used there.
+    """
+    pieces = list[Seconds]()
+    for tier, match, begin, end in segments:
+        if (times := tier.last_used(match, begin)) is not None:
+            is_elsewhere = isinstance(tier, PeerTier)
+            times = times[: end - begin]
+            pieces.append(np.minimum(times, latest_s) if is_elsewhere else times)
+    return np.concatenate(pieces) if pieces else None

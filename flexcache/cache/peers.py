@@ -15,10 +15,12 @@ Pure: no I/O, no clock.
 from __future__ import annotations
 
 import heapq
+import math
 import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +40,8 @@ COMING_AGAIN_S = 0.01
 """How soon a peer is asked again for what is on its way there."""
 COMING_S = 0.25
 """For how long it is believed to be on its way, unless it is asked again."""
+STAGE_AGAIN_S = 1.0
+"""How soon a peer is asked again to bring from its SSD what it had no room for."""
 KNOWN_S = 1.0
 """How long it is believed that a peer has a block: its DRAM evicts all the time."""
 LOAN_S = 3.0
@@ -67,6 +71,8 @@ class PeerTier(RemoteTier):
         """Peers that were there, and are not now."""
         self._coming: OrderedDict[tuple[RootId, BlockKey], tuple[float, float]] = OrderedDict()
         """Since when a block is on its way at a peer, and until when that is believed."""
+        self._staged: OrderedDict[tuple[RootId, BlockKey], float] = OrderedDict()
+        """When a peer was asked to bring blocks up to this one from its SSD to its DRAM."""
         self._peer_of: npt.NDArray[np.object_] = np.full(capacity, "", object)
         self._known_until_s = np.zeros(capacity)
 
@@ -133,6 +139,14 @@ class PeerTier(RemoteTier):
             while len(self._coming) > _MAX_COMING:
                 self._coming.popitem(last=False)
 
+    def may_stage(self, root: RootId, key: BlockKey, now: float) -> bool:
+        asked_s = self._staged.pop((root, key), -math.inf)
+        may = now >= asked_s + STAGE_AGAIN_S
+        self._staged[root, key] = now if may else asked_s
+        while len(self._staged) > _MAX_COMING:
+            self._staged.popitem(last=False)
+        return may
+
     def coming_since(self, root: RootId, key: BlockKey, now: float) -> float | None:
         """Return since when a block is on its way to a peer's DRAM; None if it is not."""
         since, until_s = self._coming.get((root, key), (now, 0.0))
@@ -172,6 +186,53 @@ def peer_of(tier: Tier, block: np.int64) -> str:
 def pieces_of(tier: Tier, blocks: BlockIds, chunks: Iterable[range], first: int) -> Iterable[range]:
     """Divide chunks of blocks so that one peer has all of a piece (`PeerTier.pieces`)."""
     return tier.pieces(blocks, chunks, first) if isinstance(tier, PeerTier) else chunks
+
+
+class FoundHere(NamedTuple):
+    """How much of consecutive blocks a cache has.
+
+    Attributes:
+        num_blocks: So many from the first on are in DRAM.
+        tail: Number of the first of the tails that is there and of use; -1 for none.
+        num_coming: So many more are on their way to DRAM.
+        num_on_ssd: So many behind these are on SSD alone.
+        ssd_tail: As ``tail``, once what is on SSD is in DRAM; -1 if that is no other one.
+    """
+
+    num_blocks: int = 0
+    tail: int = -1
+    num_coming: int = 0
+    num_on_ssd: int = 0
+    ssd_tail: int = -1
+
+
+def _num_in(tier: Tier, root: RootId, keys: PackedBlockKeys, low: int) -> int:
+    """Return how many of consecutive blocks a tier has, if it has the first ``low``."""
+    contains, high = tier.index.contains, keys.num_blocks
+    # Closed under prefixes. Mostly all of them are here, or none.
+    if high > low and contains(root, keys.key(high - 1)):
+        return high
+    if high > low and not contains(root, keys.key(low)):
+        return low
+    while low < high:
+        middle = (low + high) // 2
+        if contains(root, keys.key(middle)):
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def _first_tail(
+    tiers: Iterable[Tier], root: RootId, tails: Sequence[tuple[int, bytes, int]], num_blocks: int
+) -> int:
+    """Return the number of the first tail that is of use with so many blocks, and in a tier."""
+    for number, (num_needed, key, num_units) in enumerate(tails):
+        if num_needed <= num_blocks:
+            found = [tier.tails.find(root, BlockKey(key)) for tier in tiers]
+            if any(tail is not None and len(tail.units) == num_units for tail in found):
+                return number
+    return -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -219,38 +280,27 @@ class PeerLoans:
 
     def find(
         self, root: RootId, keys: PackedBlockKeys, tails: Sequence[tuple[int, bytes, int]] = ()
-    ) -> tuple[int, int, int]:
-        """Return how many of consecutive blocks are here, from the first on, which tail, and how
-        many more blocks are on their way here.
+    ) -> FoundHere:
+        """Return how much of consecutive blocks is here, from the first on.
 
         Args:
             tails: Of each: how many of the blocks must be here for it to be of use, the key of the
                 block behind which it is, and its number of units.
-
-        Returns:
-            With -1 for no tail.
         """
         if not self.is_shared(root):
-            return 0, -1, 0
-        contains, low, high = self._host.index.contains, 0, keys.num_blocks
-        # Closed under prefixes. Mostly all of them are here, or none.
-        if high and contains(root, keys.key(high - 1)):
-            low = high
-        elif high and not contains(root, keys.key(0)):
-            high = 0
-        while low < high:
-            middle = (low + high) // 2
-            if contains(root, keys.key(middle)):
-                low = middle + 1
-            else:
-                high = middle
-        num_coming = self._host.num_in_flight(keys, low, keys.num_blocks)
-        for number, (num_needed, key, num_units) in enumerate(tails):
-            if num_needed <= low:
-                tail = self._host.tails.find(root, BlockKey(key))
-                if tail is not None and len(tail.units) == num_units:
-                    return low, number, num_coming
-        return low, -1, num_coming
+            return FoundHere()
+        host, ssd = self._host, self._tiers.by_name.get(TierName.SSD)
+        num_blocks = _num_in(host, root, keys, 0)
+        num_coming = host.num_in_flight(keys, num_blocks, keys.num_blocks)
+        tail = _first_tail((host,), root, tails, num_blocks)
+        if ssd is None or ssd.name in self._tiers.unavailable:
+            return FoundHere(num_blocks, tail, num_coming)
+        here = num_blocks + num_coming
+        in_all = max(here, _num_in(ssd, root, keys, here))
+        ssd_tail = _first_tail((host, ssd), root, tails, in_all)
+        return FoundHere(
+            num_blocks, tail, num_coming, in_all - here, -1 if ssd_tail == tail else ssd_tail
+        )
 
     def lend(
         self, peer: bytes, root: RootId, keys: Sequence[BlockKey], now: float,

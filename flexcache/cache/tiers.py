@@ -185,6 +185,11 @@ class RemoteTier(Tier):
     def note_coming(self, root: RootId, key: BlockKey, now: float, is_coming: bool) -> None:
         """Remember that a block is on its way there, where that is known."""
 
+    def may_stage(self, root: RootId, key: BlockKey, now: float) -> bool:
+        """Whether to have blocks up to this one brought from below there, where that is possible;
+        not again so soon."""
+        return False
+
     def stats(self, **others: Any) -> TierStats:
         return super().stats(known_absent=len(self._absent), **others)
 

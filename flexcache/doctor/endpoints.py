@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +19,8 @@ from flexcache.errors import ConfigError, MissingDependencyError
 from flexcache.events.publisher import is_bound
 from flexcache.protocol.endpoints import check_endpoint
 from flexcache.protocol.trust import find_listener
-from flexcache.server.peers import addresses_of, answers
+from flexcache.server.peers import addresses_of, kept_at
+from flexcache.server.reactor import UnreadableError
 from flexcache.storage.compression import Codec, open_compressor
 from flexcache.storage.remote import check_packages
 
@@ -192,6 +194,7 @@ def check_peers(subject: Subject) -> Iterator[Finding]:
         yield _judge_bind(what, next(filter(None, problems), 0), subject)
     if config.rdma_devices is not None:
         yield _judge_rdma(f"peer_transport {config.peer_transport}", subject.root)
+    by_kept: dict[bytes, list[str]] = defaultdict(list)
     for peer in config.peers:
         try:
             addresses = addresses_of(peer)
@@ -200,14 +203,27 @@ def check_peers(subject: Subject) -> Iterator[Finding]:
                           "known, none of its hosts is asked")  # fmt: skip
             continue
         for address in addresses[:_MAX_PEERS_ASKED]:
-            if answers(address, config.curve_keys, _CONNECT_TIMEOUT_S):
+            try:
+                kept = kept_at(address, config.curve_keys, _CONNECT_TIMEOUT_S)
+            except UnreadableError as problem:
+                yield warning(f"{address}: {problem}", "upgrade all hosts to one version")
+                continue
+            if kept is not None:
                 yield ok(f"{address}: answers")
+                by_kept[kept].append(address)
             else:
                 yield warning(
                     f"{address}: does not answer within {_CONNECT_TIMEOUT_S:g} s",
                     "check that a cache with this peer_endpoint runs there, that it has the same "
                     "curve_keys, and the network; until it answers it is not asked",
                 )
+
+    by_kept.pop(b"", None)  # without an engine yet
+    for others in sorted(by_kept.values(), key=len, reverse=True)[1:]:
+        yield warning(
+            f"{', '.join(others)}: another model, or another layout of it, than most",
+            "hosts find nothing of each other then: give those with one model a list of their own",
+        )
 
 
 def _judge_rdma(what: str, root: Path) -> Finding:

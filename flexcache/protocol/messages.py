@@ -526,6 +526,8 @@ class FindBlocks(msgspec.Struct, tag=True, frozen=True):
     ``keys`` are those of the blocks, of ``key_bytes`` each; without any only a sign of life is
     asked for. ``tails``: the last positions first, of each how many of the blocks must be there for
     it to be of use, the key of the block behind which it is, and its number of units.
+
+    With ``stage``: bring to DRAM what is on SSD alone up to the last of the keys, and the tail.
     """
 
     request_id: int
@@ -533,18 +535,23 @@ class FindBlocks(msgspec.Struct, tag=True, frozen=True):
     keys: bytes = b""
     key_bytes: int = 0
     tails: list[tuple[int, bytes, int]] = []
+    stage: bool = False
 
 
 class FoundBlocks(msgspec.Struct, tag=True, frozen=True):
     """So many of them can be read, and the tail of this number; -1 for none. So many more are on
-    their way to DRAM: ask again. ``cache`` identifies who answers, so that a cache knows itself
-    among its peers."""
+    their way to DRAM: ask again. So many behind these are on SSD, and so is another tail: ask to
+    stage them. ``cache`` identifies who answers, so that a cache knows itself among its peers."""
 
     request_id: int
     cache: bytes
     num_blocks: int = 0
     tail: int = -1
     num_coming: int = 0
+    num_on_ssd: int = 0
+    ssd_tail: int = -1
+    kept: bytes = b""
+    """Digests of the model and the layout whose KV it keeps; empty while it has no engine."""
 
 
 class AskLoan(msgspec.Struct, tag=True, frozen=True):
@@ -582,12 +589,12 @@ class TakeBlocks(msgspec.Struct, tag=True, frozen=True):
     """Read blocks of a prompt from ``cache``, which goes; as of a `Portion`. Answered once what the
     peer wants of them is there.
 
-    ``identity``: digests of model and layout, as in a `KVIdentity`.
+    ``kept``: as in `FoundBlocks`.
     """
 
     request_id: int
     cache: bytes
-    identity: bytes
+    kept: bytes
     root: bytes
     keys: bytes
     key_bytes: int

@@ -227,6 +227,14 @@ class ServedCache:
         """Return what blocks of this cache are in a layout."""
         return KVIdentity.of(self.fingerprint, layout)
 
+    @property
+    def kept(self) -> bytes:
+        """What other hosts compare: digests of model and layout; empty until that is known."""
+        if self.layout is None:
+            return b""
+        identity = self.identity(self.layout)
+        return identity.model + identity.layout
+
     def adopt_layout(self, layout: str, now: float) -> Clearing[int] | None:
         """Keep blocks of this layout from now on; no rank of another one may be serving.
 

@@ -157,8 +157,6 @@ class Drain:
 
     def _ask(self, cache: ServedCache, now: float) -> None:
         """Hand over more, as long as few portions are open."""
-        assert cache.layout is not None
-        identity = cache.identity(cache.layout)
         most = max(1, int(PORTION_BYTES / self._block_bytes))
         while self._is_there and self._ends_s == math.inf and len(self._open) < _MAX_OPEN:
             num_open = sum(portion.num_own for portion in self._open.values())
@@ -175,8 +173,8 @@ class Drain:
             self._open[self._num_sent] = portion
             keys = portion.keys
             self._to_send.append(TakeBlocks(
-                self._num_sent, self._own_id, identity.model + identity.layout, portion.root,
-                b"".join(keys), len(keys[0]), portion.age_s, portion.num_units,
+                self._num_sent, self._own_id, cache.kept, portion.root, b"".join(keys),
+                len(keys[0]), portion.age_s, portion.num_units,
             ))  # fmt: skip
 
     def _took(self, took: TookBlocks, now: float, loans: LoanStats) -> None:
@@ -322,10 +320,9 @@ def _outcome(asked: _Waiting, takeover: Takeover, tasks: KVTaskEngine) -> TookBl
 
 def _refusal(asked: TakeBlocks, cache: ServedCache | None, peer: str | None) -> str:
     """Why nothing is taken over, if so."""
-    if cache is None or cache.layout is None:
+    if cache is None or not cache.kept:
         return "it has no engine yet"
-    identity = cache.identity(cache.layout)
-    if asked.identity != identity.model + identity.layout:
+    if asked.kept != cache.kept:
         return "it has another model, or another layout of it"
     tasks = cache.tasks
     if not cache.sizes.keeps_on_host:

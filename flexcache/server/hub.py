@@ -55,6 +55,7 @@ from flexcache.tasks.instructions import (
     DISK,
     PEER,
     REMOTE,
+    AskToStage,
     DiscardObjects,
     DropOp,
     EndLoan,
@@ -300,7 +301,7 @@ class Hub:
                 self.outbox.instruct(instruction)
             case RunOp(executor):
                 self._send_to_rank(executor, instruction)
-            case RunLookUp() | DiscardObjects() | Lend() | EndLoan():
+            case RunLookUp() | AskToStage() | DiscardObjects() | Lend() | EndLoan():
                 self.outbox.instruct(instruction)
             case EraseDeleted():
                 self._slot.erase_deleted()

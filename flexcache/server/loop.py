@@ -28,7 +28,7 @@ from flexcache.server.peers import PeerLinks
 from flexcache.server.reactor import FLUSH_INTERVAL_S, EndReport, Reactor, RouterSocket, Sent
 from flexcache.server.workers import WorkerPool
 from flexcache.tasks.engine import KVTaskEngine
-from flexcache.tasks.instructions import PEER, RunLookUp, RunOp
+from flexcache.tasks.instructions import PEER, AskToStage, RunLookUp, RunOp
 from flexcache.transfer.messages import Stop
 
 logger = logging.getLogger(__name__)
@@ -164,6 +164,9 @@ class EventLoop:
             if isinstance(instruction, RunLookUp) and instruction.executor == PEER:
                 assert self._peers is not None
                 self._peers.ask(instruction)
+            elif isinstance(instruction, AskToStage):
+                assert self._peers is not None
+                self._peers.stage(instruction)
             else:
                 self._pool.carry_out(instruction)
         if self._peers is not None:

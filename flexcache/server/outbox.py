@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from flexcache.logs import log_event
 from flexcache.protocol.messages import Ended, SessionOver, ToClient, WeightsChanged
 from flexcache.tasks.instructions import (
+    AskToStage,
     DiscardObjects,
     DropOp,
     EndLoan,
@@ -53,7 +54,15 @@ PeerMessage = ToClient | RunOp
 RankMessage = RunOp | Drop | Ended | SessionOver
 """Ops of a rank, and what becomes of tasks."""
 WorkerInstruction = (
-    RunOp | DropOp | RunLookUp | DiscardObjects | NoteLayout | Lend | EndLoan | ReplaceExecutor
+    RunOp
+    | DropOp
+    | RunLookUp
+    | AskToStage
+    | DiscardObjects
+    | NoteLayout
+    | Lend
+    | EndLoan
+    | ReplaceExecutor
 )
 
 

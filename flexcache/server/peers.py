@@ -58,8 +58,8 @@ from flexcache.server.reactor import (
     read_message,
 )
 from flexcache.server.state import ServerState
-from flexcache.tasks.engine import KVTaskEngine
-from flexcache.tasks.instructions import PEER, RunLookUp
+from flexcache.tasks.engine import KVTaskEngine, stage_for_peer
+from flexcache.tasks.instructions import PEER, AskToStage, RunLookUp
 from flexcache.transfer.messages import LookedUp
 
 logger = logging.getLogger(__name__)
@@ -100,6 +100,8 @@ class _Link:
         self.is_ourselves = False
         self.cache = b""
         """What it calls itself."""
+        self.kept = b""
+        """What it keeps; what is logged of that once."""
         self.ping_due_s = 0.0
         self.answer_s = 0.0
         """How long its answers took lately, at most; it wears off."""
@@ -157,9 +159,10 @@ class _Question:
             self.best, self.peer = found, peer
 
 
-def _worth(found: FoundBlocks) -> tuple[int, bool, int, int]:
-    # Tails are asked for with the last position first.
-    return found.num_blocks, found.tail >= 0, -found.tail, found.num_coming
+def _worth(found: FoundBlocks) -> tuple[float, bool, int, int]:
+    # What has to be waited for counts half. Tails are asked for with the last position first.
+    num_later = found.num_coming + found.num_on_ssd
+    return found.num_blocks + num_later / 2, found.tail >= 0, -found.tail, found.num_coming
 
 
 class PeerLinks:
@@ -362,14 +365,24 @@ class PeerLinks:
                 if refused is not None:
                     self._to_send.append((sender, refused))
 
+    @property
+    def _kept(self) -> bytes:
+        """What this cache keeps, as `FoundBlocks` has it."""
+        cache = self._state.slot.cache
+        return b"" if cache is None else cache.kept
+
     def _find(self, asked: FindBlocks, tasks: KVTaskEngine | None) -> FoundBlocks:
         keys = _read_keys(asked.root, asked.keys, asked.key_bytes)
         if len(asked.tails) > _MAX_TAILS:
             raise ValueError(f"{len(asked.tails)} tails")
         if tasks is None or not tasks.executors.is_up(PEER):
-            return FoundBlocks(asked.request_id, self.id)
+            return FoundBlocks(asked.request_id, self.id, kept=self._kept)
+        if asked.stage and keys.num_blocks and tasks.loans.is_shared(RootId(asked.root)):
+            num_units = asked.tails[0][2] if asked.tails else 0
+            last = keys.key(keys.num_blocks - 1)
+            stage_for_peer(tasks, RootId(asked.root), last, num_units, time.monotonic())
         found = tasks.loans.find(RootId(asked.root), keys, asked.tails)
-        return FoundBlocks(asked.request_id, self.id, *found)
+        return FoundBlocks(asked.request_id, self.id, *found, self._kept)
 
     def _lend(self, sender: bytes, asked: AskLoan, tasks: KVTaskEngine | None) -> Loan:
         keys = _read_keys(asked.root, asked.keys, asked.key_bytes)
@@ -425,9 +438,22 @@ class PeerLinks:
             for find in link.unsent:
                 link.ask(find, now)
         link.unsent.clear()
+        self._note_kept(link, found.kept)
         question = self._questions.get(found.request_id)
         if question is not None and link.name in question.asked:
             question.take(found, link.name)
+
+    def _note_kept(self, link: _Link, kept: bytes) -> None:
+        """Log once that what a peer keeps is of no use here."""
+        own = self._kept
+        if kept == link.kept or not (kept and own):
+            return  # one of the two has no engine yet
+        link.kept = kept
+        if kept != own:
+            log_event(
+                logger, logging.WARNING, "peer_keeps_another_model", peer=link.name,
+                effect="nothing that it has is found: its model, or the layout of it, is another",
+            )  # fmt: skip
 
     def _end(self, lookup_id: int, now: float) -> None:
         """Answer a look-up with the best that peers have."""
@@ -436,7 +462,9 @@ class PeerLinks:
         if best is None:
             best = FoundBlocks(0, b"")
         count = max(0, min(best.num_blocks, question.num_keys))
-        answer = LookedUp(lookup_id, count, None, best.tail, best.num_coming)
+        answer = LookedUp(
+            lookup_id, count, None, best.tail, best.num_coming, best.num_on_ssd, best.ssd_tail
+        )
         self._answers.append((answer, question.peer))
 
     def failed(self, peer: str, reason: str, now: float) -> None:
@@ -489,6 +517,14 @@ class PeerLinks:
         # Here the lock is not held, and the task engine cannot be told: the next turn does it.
         if question.is_over:
             self._reactor.wake()
+
+    def stage(self, wanted: AskToStage) -> None:
+        """Ask a peer to bring to its DRAM what it has on SSD. It answers nothing to that: what is
+        asked for next it answers after it, and says then whether it is coming."""
+        if (link := self._links.get(wanted.peer)) is not None and link.is_up:
+            key = wanted.key
+            tails = [(0, bytes(key), wanted.num_units)] if wanted.num_units else []
+            link.ask(FindBlocks(0, wanted.root, key, len(key), tails, stage=True), time.monotonic())
 
     def send_due(self, now: float) -> None:
         """Send answers, what is handed over, and ask for signs of life."""
@@ -630,11 +666,13 @@ def addresses_of(peer: str) -> list[str]:
     return [f"tcp://[{each}]:{port}" if ":" in each else f"tcp://{each}:{port}" for each in hosts]
 
 
-def answers(address: str, curve_keys: str | None, patience_s: float) -> bool:
-    """Whether a cache answers there, to who has these keys.
+def kept_at(address: str, curve_keys: str | None, patience_s: float) -> bytes | None:
+    """Return what the cache keeps that answers there, as `FoundBlocks` has it; None if none answers
+    to who has these keys.
 
     Raises:
         ConfigError: The keys cannot be read.
+        UnreadableError: What answers is no cache.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
@@ -644,7 +682,7 @@ def answers(address: str, curve_keys: str | None, patience_s: float) -> bool:
             while time.monotonic() < until_s:
                 link.ask(FindBlocks(0), 0.0)
                 if line.poll(100):
-                    return True
-        return False
+                    return read_message(_ANSWER_DECODER, line.recv_multipart()).kept
+        return None
     finally:
         context.term()

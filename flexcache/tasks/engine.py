@@ -223,6 +223,14 @@ class Takeover(NamedTuple):
         return is_forgotten or not (is_moving or any(lease.waiting for lease in self.leases))
 
 
+def stage_for_peer(
+    tasks: KVTaskEngine, root: RootId, key: BlockKey, num_units: int, now: float
+) -> None:
+    """Begin to bring to DRAM what SSD has of a prompt (`Matcher.stage`)."""
+    with tasks.change:
+        tasks._matcher.stage(root, key, num_units, now)
+
+
 class KVTaskEngine:
     """Tasks over a planner and a scheduler.
 
@@ -257,7 +265,7 @@ class KVTaskEngine:
         )
         if cache.tiers.remote is not None:
             cache.tiers.remote.on_void = self._discard_voided
-        self._lookups = look_ups_of(cache.tiers, self._breaker, limits.lookup_timeout_s)
+        self._lookups = look_ups_of(cache, self._breaker, limits.lookup_timeout_s)
         self.loans = PeerLoans(cache.tiers)
         self._runner = TaskRunner(
             cache, self.sessions, self.executors, self.accounts, self._instructions

@@ -119,6 +119,17 @@ class RunLookUp:
 
 
 @dataclass(frozen=True, slots=True)
+class AskToStage:
+    """Ask a peer to bring to DRAM what it has on SSD of the prompt that ends with a block, and the
+    tail of ``num_units`` behind that, unless these are 0."""
+
+    peer: str
+    root: bytes
+    key: BlockKey
+    num_units: int
+
+
+@dataclass(frozen=True, slots=True)
 class LookUpEnded:
     """Let callers that wait for the answer go on, with or without it."""
 
@@ -197,6 +208,7 @@ Instruction = (
     RunOp
     | DropOp
     | RunLookUp
+    | AskToStage
     | LookUpEnded
     | RevokeTask
     | TaskAnswered

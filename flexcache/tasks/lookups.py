@@ -20,12 +20,14 @@ from sortedcontainers import SortedList
 
 from flexcache.breaker import CircuitBreaker
 from flexcache.cache.block_keys import PromptContent
+from flexcache.cache.load_cost import LoadCost
 from flexcache.cache.load_plan import AskedTail
 from flexcache.cache.prompt import Prompt
-from flexcache.cache.tiers import UNKNOWN_TTL_S, RemoteTier, Tiers
-from flexcache.ids import BlockKey, RootId
+from flexcache.cache.tiered_cache import TieredCache
+from flexcache.cache.tiers import UNKNOWN_TTL_S, RemoteTier
+from flexcache.ids import BlockKey, OpKind, RootId
 from flexcache.stats import LookUpStats
-from flexcache.tasks.instructions import REMOTE, Instruction, LookUpEnded, RunLookUp
+from flexcache.tasks.instructions import REMOTE, AskToStage, Instruction, LookUpEnded, RunLookUp
 from flexcache.tasks.model import WORKERS
 from flexcache.transfer.messages import LookedUp
 
@@ -33,6 +35,7 @@ _MAX_KEYS = 8192
 _TRIAL_ROOT = b"\0" * 16
 _TRIAL_KEY = BlockKey(b"flexcache-trial")
 _TRIAL_TIMEOUT_S = 1.0
+_STAGED_COST = 2.0  # a read from a peer's SSD, over one from its DRAM
 _AWAITED_AGAIN_S = 0.03
 """How soon it is asked again for what another engine computes at this moment."""
 
@@ -50,6 +53,7 @@ class _LookUp:
     content: PromptContent | None = None
     tails: Sequence[AskedTail] = ()
     is_awaited: bool = False
+    prefill_blocks_per_s: float = 0.0
 
     @property
     def is_trial(self) -> bool:
@@ -66,18 +70,19 @@ class _LookUp:
 
 
 def look_ups_of(
-    tiers: Tiers, breaker: CircuitBreaker, timeout_s: float
+    cache: TieredCache, breaker: CircuitBreaker, timeout_s: float
 ) -> dict[str, RemoteLookUps]:
     """Return the questions to peers and to the remote store, by who asks them.
 
     Args:
         breaker: That of the remote store.
     """
+    tiers, cost = cache.tiers, cache.loads.cost
     ids, found = itertools.count(1), dict[str, RemoteLookUps]()
     for tier in tiers.beyond:
         own = breaker if tier is tiers.remote else None  # each peer has one
         name = WORKERS[tier.name]
-        found[name] = RemoteLookUps(tier, own, timeout_s, ids, name)
+        found[name] = RemoteLookUps(tier, own, timeout_s, ids, name, cost)
     return found
 
 
@@ -90,13 +95,15 @@ class RemoteLookUps:
         timeout_s: How long a match may wait for one.
         ids: Numbers the questions, where others number theirs likewise.
         executor: Who asks.
+        cost: Estimates how long loads take, if slow ones are not to be made.
     """
 
     def __init__(
         self, tier: RemoteTier, breaker: CircuitBreaker | None, timeout_s: float,
-        ids: Iterator[int] | None = None, executor: str = REMOTE,
+        ids: Iterator[int] | None = None, executor: str = REMOTE, cost: LoadCost | None = None,
     ) -> None:  # fmt: skip
         self.tier = tier
+        self._cost = cost
         self._breaker = breaker
         self._timeout_s = timeout_s
         self._ids = itertools.count(1) if ids is None else ids
@@ -112,9 +119,12 @@ class RemoteLookUps:
 
     def look_up(
         self, prompt: Prompt, now: float, instructions: list[Instruction],
-        tails: Sequence[AskedTail] = (),
+        tails: Sequence[AskedTail] = (), prefill_blocks_per_s: float = 0.0,
     ) -> int | None:  # fmt: skip
         """Ask about the unknown ones of a prompt's blocks up to its ``stop``, and about its tails.
+
+        Args:
+            prefill_blocks_per_s: How fast its engine computes; 0 if unknown.
 
         Returns:
             The open question to wait for; None if there is nothing to ask.
@@ -139,7 +149,7 @@ class RemoteLookUps:
         deadline_s = now + self._timeout_s
         question = _LookUp(
             keys.root, parent, wanted, at_store, self.tier.num_deletes(keys.root), now, deadline_s,
-            first, keys.content, tails, now < awaited.until_s,
+            first, keys.content, tails, now < awaited.until_s, prefill_blocks_per_s,
         )  # fmt: skip
         lookup_id = self._ask(question)
         self._by_key[keys.root, question.name] = lookup_id
@@ -174,13 +184,13 @@ class RemoteLookUps:
         if question is None:
             return
         self._end(answer.lookup_id, instructions)
-        num_present, error = max(0, answer.num_present), answer.error
+        num_present, error = min(max(0, answer.num_present), len(question.keys)), answer.error
         self._judge(question, error, now)
         if question.is_trial or not self._is_current(question):
             return
+        is_coming = answer.num_coming > 0 or self._stage(question, answer, now, peer, instructions)
         if num_present < len(question.keys):
-            missing, is_coming = question.keys[num_present], answer.num_coming > 0
-            self.tier.note_coming(question.root, missing, now, is_coming)
+            self.tier.note_coming(question.root, question.keys[num_present], now, is_coming)
         present = question.keys[:num_present]
         num_known = self.tier.learn(
             question.root, question.parent, present, question.first, question.content, peer
@@ -191,6 +201,31 @@ class RemoteLookUps:
             self.tier.learn_absent(question.root, question.keys[num_known], now, ttl_s)
         if error is None:
             self._learn_tails(question, answer, now, peer)
+
+    def _stage(
+        self, question: _LookUp, answer: LookedUp, now: float, peer: str,
+        instructions: list[Instruction],
+    ) -> bool:  # fmt: skip
+        """Have a peer bring to DRAM what it has on SSD; whether it has just been asked to."""
+        num_won, tails = answer.num_on_ssd, question.tails
+        stop, num_units = answer.num_present + num_won, 0
+        if tails and 0 <= answer.ssd_tail < len(tails):
+            tail = tails[answer.ssd_tail]
+            key, num_units, num_won = tail.key, tail.num_units, tail.position
+        elif not tails and num_won > 0 and 0 < stop <= len(question.keys):
+            key = question.keys[stop - 1]
+        else:
+            return False
+        num_read, rate = answer.num_on_ssd + num_units, question.prefill_blocks_per_s
+        if self._cost is not None:
+            seconds = self._cost.seconds(OpKind.PEER2H, num_read, now, peer=peer)
+            if seconds is not None and _STAGED_COST * seconds * rate > num_won:
+                return False
+        # Once: if its next answer does not say that it is coming, it had no room.
+        if not self.tier.may_stage(question.root, key, now):
+            return False
+        instructions.append(AskToStage(peer, question.root_at_store, key, num_units))
+        return True
 
     def _judge(self, question: _LookUp, error: str | None, now: float) -> None:
         """Inform the breaker of an answer."""

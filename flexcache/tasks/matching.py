@@ -17,8 +17,8 @@ from flexcache.cache.prompt import Prompt
 from flexcache.cache.store_plan import DirectStores
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiered_cache import TieredCache
-from flexcache.cache.tiers import find_chain
-from flexcache.ids import OpKind, SessionId, TaskKind, TierName
+from flexcache.cache.tiers import IndexedKeys, find_chain
+from flexcache.ids import BlockKey, OpKind, RootId, SessionId, TaskKind, TierName
 from flexcache.tasks.executors import Executors
 from flexcache.tasks.instructions import Instruction
 from flexcache.tasks.lookups import RemoteLookUps
@@ -134,7 +134,8 @@ class Matcher:
                 tails = tail_loads.unknown(keys, stop, now, lookups.tier)
                 if not tails:
                     continue
-            question = lookups.look_up(prompt, now, self._instructions, tails)
+            rate = 0.0 if owner is None else owner.prefill_blocks_per_s
+            question = lookups.look_up(prompt, now, self._instructions, tails, rate)
             if question is not None:
                 questions.append(question)
         return questions
@@ -331,6 +332,28 @@ class Matcher:
             num_below = plan.num_blocks - plan.sources.get(TierName.CPU, 0)
             sessions.counters.fetched_blocks += num_below
             self._runner.load_early(plan, keys, now)
+
+    def stage(self, root: RootId, key: BlockKey, num_units: int, now: float) -> None:
+        """Begin to bring to DRAM what SSD has of the prompt that ends with a block, for a peer that
+        is to read it; what there is no room for is a miss there.
+
+        Args:
+            num_units: Of the tail behind the block; 0 for none.
+        """
+        cache, ssd = self._cache, self._cache.tiers.by_name.get(TierName.SSD)
+        if ssd is None or ssd.name in cache.tiers.unavailable or cache.direct_stores is not None:
+            return
+        cache.tiers.advance(now)
+        path = ssd.index.path_keys(ssd.index.locate(root, key))
+        if not path and num_units and ssd.tails.find(root, key) is not None:
+            path = [key]  # of a model whose blocks hold nothing
+        terms = cache.early.staging_terms()
+        if not path or not terms.num_blocks:
+            return
+        keys = IndexedKeys(root, path, len(path))
+        prompt = Prompt(TaskKind.PREFETCH, keys, 0, len(path), 0)
+        # Up to there SSD has all of it, so neither the store nor other peers are read for this one.
+        self._runner.load_early(cache.loads.plan_prefetch(prompt, terms=terms), keys, now, True)
 
     def next_early(self) -> float | None:
         """When `tick_early` has something to do at the earliest."""

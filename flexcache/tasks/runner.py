@@ -71,10 +71,10 @@ class TaskRunner:
         self.follow(now)
         return task_id
 
-    def load_early(self, plan: Plan, keys: BlockKeys, now: float) -> None:
-        """Carry out a prefetch on the cache's own account."""
+    def load_early(self, plan: Plan, keys: BlockKeys, now: float, is_staged: bool = False) -> None:
+        """Carry out a prefetch on the cache's own account, or for a peer."""
         task = self._sessions.internal_task(plan)
-        self._cache.early.begin(task.task_id, plan, keys, now)
+        self._cache.early.begin(task.task_id, plan, keys, now, is_staged)
         if not plan.graph.ops:
             self._cache.finish(plan)
             return

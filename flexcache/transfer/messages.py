@@ -80,8 +80,9 @@ class LookUp(msgspec.Struct, tag=True, frozen=True):
 class LookedUp(msgspec.Struct, tag=True, frozen=True):
     """The store has the first ``num_present`` blocks; with an ``error``, the rest is unknown.
 
-    ``tail``: the first of the tails that is there and of use; -1 for none. ``num_coming``: so many
-    more are on their way, at a peer.
+    ``tail``: the first of the tails that is there and of use; -1 for none. At a peer so many more
+    are on their way (``num_coming``), or could be brought from its SSD (``num_on_ssd``), and with
+    them another tail (``ssd_tail``).
     """
 
     lookup_id: int
@@ -89,6 +90,8 @@ class LookedUp(msgspec.Struct, tag=True, frozen=True):
     error: str | None = None
     tail: int = -1
     num_coming: int = 0
+    num_on_ssd: int = 0
+    ssd_tail: int = -1
 
 
 class Discard(msgspec.Struct, tag=True, frozen=True):

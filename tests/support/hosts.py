@@ -176,6 +176,8 @@ def start_host(directory: Path, hosts: Network, number: int, **settings: Any) ->
         "peer_endpoint": f"tcp://{hosts.addresses[number]}:{PORT}",
         "curve_keys": directory / "keys", "server_timeout_s": 6.0, **settings,
     }  # fmt: skip
+    if "num_ssd_blocks" in settings:
+        own["ssd_cache_dirs"] = directory / f"ssd-{number}"
     return HostCache(hosts.names[number], directory / f"host-{number}.log", **own)
 
 
@@ -231,6 +233,8 @@ def carry_out(engine: Any, request: dict[str, Any]) -> Any:
         engine.put(request["prompt"], request["count"])
     elif act == "get":
         began_s = time.monotonic()
+        while request.get("awaits") and not is_settled(engine, request["prompt"], request["count"]):
+            time.sleep(0.005)  # as an engine does between its steps
         arrived = engine.get(request["prompt"], request["count"])
         seconds = time.monotonic() - began_s
         return {"arrived": arrived, "wrong": engine.seen.wrong, "seconds": seconds}
@@ -259,6 +263,16 @@ def carry_out(engine: Any, request: dict[str, Any]) -> Any:
     else:
         raise ValueError(act)
     return None
+
+
+def is_settled(engine: Any, prompt: int, count: int) -> bool:
+    """Whether a get need not wait for what is on its way to a peer's DRAM."""
+    from load import tokens_of
+
+    found = engine.manager.get_match_by_tier(tokens_of(prompt, count), awaits_loads=True)
+    if found is not None:
+        engine.manager.cancel([found[0]])
+    return found is not None
 
 
 if __name__ == "__main__":

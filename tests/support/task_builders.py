@@ -40,11 +40,12 @@ from flexcache.ids import (
     make_session,
 )
 from flexcache.stats import BreakerStats, CacheIdentity, CacheStats
-from flexcache.tasks.engine import KVTaskEngine, Takeover
+from flexcache.tasks.engine import KVTaskEngine, Takeover, stage_for_peer
 from flexcache.tasks.instructions import (
     DISK,
     PEER,
     REMOTE,
+    AskToStage,
     DiscardObjects,
     DropOp,
     EndLoan,
@@ -255,7 +256,7 @@ class World:
         self.stored: dict[tuple[TierName, int, int], Content] = {}
         self.store: dict[tuple[bytes, bytes], list[Content]] = {}
         """The remote store: the shares of each block, by root and key."""
-        self.at_peers, self.lent = _peers()
+        self.at_peers, self.on_ssd_of_peers, self.lent, self.asked_to_stage = _peers()
         self.asked: dict[int, RunLookUp] = {}
         self.num_lookups_ended: Counter[int] = Counter()
         self.rotten: set[int] = set()
@@ -311,8 +312,14 @@ class World:
         question = self.asked.pop(lookup_id)
         if question.executor == PEER:
             counts = {name: _num_present(question, there) for name, there in self.at_peers.items()}
-            peer: str | None = max(counts, key=counts.__getitem__)
-            answer = LookedUp(lookup_id, 0 if error else counts[peer or ""])
+            later = {
+                name: _num_present(question, self.at_peers[name] | there) - counts[name]
+                for name, there in self.on_ssd_of_peers.items()
+            }
+            peer: str | None = max(counts, key=lambda name: counts[name] + later[name] / 2)
+            answer = LookedUp(lookup_id, 0)
+            if not error:
+                answer = LookedUp(lookup_id, counts[peer or ""], num_on_ssd=later[peer or ""])
         else:
             peer = None
             count = _num_present(question, self.store)
@@ -320,12 +327,28 @@ class World:
         self.engine.looked_up(answer, self.now, peer)
         self._carry_out()
 
-    def stored_by_another(self, text: str, peer: str | None = None) -> None:
-        """Let another node write a prompt to the remote store, or a ``peer`` have it in DRAM."""
+    def stored_by_another(self, text: str, peer: str | None = None, on_ssd: bool = False) -> None:
+        """Let another node write a prompt to the remote store, or a ``peer`` have it in DRAM, or on
+        SSD."""
         store = self.store if peer is None else self.at_peers[peer]
+        if peer is not None and on_ssd:
+            store = self.on_ssd_of_peers[peer]
         for end in range(1, len(text) + 1):
             name = (self.placed(text).root, text[:end].encode())
             store[name] = [(text[:end] + self.layout, copy) for copy in self._copies]
+
+    def stage_at_peer(self) -> None:
+        """Let a peer bring to DRAM what it was asked to."""
+        wanted = self.asked_to_stage.pop(0)
+        for (root, key), content in self.on_ssd_of_peers[wanted.peer].items():
+            if root == wanted.root and wanted.key.startswith(key):
+                self.at_peers[wanted.peer][root, key] = content
+
+    def stage(self, text: str) -> None:
+        """Let a peer ask for what is on SSD here."""
+        keys = self.placed(text)
+        stage_for_peer(self.engine, keys.root, keys.key(keys.num_blocks - 1), 0, self.now)
+        self._carry_out()
 
     def take_over(self, text: str, peer: str, age_s: float, most: int = 99) -> Takeover:
         """Let a peer that goes hand over a prompt."""
@@ -704,6 +727,10 @@ class World:
                     assert instruction.executor in self.alive
                     assert keys
                     self.asked[lookup_id] = instruction
+                case AskToStage(peer):
+                    assert instruction.num_units == 0
+                    assert peer in self.at_peers
+                    self.asked_to_stage.append(instruction)
                 case LookUpEnded(lookup_id):
                     self.num_lookups_ended[lookup_id] += 1
                     assert self.num_lookups_ended[lookup_id] == 1
@@ -937,10 +964,10 @@ AtPeers = dict[str, dict[tuple[bytes, bytes], list[Content]]]
 Lent = dict[bytes, tuple[EngineBlockKeys, str, list[int]]]
 
 
-def _peers() -> tuple[AtPeers, Lent]:
-    """What two other hosts have, as the remote store; and of what they were lent prompt, layout and
-    blocks, by token."""
-    return {"A": {}, "B": {}}, {}
+def _peers() -> tuple[AtPeers, AtPeers, Lent, list[AskToStage]]:
+    """What two other hosts have in DRAM and on SSD, as the remote store; of what they were lent
+    prompt, layout and blocks, by token; and what they were asked to bring to DRAM."""
+    return {"A": {}, "B": {}}, {"A": {}, "B": {}}, {}, []
 
 
 def _num_present(question: RunLookUp, store: Mapping[tuple[bytes, bytes], object]) -> int:

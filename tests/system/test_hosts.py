@@ -59,9 +59,13 @@ def hits(cache: HostCache) -> dict[str, int]:
     return found
 
 
-def get(cache: HostCache, prompt: int) -> int:
-    """Load a prompt; return how many of its blocks arrived, all of them right."""
-    seen = cache.do("get", prompt=prompt, count=COUNT)
+def get(cache: HostCache, prompt: int, awaits: bool = False) -> int:
+    """Load a prompt; return how many of its blocks arrived, all of them right.
+
+    Args:
+        awaits: Whether to wait for what is on its way to a peer's DRAM.
+    """
+    seen = cache.do("get", prompt=prompt, count=COUNT, awaits=awaits)
     assert seen["wrong"] == []
     assert seen["seconds"] < LONGEST_GET_S
     return int(seen["arrived"])
@@ -143,6 +147,23 @@ def test_a_reader_that_is_killed_leaves_no_loan(pair: list[HostCache]) -> None:
     two.kill()
     pair.remove(two)
     until(lambda: one.do("stats")["peers"]["open"] == 0)
+
+
+def test_what_another_has_on_ssd_alone_is_found(hosts: Network, tmp_path: Path) -> None:
+    with host_caches(tmp_path, hosts, num_ssd_blocks=400) as (one, two):
+        until_all_are_up([one, two])
+        for prompt in (0, 4):
+            one.do("put", prompt=prompt, count=COUNT)
+        until(lambda: one.do("stats")["tiers"]["SSD"]["indexed"] == 2 * COUNT)
+        until(lambda: one.do("stats")["tiers"]["CPU"]["leased"] == 0)
+        one.do("clear", tier="CPU")
+        for prompt in (0, 4):
+            until(lambda prompt=prompt: get(two, prompt, awaits=True) == COUNT)
+        assert one.do("stats")["ops"]["DISK2H"]["blocks"] == 2 * COUNT, "each once"
+        assert two.do("stats")["ops"]["PEER2H"]["blocks"] == 2 * COUNT
+        until(lambda: one.do("stats")["peers"]["open"] == 0)
+        until(lambda: one.do("stats")["early_loads"]["open_blocks"] == 0)
+        one.do("check")
 
 
 # -- before a host goes ----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import time
@@ -25,6 +26,7 @@ from flexcache.doctor.endpoints import check_peers
 from flexcache.doctor.subject import Level, Subject
 from flexcache.ids import HandOver
 from flexcache.protocol.trust import make_keys
+from flexcache.server.operator import Operator
 
 NUM_BLOCKS = 24
 TOKENS = np.arange(NUM_BLOCKS * 16)
@@ -108,6 +110,33 @@ def test_the_doctor_says_which_peers_answer(model: ModelConfig, tmp_path: Path) 
     }
     [found_none] = check_peers(Subject(environ=unknown))
     assert found_none.level is Level.WARNING
+
+
+def test_peers_of_another_model_are_told_apart(
+    model: ModelConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    addresses = [f"tcp://127.0.0.1:{free_range(2)}" for _ in range(3)]
+    clusters: list[Cluster] = []
+    models = [model, model, dataclasses.replace(model, num_layers=2)]
+    with ExitStack() as stack:
+        for own, each in zip(addresses, models, strict=True):
+            settings = {"peers": addresses, "peer_endpoint": own}
+            clusters.append(stack.enter_context(running_cluster(model=each, **settings)))
+        settings = {"FLEXCACHE_NUM_CPU_BLOCKS": "8", "FLEXCACHE_PEERS": ",".join(addresses)}
+        *answer, other = check_peers(Subject(environ=settings))
+        until(lambda: caplog.text.count("peer_keeps_another_model") >= 4)
+        clusters[0].put(TOKENS, BLOCKS)
+        goes = Operator(clusters[0].server)
+        goes.drain(addresses[2], 60.0)
+        until(lambda: (found := goes.drain_progress()) is not None and found.state == "failed")
+        found = goes.drain_progress()
+        assert found is not None
+        assert "another model" in found.error
+    assert [each.level for each in answer] == [Level.OK] * 3
+    assert other.level is Level.WARNING
+    assert other.text.startswith(f"{addresses[2]}: another model")
+    logged = [each for each in caplog.messages if "peer_keeps_another_model" in each]
+    assert len(logged) == 4, "each of the two kinds of the other, once"
 
 
 def test_a_get_waits_for_what_is_on_its_way_to_the_dram_of_a_peer(model: ModelConfig) -> None:

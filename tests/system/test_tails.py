@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from contextlib import ExitStack
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,38 +54,61 @@ def test_a_dram_tier_too_small_for_a_tail_is_said(caplog: pytest.LogCaptureFixtu
         assert "tails_do_not_fit" in caplog.text
 
 
-@pytest.mark.parametrize("groups", ALL_LIKE, ids=["gemma", "state", "states_only", "llama"])
-def test_a_peer_takes_over_tails_from_a_host_that_goes(groups: tuple[KVGroup, ...]) -> None:
+@contextlib.contextmanager
+def two_peers(groups: tuple[KVGroup, ...], **first: Any) -> Iterator[list[TailedEngine]]:
+    """Engines of two hosts, whose caches know each other.
+
+    Args:
+        first: Settings of the first one.
+    """
     ports = [free_range(2) for _ in range(2)]
     addresses = [f"tcp://127.0.0.1:{port}" for port in ports]
-    with ExitStack() as stack:
-        one, two = (
-            stack.enter_context(
-                tailed_engine(groups, awaits_tiers=False, peers=addresses, peer_endpoint=own)
-            )
-            for own in addresses
-        )
-        for engine in (one, two):
-            until(lambda engine=engine: engine.manager.stats()["tiers"]["PEER"]["available"])
+    with contextlib.ExitStack() as stack:
+        engines = []
+        for own in addresses:
+            settings = {"peers": addresses, "peer_endpoint": own, **({} if engines else first)}
+            engine = tailed_engine(groups, awaits_tiers=False, **settings)
+            engines.append(stack.enter_context(engine))
+        for engine in engines:
+            tiers = partial(engine.manager.stats)
+            until(lambda tiers=tiers: all(t["available"] for t in tiers()["tiers"].values()))
+        yield engines
+
+
+@pytest.mark.parametrize("groups", ALL_LIKE, ids=["gemma", "state", "states_only", "llama"])
+def test_a_peer_takes_over_tails_from_a_host_that_goes(groups: tuple[KVGroup, ...]) -> None:
+    with two_peers(groups) as (one, two):
+        prompts = [np.arange(32 * 6) + 1000 * number for number in range(2)]
         expected = []
-        for number in range(2):
+        for prompt in prompts:
             tables = one.tables(32 * 4)
             expected.append(one.read(tables))
-            assert one.put(np.arange(32 * 4) + 1000 * number, tables) is KVStatus.SUCCESS
-        goes = Operator(one.manager._transport.server)  # type: ignore[union-attr]
-        goes.drain(addresses[1], 60.0)
+            assert one.put(prompt[: 32 * 4], tables) is KVStatus.SUCCESS
+        servers = [engine.manager._transport.server for engine in (one, two)]  # type: ignore[union-attr]
+        goes = Operator(servers[0])
+        goes.drain(servers[1].config.peer_endpoint or "", 60.0)
         until(lambda: (found := goes.drain_progress()) is not None and found.state != "running")
         found = goes.drain_progress()
         assert found is not None
         assert (found.state, found.left_blocks, found.there_blocks) == ("done", 0, 0)
         one.manager.clear("CPU")
-        for number in range(2):
-            stop, came, status = two.get(np.arange(32 * 4) + 1000 * number)
-            has_state = any(group.kind == "state" for group in groups)
-            assert status is KVStatus.SUCCESS or has_state
-            assert stop == 32 * 4 or has_state
-            assert has_state or came == expected[number]
+        for prompt, blocks in zip(prompts, expected, strict=True):
+            assert two.get(prompt) == (32 * 4, blocks, KVStatus.SUCCESS)
         assert set(two.manager.stats()["hit_blocks"]) <= {"CPU"}
+
+
+@pytest.mark.parametrize("groups", ALL_LIKE, ids=["gemma", "state", "states_only", "llama"])
+def test_tails_on_the_ssd_of_a_peer_are_found(groups: tuple[KVGroup, ...], tmp_path: Path) -> None:
+    ssd = {"ssd_cache_dirs": [str(tmp_path)], "num_ssd_blocks": 64}
+    with two_peers(groups, **ssd) as (one, two):
+        prompt, tables = np.arange(32 * 6), one.tables(32 * 4)
+        expected = one.read(tables)
+        assert one.put(prompt[: 32 * 4], tables) is KVStatus.SUCCESS
+        one.manager.clear("CPU")
+        found: list[Any] = []
+        until(lambda: found.append(two.get(prompt)) or found[-1][0])
+        assert found[-1] == (32 * 4, expected, KVStatus.SUCCESS)
+        assert one.manager.stats()["ops"]["DISK2H"]["blocks"] > 0
 
 
 @pytest.mark.parametrize("groups", ALL_LIKE, ids=["gemma", "state", "states_only", "llama"])

@@ -11,7 +11,18 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from task_builders import World
 
 from flexcache.cache.block_keys import EngineBlockKeys, PackedBlockKeys
-from flexcache.cache.peers import GRACE_S, KNOWN_S, LENT_SHARE, LOAN_S, PeerLoans, PeerTier
+from flexcache.cache.early_loads import STAGED_S, STAGED_SHARE
+from flexcache.cache.peers import (
+    GRACE_S,
+    KNOWN_S,
+    LENT_SHARE,
+    LOAN_S,
+    STAGE_AGAIN_S,
+    FoundHere,
+    PeerLoans,
+    PeerTier,
+)
+from flexcache.cache.prompt import Prompt
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiers import Tiers
 from flexcache.ids import BlockKey, OpKind, RootId, TaskKind, TierName
@@ -228,25 +239,153 @@ def test_only_what_a_peer_means_by_its_keys_is_lent(keys: list[BlockKey]) -> Non
 def test_after_a_clear_nothing_is_shared_under_the_former_names() -> None:
     tiers, loans = make()
     store(tiers, keys_of(1))
-    assert loans.find(ROOT, packed(keys_of(1))) == (NUM_KEYS, -1, 0)
+    assert loans.find(ROOT, packed(keys_of(1))) == FoundHere(NUM_KEYS)
     tiers.clear(None)
     store(tiers, keys_of(1))  # of weights that have another name nowhere else
-    assert loans.find(ROOT, packed(keys_of(1))) == (0, -1, 0)
+    assert loans.find(ROOT, packed(keys_of(1))) == FoundHere()
     assert loans.lend(b"one", ROOT, keys_of(1), now=0.0) is None
     assert tiers.peer is not None
     tiers.peer.keep_plain(ROOT)  # these were named
-    assert loans.find(ROOT, packed(keys_of(1))) == (NUM_KEYS, -1, 0)
+    assert loans.find(ROOT, packed(keys_of(1))) == FoundHere(NUM_KEYS)
 
 
 def test_what_is_on_its_way_is_told() -> None:
     tiers, loans = make()
     store(tiers, keys_of(1)[:3])
     lease = tiers.host.reserve(named(keys_of(1)), 3, 10)
-    assert loans.find(ROOT, packed(keys_of(1))) == (3, -1, 7)
-    assert loans.find(ROOT, packed(keys_of(1)[5:])) == (0, -1, 5)
+    assert loans.find(ROOT, packed(keys_of(1))) == FoundHere(3, num_coming=7)
+    assert loans.find(ROOT, packed(keys_of(1)[5:])) == FoundHere(num_coming=5)
     tiers.host.publish(lease, 7)
     tiers.host.release(lease)
-    assert loans.find(ROOT, packed(keys_of(1))) == (10, -1, 0)
+    assert loans.find(ROOT, packed(keys_of(1))) == FoundHere(10)
+
+
+# -- what is on SSD alone ------------------------------------------------------------------------
+
+
+def awaits_load(world: World, text: str) -> bool:
+    prompt = Prompt(TaskKind.GET, world.placed(text), 0, len(text), 16 * len(text))
+    return world.engine.awaits_load(world.ids.session, prompt, world.now)
+
+
+def asked(world: World, text: str) -> None:
+    """Ask peers about a prompt, and take their answer."""
+    lookup = world.look_up(text)
+    assert lookup is not None
+    world.answer(lookup)
+
+
+def on_ssd(text: str, cpu: int = 32) -> World:
+    """A cache that has a prompt on SSD alone."""
+    world = World(peers=True, cpu=cpu, ssd=40)
+    world.put(text)
+    world.finish_all()
+    world.clear(TierName.CPU)
+    return world
+
+
+def test_what_is_on_ssd_alone_is_told_apart() -> None:
+    tiers = Tiers([Tier(TierName.CPU, 32), Tier(TierName.SSD, 32), PeerTier(64)])
+    loans = PeerLoans(tiers)
+    store(tiers, keys_of(1)[:3])
+    ssd = tiers.by_name[TierName.SSD]
+    lease = ssd.reserve(named(keys_of(1)), 0, 9)
+    ssd.publish(lease, 9)
+    ssd.release(lease)
+    assert loans.find(ROOT, packed(keys_of(1))) == FoundHere(3, num_on_ssd=6)
+    assert loans.find(ROOT, packed(keys_of(1)[4:])) == FoundHere(num_on_ssd=5)
+    coming = tiers.host.reserve(named(keys_of(1)), 3, 5)
+    assert loans.find(ROOT, packed(keys_of(1))) == FoundHere(3, num_coming=2, num_on_ssd=4)
+    tiers.unavailable.add(TierName.SSD)
+    assert loans.find(ROOT, packed(keys_of(1))) == FoundHere(3, num_coming=2)
+    tiers.host.release(coming)
+
+
+def test_a_share_of_dram_is_staged_for_peers_and_goes_first() -> None:
+    world = on_ssd("abcdef", cpu=32)
+    share = int(STAGED_SHARE * 32)
+    world.stage("abcdef")
+    assert world.cache.tiers.host.num_leased == share
+    world.stage("abcdef")
+    assert world.cache.tiers.host.num_leased == share, "no more at once"
+    world.finish_all()
+    assert world.cached(TierName.CPU, "abcdef") == share
+    world.put("uvwxyzUVWXYZ0123456789")  # 22
+    world.put("klmnop")
+    world.put("KLMNOP")
+    world.finish_all()
+    assert world.cached(TierName.CPU, "abcdef") == share, "it waits for the peer"
+    world.tick(STAGED_S)
+    world.put("q")
+    world.put("r")
+    world.finish_all()
+    assert world.cached(TierName.CPU, "abcdef") < share
+    assert world.cached(TierName.CPU, "klmnop") == 6
+    assert world.cache.early.counters.wasted == 0
+    world.check_nothing_is_held()
+
+
+def test_what_a_peer_has_on_ssd_is_waited_for_and_read() -> None:
+    world = World(peers=True, cpu=32)
+    world.stored_by_another("abcd", "A", on_ssd=True)
+    asked(world, "abcd")
+    [wanted] = world.asked_to_stage
+    assert (wanted.peer, wanted.key) == ("A", b"abcd")
+    assert awaits_load(world, "abcd")
+    world.stage_at_peer()
+    world.tick(0.02)
+    asked(world, "abcd")
+    assert not awaits_load(world, "abcd")
+    task = world.get("abcd")
+    world.finish_all()
+    assert world.final(task).num_ok == 4
+
+
+def test_a_peer_without_room_is_not_waited_for() -> None:
+    world = World(peers=True, cpu=32)
+    world.stored_by_another("abcd", "A", on_ssd=True)
+    asked(world, "abcd")
+    assert awaits_load(world, "abcd")
+    world.tick(0.02)
+    asked(world, "abcd")  # it does not say that they are coming
+    assert not awaits_load(world, "abcd")
+    assert len(world.asked_to_stage) == 1, "not asked again at once"
+    world.tick(STAGE_AGAIN_S)
+    asked(world, "abcd")
+    assert len(world.asked_to_stage) == 2
+
+
+def test_one_peer_stages_and_what_is_in_dram_counts_more() -> None:
+    world = World(peers=True, cpu=32)
+    world.stored_by_another("abcdef", "A", on_ssd=True)
+    world.stored_by_another("abcd", "B")
+    asked(world, "abcdef")
+    assert not world.asked_to_stage
+    assert world.cached(TierName.PEER, "abcdef") == 4
+    other = World(peers=True, cpu=32)
+    other.stored_by_another("abcdef", "A", on_ssd=True)
+    other.stored_by_another("ab", "B")
+    asked(other, "abcdef")
+    assert [wanted.peer for wanted in other.asked_to_stage] == ["A"]
+
+
+def test_what_is_computed_sooner_is_not_staged() -> None:
+    world = World(peers=True, cpu=32, skip_slow_loads=True)
+    cost = world.cache.loads.cost
+    assert cost is not None
+    for _ in range(8):
+        cost.started(OpKind.PEER2H, world.now, "A")
+        world.tick(1.0)
+        cost.ended(OpKind.PEER2H, world.now, 1, 1.0, "A")
+    world.stored_by_another("abcd", "A", on_ssd=True)
+    world.engine.report_prefill(world.ids.session, 10.0)
+    keys = world.placed("abcd")
+    prompt = Prompt(TaskKind.GET, keys, 0, 4, 64)
+    [lookup] = world.engine.look_up(prompt, world.now, world.ids.session)
+    world._carry_out()
+    world.answer(lookup)
+    assert not world.asked_to_stage
+    assert not awaits_load(world, "abcd")
 
 
 # -- what is known of peers ----------------------------------------------------------------------

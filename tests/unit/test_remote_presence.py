@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from builders import ROOT, keys_of, prompt
+from builders import ROOT, get_of, keys_of, prompt
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,7 +62,7 @@ def test_a_prompt_longer_than_the_capacity_is_not_looked_up_again_at_once() -> N
     tier = RemoteTier(capacity=3)
     look_ups, instructions = RemoteLookUps(tier, CircuitBreaker(), 1.0), list[Instruction]()
     for _ in range(10):
-        asked = look_ups.look_up(prompt("aaaaaaaa"), 8, 0.0, instructions)
+        asked = look_ups.look_up(get_of(prompt("aaaaaaaa")), 0.0, instructions)
         if asked is None:
             break
         look_ups.looked_up(LookedUp(asked, 8), 0.0, instructions)

@@ -69,7 +69,7 @@ WORLDS: dict[str, dict[str, Any]] = {
     "SSD alone": {"past_dram": "always", "keeps_on_host": False},
     "a small SSD alone": {"past_dram": "always", "keeps_on_host": False, "ssd": 6, "chunk": 1},
     "SSD alone, staged": {"keeps_on_host": False},
-    "peers": {"peers": True, "cpu": 12},
+    "peers": {"peers": True, "cpu": 16},
     "peers and a remote store": {"peers": True, "remote": True, "ssd": 0, "cpu": 16},
 }
 
@@ -239,10 +239,20 @@ class TaskHistories(RuleBasedStateMachine):
         del self.world.store[data.draw(st.sampled_from(list(self.world.store)))]
 
     @precondition(lambda self: PEER in self.world.executors)
-    @rule(text=st.sampled_from(PROMPTS), peer=st.sampled_from(["A", "B"]))
-    def a_peer_computes(self, text: str, peer: str) -> None:
+    @rule(text=st.sampled_from(PROMPTS), peer=st.sampled_from(["A", "B"]), on_ssd=st.booleans())
+    def a_peer_computes(self, text: str, peer: str, on_ssd: bool) -> None:
         self.may_bring(text)
-        self.world.stored_by_another(text, peer)
+        self.world.stored_by_another(text, peer, on_ssd)
+
+    @precondition(lambda self: self.world.asked_to_stage)
+    @rule()
+    def a_peer_stages(self) -> None:
+        self.world.stage_at_peer()
+
+    @precondition(lambda self: PEER in self.world.executors)
+    @rule(text=st.sampled_from(PROMPTS))
+    def a_peer_asks_for_what_is_on_ssd(self, text: str) -> None:
+        self.world.stage(text)
 
     @precondition(lambda self: PEER in self.world.executors)
     @rule(data=st.data(), peer=st.sampled_from(["A", "B"]))

@@ -77,3 +77,30 @@ def test_each_tensor_parallel_size_reads_what_the_other_has_stored(
         assert len(of_others) == num_blocks * (1 if is_alike else 2)
         assert {key: loaded[key] for key in of_others} == {key: stored[key] for key in of_others}
         stored = {**read_probe(probe_dir, "stored", alike=is_alike), **stored}
+
+
+@pytest.mark.newest
+def test_windows_are_found_by_another_tensor_parallel_size(tmp_path: Path) -> None:
+    from make_models import make_model
+
+    make_model(MODELS, "gemma3")
+    answers, hits = [], []
+    for tp_size in (1, 2):
+        options = {
+            "model": "gemma3",
+            "has_groups": True,
+            "prompts": [1200, 900],
+            "cpu_blocks": 64,
+            "settle": True,
+            "extra": {"store_shards": 2},
+            "ssd_dir": str(tmp_path),
+            "engine": {"kv_cache_memory_bytes": 64 << 20, "block_size": None,
+                       "tensor_parallel_size": tp_size},
+        }  # fmt: skip
+        seen = run(options)
+        assert seen["errors"] == []
+        assert seen["cached"] == [1152, 896]
+        answers.append(seen["tokens"])
+        hits.append(seen["ssd_hit_tokens"])
+    assert hits == [0, sum(seen["cached"])]
+    assert answers[0] == answers[1]
