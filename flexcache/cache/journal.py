@@ -53,6 +53,7 @@ class Stored:
         block_size: Tokens per block.
         token_ids: Tokens of these blocks; empty if unknown, as after a restart.
         extra_keys: One entry per block, or None.
+        run_blocks: Blocks that each key stands for, of which it is the last one's.
     """
 
     medium: Medium
@@ -63,6 +64,7 @@ class Stored:
     token_ids: Sequence[int] = ()
     info: RequestInfo = NO_INFO
     extra_keys: list[Any] | None = None
+    run_blocks: int = 1
 
 
 @dataclass(frozen=True, slots=True)

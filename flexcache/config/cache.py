@@ -303,6 +303,11 @@ class CacheConfig:
         "KV events tell SSD (LOCAL) from remote store (REMOTE), as vLLM 0.33 does. Dynamo then "
         "forgets what only the store has.",
     )
+    kv_events_runs: bool = setting(
+        False,
+        "`kv_events_endpoint` tells SSD and remote store by one name for 16 blocks, which only "
+        "FlexCache's router reads: its index and these events shrink to a sixteenth.",
+    )
     trace_dir: str | None = setting(
         None,
         "Directory for traces of every call and op (`flexcache replay`). Unset: no trace.",

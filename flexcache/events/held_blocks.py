@@ -8,6 +8,11 @@ each page is right for the number at its time. A reader that applies all pages a
 from the first page's number on ends up right: a block that changed in between is in those batches,
 and one that did not is in a page.
 
+SSD and store may be told by runs: one name, that of the last block, for 16 blocks from a prompt's
+start on. A run is there while its last block is, since a tier that has a block has all before it.
+Readers never learn of more than what is held. Tokens are left out where they are known: what is
+written was in DRAM. A snapshot has them.
+
 Pure.
 """
 
@@ -15,9 +20,9 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sortedcontainers import SortedDict
 
@@ -29,7 +34,9 @@ from flexcache.logs import log_event
 
 logger = logging.getLogger(__name__)
 
+BLOCKS_A_RUN = 16
 MAX_TOKENS = 64 << 20  # 256 MiB
+_MEMORY = (Medium.CPU, Medium.LOCAL_CPU)
 _RUN_BLOCKS = 1024
 _PAGE_BLOCKS = 2048
 _PAGE_TOKENS = 32 << 10  # takes 1 ms to encode
@@ -43,14 +50,29 @@ class _Run:
         stored: What was stored, without its tokens.
         tokens: The tokens of all its blocks, or nothing.
         length: Number of blocks still held.
+        first: Position of its first block in the prompt, for blocks told by runs; None: block by
+            block.
     """
 
     stored: Stored
     tokens: array[int]
     length: int
+    first: int | None = None
+
+    @property
+    def ends(self) -> range:
+        """Positions of those that end a run."""
+        if self.first is None:
+            return range(0)
+        return range(-(self.first + 1) % BLOCKS_A_RUN, self.length, BLOCKS_A_RUN)
+
+    def position(self, key: BlockKey) -> int:
+        """Return where one of its blocks is among them."""
+        keys = self.stored.keys
+        return self.length - 1 if keys[self.length - 1] == key else keys.index(key)
 
     def describe(self) -> Stored:
-        """Return what is still held, as it would be published."""
+        """Return what is still held, block by block."""
         stored, size = self.stored, self.stored.block_size
         return replace(
             stored,
@@ -65,6 +87,7 @@ class HeldBlocks:
 
     Args:
         max_tokens: Tokens kept; beyond it the blocks stored first are listed without theirs.
+        by_runs: Tell what SSD and store hold by runs.
 
     Attributes:
         num_blocks: Blocks held; a block in both media counts twice.
@@ -72,9 +95,10 @@ class HeldBlocks:
         is_whole: Whether all changes since the last `Cleared` are known.
     """
 
-    def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
+    def __init__(self, max_tokens: int = MAX_TOKENS, *, by_runs: bool = False) -> None:
         self.is_whole = True
         self._max_tokens = max_tokens
+        self._by_runs = by_runs
         self._next_id = 0
         self._clear()
 
@@ -83,20 +107,31 @@ class HeldBlocks:
         self._runs: SortedDict[int, _Run] = SortedDict()
         self._places: dict[tuple[Medium, RootId], dict[BlockKey, int]] = {}
         """Run of each block."""
+        self._ends: dict[tuple[Medium, RootId], set[BlockKey]] = {}
+        """Blocks that stand for a run."""
         self._first_with_tokens = self._next_id
 
-    def apply(self, changes: Sequence[Change]) -> None:
-        """Follow changes, in order. 0.3 us a block of 16 tokens."""
+    def apply(self, changes: Sequence[Change]) -> list[Change]:
+        """Follow changes, in order; return what there is to tell of them. 0.3 us a block of 16
+        tokens."""
+        told: list[Change] = []
         for change in changes:
             match change:
                 case Stored():
-                    for part in _parts(change):
-                        self._store(part)
+                    runs = [self._store(part) for part in _parts(change)] if self.is_whole else []
+                    if runs and runs[0].first is not None:
+                        for run in runs:
+                            told += self._told(run, with_tokens=False)
+                    else:
+                        told.append(change)
                 case Removed():
+                    told += self._told_removal(change)
                     self._remove(change)
                 case Cleared():
                     self._clear()
                     self.is_whole = True
+                    told.append(change)
+        return told
 
     def missed(self) -> None:
         """Take note that changes were lost: there is nothing to list until the next `Cleared`."""
@@ -117,28 +152,97 @@ class HeldBlocks:
         for run_id in self._runs.irange(minimum=cursor):
             if num_blocks >= _PAGE_BLOCKS or num_tokens >= _PAGE_TOKENS:
                 return found, run_id
-            stored = self._runs[run_id].describe()
-            found.append(stored)
-            num_blocks += len(stored.keys)
-            num_tokens += len(stored.token_ids)
+            for stored in self._told(self._runs[run_id], with_tokens=True):
+                found.append(stored)
+                num_tokens += len(stored.token_ids)
+            num_blocks += self._runs[run_id].length
         return found, None
 
-    def _store(self, stored: Stored) -> None:
-        if not self.is_whole:
-            return
+    def _store(self, stored: Stored) -> _Run:
         run_id, self._next_id = self._next_id, self._next_id + 1
         bare = Stored(
             stored.medium, stored.root, stored.parent, stored.keys, stored.block_size, (),
             stored.info, stored.extra_keys,
         )  # fmt: skip
         run = _Run(bare, _pack(stored.token_ids), len(stored.keys))
+        place = (stored.medium, stored.root)
+        places = self._places.setdefault(place, {})
+        if self._by_runs and stored.medium not in _MEMORY:
+            run.first = self._position_after(stored.parent, places)
+        if run.first is not None:
+            ends = [stored.keys[end] for end in run.ends]
+            self._ends.setdefault(place, set()).update(ends)
         self._runs[run_id] = run
-        places = self._places.setdefault((stored.medium, stored.root), {})
         places.update(dict.fromkeys(stored.keys, run_id))
         self.num_blocks += run.length
         self.num_tokens += len(run.tokens)
         while self.num_tokens > self._max_tokens:
             self._drop_oldest_tokens()
+        return run
+
+    def _position_after(
+        self, parent: BlockKey | None, places: Mapping[BlockKey, int]
+    ) -> int | None:
+        """Return where a block is in its prompt; None if those before it are told block by
+        block, or are not known."""
+        if parent is None:
+            return 0
+        before = self._runs.get(places.get(parent, -1))
+        return None if before is None or before.first is None else (
+            before.first + before.position(parent) + 1
+        )  # fmt: skip
+
+    def _told(self, run: _Run, *, with_tokens: bool) -> list[Stored]:
+        """Return what to tell of blocks that were stored together: those that end a run."""
+        if run.first is None:
+            return [run.describe()]
+        if not run.ends:
+            return []
+        stored, stop = run.stored, run.ends[-1] + 1
+        parent, tokens, extra = self._before(run, run.first % BLOCKS_A_RUN)
+        tokens += run.tokens[: stop * stored.block_size]
+        extra += (stored.extra_keys or [None] * stop)[:stop]
+        is_known = with_tokens and len(tokens) == len(extra) * stored.block_size
+        return [
+            replace(
+                stored,
+                parent=parent,
+                keys=[stored.keys[end] for end in run.ends],
+                token_ids=tokens.tolist() if is_known else (),
+                extra_keys=extra if is_known and any(extra) else None,
+                run_blocks=BLOCKS_A_RUN,
+            )
+        ]
+
+    def _before(self, run: _Run, count: int) -> tuple[BlockKey | None, array[int], list[Any]]:
+        """Return the block before the last ``count`` blocks before a run, and what is known of
+        these: tokens and extra keys."""
+        key, tokens = run.stored.parent, array("I")
+        extra: list[Any] = []
+        places = self._places[run.stored.medium, run.stored.root]
+        while count and key in places:
+            before = self._runs[places[key]]
+            stop = before.position(key) + 1
+            start, size = max(0, stop - count), before.stored.block_size
+            tokens = before.tokens[start * size : stop * size] + tokens
+            extra = (before.stored.extra_keys or [None] * stop)[start:stop] + extra
+            count -= stop - start
+            key = before.stored.keys[start - 1] if start else before.stored.parent
+        return key, tokens, extra
+
+    def _told_removal(self, removed: Removed) -> list[Removed]:
+        place = (removed.medium, removed.root)
+        ends, places = self._ends.get(place), self._places.get(place, {})
+        if ends is None:
+            return [removed]
+        runs = [self._runs.get(places.get(key, -1)) for key in removed.keys]
+        keys = [
+            key
+            for key, run in zip(removed.keys, runs, strict=True)
+            if key in ends or run is None or run.first is None
+        ]
+        ends.difference_update(keys)
+        return [replace(removed, keys=keys)] if keys else []
 
     def _drop_oldest_tokens(self) -> None:
         run_id = next(self._runs.irange(minimum=self._first_with_tokens))
@@ -162,6 +266,7 @@ class HeldBlocks:
                 del self._runs[run_id]
         if not places:
             self._places.pop(place, None)
+            self._ends.pop(place, None)
 
     def check(self) -> None:
         """Raise `InternalError` if runs, places and counts disagree. O(blocks)."""
@@ -179,6 +284,17 @@ class HeldBlocks:
             raise InternalError("runs and places of held blocks disagree")
         if self.num_tokens != sum(len(run.tokens) for run in self._runs.values()):
             raise InternalError("tokens of held blocks are miscounted")
+        self._check_ends()
+
+    def _check_ends(self) -> None:
+        kept = {(*place, key) for place, keys in self._ends.items() for key in keys}
+        ends = {
+            (run.stored.medium, run.stored.root, run.stored.keys[end])
+            for run in self._runs.values()
+            for end in run.ends
+        }
+        if kept != ends:
+            raise InternalError("blocks that stand for runs are not those that end one")
 
 
 def _parts(stored: Stored) -> Iterator[Stored]:
@@ -234,7 +350,7 @@ class PublishedNames:
         for change in changes:
             if isinstance(change, Cleared):
                 self._keys.clear()
-            elif change.medium in (Medium.CPU, Medium.LOCAL_CPU):
+            elif change.medium in _MEMORY:
                 continue
             elif isinstance(change, Stored):
                 place = (change.medium, change.root)

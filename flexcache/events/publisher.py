@@ -496,8 +496,9 @@ class KVEventPublisher(BatchPublisher[Change]):
             topic = f"kv@{pod or sockets.gethostname()}@{name}"
         self._hashes = config.kv_events_hashes
         self._rank = data_parallel_rank
-        has_replay = config.kv_events_replay_endpoint is not None
-        self._held = HeldBlocks() if has_replay else None
+        self._held: HeldBlocks | None = None
+        if config.kv_events_replay_endpoint is not None or config.kv_events_runs:
+            self._held = HeldBlocks(by_runs=config.kv_events_runs)
         super().__init__(
             Address(config.kv_events_endpoint, config.kv_events_replay_endpoint, topic),
             self._follow_and_encode,
@@ -507,9 +508,8 @@ class KVEventPublisher(BatchPublisher[Change]):
         )
 
     def _follow_and_encode(self, ts: float, changes: Sequence[Change]) -> bytes:
-        if self._held is not None:
-            self._held.apply(changes)
-        return self._encode_changes(ts, changes)
+        told = changes if self._held is None else self._held.apply(changes)
+        return self._encode_changes(ts, told)
 
     def _page(self, cursor: int) -> tuple[bytes, int | None] | None:
         if self._held is None or not self._held.is_whole:

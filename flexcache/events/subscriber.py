@@ -458,12 +458,15 @@ class BatchSubscriber(Generic[T]):
         has_hole = self._has_hole([batch[0] for batch in again], stop)
         if has_hole and may_begin_snapshot and (yield from self._read_snapshot()):
             return True
+        yield from self._deliver_again(again)
+        return False
+
+    def _deliver_again(self, again: Sequence[tuple[int, bytes, bytes]]) -> Steps[None]:
         for number, topic, payload in again:
             self.counters.replayed += 1
             self._replayed[number] = hash(payload)
             self._deliver(number, payload, topic)
             yield _GO_ON
-        return False
 
     def _goes_on(self, again: Sequence[tuple[int, bytes, bytes]], is_whole: bool) -> bool:
         """Return whether a replay from the last delivered batch on is of the same publisher."""

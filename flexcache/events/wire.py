@@ -36,6 +36,8 @@ class BlockStored(_Event, frozen=True):
         lookahead_token_ids: Tokens after each block that its hash covers too: a draft model (EAGLE,
             MTP) reads them. None: the hash covers no more than the block.
         cache_salt: SGLang's salt, which vLLM has among the first block's ``extra_keys``.
+        run_blocks: FlexCache's: each hash stands for so many blocks, of which it is the last one's.
+            There are as many times more tokens and extra keys. None: for one.
     """
 
     block_hashes: list[BlockHash]
@@ -53,6 +55,12 @@ class BlockStored(_Event, frozen=True):
     session_id: str | None = None
     lookahead_token_ids: list[list[int]] | None = None
     cache_salt: str | None = None
+    run_blocks: int | None = None
+
+    @property
+    def blocks_a_hash(self) -> int:
+        """How many blocks each hash stands for."""
+        return max(1, self.run_blocks or 1)
 
 
 class BlockRemoved(_Event, frozen=True):
@@ -72,8 +80,8 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 _TYPES: Mapping[str, type[Event]] = {
     kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)
 }
-_ONLY_IN_MAPS = ("locality", "session_id", "lookahead_token_ids", "cache_salt")
-"""Fields of SGLang, and those that vLLM has had since its events became maps."""
+_ONLY_IN_MAPS = ("locality", "session_id", "lookahead_token_ids", "cache_salt", "run_blocks")
+"""Fields of SGLang and FlexCache, and those that vLLM has had since its events became maps."""
 _POSITIONS = {
     name: [field for field in kind.__struct_fields__ if field not in _ONLY_IN_MAPS]
     for name, kind in _TYPES.items()
@@ -163,6 +171,7 @@ def describe(change: Change, hashes: str) -> Event:
                 lora_name=change.info.lora_name,
                 extra_keys=change.extra_keys,
                 locality=locality,
+                run_blocks=None if change.run_blocks == 1 else change.run_blocks,
             )
         case Removed(place, _, keys):
             medium, locality = place.value

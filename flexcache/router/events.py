@@ -28,6 +28,7 @@ from flexcache.router.index import (
     pack_extra_keys,
 )
 from flexcache.router.names import DiskNames, NamedBlocks, NamedRun
+from flexcache.router.waiting import OnceAMinute
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,8 @@ class EventApplier:
         self.unknown_media: set[str] = set()
         self.on_disk = DiskNames()
         self._names: dict[BlockForm, NamedBlocks] = {}
+        self._runs: set[BlockForm] = set()
+        """Forms of runs that were told."""
         self._holders: dict[str, set[Holder]] = {}
         """By source."""
         self._groups: dict[str, dict[int | None, bool]] = {}
@@ -91,11 +94,15 @@ class EventApplier:
         """Sources one of whose sizes was one too many."""
         self._places: dict[tuple[str, int | None, str | None, bool], Holder] = {}
         """By source, rank, medium and whether that is remote."""
+        self._num_refused = 0
+        """Those that were logged."""
+        self._says_full = OnceAMinute()
 
     @property
     def forms(self) -> list[BlockForm]:
         """Forms of the blocks that may be found."""
-        return [form for form, names in self._names.items() if names.num_names]
+        forms = [form for form, names in self._names.items() if names.num_names]
+        return forms + [form for form in self._runs if form._replace(run_blocks=1) in forms]
 
     def form(self, source: str) -> BlockForm | None:
         """Return the form of a source's first blocks; None: it has published none."""
@@ -133,6 +140,14 @@ class EventApplier:
                     self._stored(source, rank, event)
                 else:
                     self._cleared(source, rank)
+        if self.index.num_refused > self._num_refused and self._says_full.is_due():
+            log_event(
+                logger, logging.WARNING, "index_full", max_blocks=self.index.max_blocks,
+                refused_blocks=self.index.num_refused - self._num_refused, publisher=source,
+                effect="prompts go on without what engines stored since",
+                remedy="raise max_blocks, 180 bytes each; or kv_events_runs = true at the caches",
+            )  # fmt: skip
+            self._num_refused = self.index.num_refused
 
     def forget(self, source: str) -> None:
         """Drop all blocks of a source: it restarted, its events were lost, or it is gone."""
@@ -263,6 +278,8 @@ class EventApplier:
                 return None
             table = self._names[form] = NamedBlocks(self.index, on_disk=self.on_disk)
         self._forms.setdefault(source, form)
+        if event.blocks_a_hash > 1 and len(self._runs) < _MAX_SIZES:
+            self._runs.add(form._replace(run_blocks=event.blocks_a_hash))
         return table
 
     def _crowd_out(self, source: str, block_size: int) -> None:
@@ -281,9 +298,10 @@ class EventApplier:
         """Return what the event says of its blocks' content; None unless it says all."""
         size, tokens, extra_keys = event.block_size, event.token_ids, event.extra_keys
         lookahead = event.lookahead_token_ids or [[]] * len(names)
-        if not tokens or len(tokens) != size * len(names):
+        count = len(names) * event.blocks_a_hash
+        if not tokens or len(tokens) != size * count:
             return None
-        if extra_keys is not None and len(extra_keys) != len(names):
+        if extra_keys is not None and len(extra_keys) != count:
             return None
         width = len(lookahead[0])
         if len(lookahead) != len(names) or any(len(each) != width for each in lookahead):
@@ -301,6 +319,7 @@ class EventApplier:
             parent=None if parent is None else low_64_bits(parent),
             packed=packed,
             extra_keys=extra,
+            run_blocks=event.blocks_a_hash,
         )
 
     def check(self) -> None:

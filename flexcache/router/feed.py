@@ -62,7 +62,14 @@ def slices(batch: EventBatch) -> Iterator[EventBatch]:
 
 
 def _num_blocks(event: Event) -> int:
-    return len(event.block_hashes) if isinstance(event, BlockStored | BlockRemoved) else 1
+    if not isinstance(event, BlockStored | BlockRemoved):
+        return 1
+    return len(event.block_hashes) * (_run_blocks(event) if isinstance(event, BlockStored) else 1)
+
+
+def _run_blocks(event: BlockStored) -> int:
+    """Return how many blocks there are for each hash: without tokens there is but the hash."""
+    return event.blocks_a_hash if event.token_ids else 1
 
 
 def _pieces(event: Event) -> Iterator[Event]:
@@ -74,12 +81,13 @@ def _pieces(event: Event) -> Iterator[Event]:
         while part := list(islice(hashes, MAX_BLOCKS)):
             yield msgspec.structs.replace(event, block_hashes=part)
     elif isinstance(event, BlockStored):
-        count, size = len(event.block_hashes), event.block_size
+        run = _run_blocks(event)
+        count, size, step = len(event.block_hashes), event.block_size * run, MAX_BLOCKS // run or 1
         if len(event.token_ids) not in (0, count * size):
             yield event
             return
-        for start in range(0, count, MAX_BLOCKS):
-            stop = start + MAX_BLOCKS
+        for start in range(0, count, step):
+            stop = start + step
             yield msgspec.structs.replace(
                 event,
                 block_hashes=event.block_hashes[start:stop],
@@ -87,7 +95,9 @@ def _pieces(event: Event) -> Iterator[Event]:
                 if start
                 else event.parent_block_hash,
                 token_ids=event.token_ids[start * size : stop * size],
-                extra_keys=None if event.extra_keys is None else event.extra_keys[start:stop],
+                extra_keys=None
+                if event.extra_keys is None
+                else event.extra_keys[start * run : stop * run],
                 lookahead_token_ids=None
                 if event.lookahead_token_ids is None
                 else event.lookahead_token_ids[start:stop],

@@ -152,12 +152,16 @@ def find(
         ValueError: A token id is out of range.
     """
     known = np.zeros(index.holders.num_bits + 1, np.int64)
-    by_form = {}
-    for form in forms:
-        chain = chain_of(Space(form.size, adapter, form.lookahead))
-        keys = by_form[form] = chain.block_keys(tokens, salt=salt)
-        usable = keys if limit is None else keys[: limit // form.size]
-        np.maximum(known, index.depths(index.match(usable)) * form.size, out=known)
+    by_form: dict[BlockForm, list[int]] = {}
+    for form in sorted(forms):  # runs follow their blocks
+        keys = by_form.get(form._replace(run_blocks=1))
+        if keys is None:
+            chain = chain_of(Space(form.size, adapter, form.lookahead))
+            keys = chain.block_keys(tokens, salt=salt)
+        keys = by_form[form] = keys[form.run_blocks - 1 :: form.run_blocks]
+        size = form.size * form.run_blocks
+        usable = keys if limit is None else keys[: limit // size]
+        np.maximum(known, index.depths(index.match(usable)) * size, out=known)
     return Found(known, by_form)
 
 
@@ -284,7 +288,7 @@ class Holdings:
         try:
             return find(
                 self.index,
-                sorted(forms),
+                forms,
                 request.token_ids,
                 adapter=request.adapter,
                 salt=request.cache_salt,
@@ -313,7 +317,7 @@ class Holdings:
         deepest, holding = self._deepest_on_disk(spec, found)
         if holding is None:
             return None
-        for (size, _), keys in found.keys.items():
+        for (size, _, _), keys in found.keys.items():
             if deepest % size == 0 and deepest <= len(keys) * size:
                 name = self.applier.on_disk.find(holding, keys[deepest // size - 1])
                 if name is not None:

@@ -32,10 +32,12 @@ class BlockForm(NamedTuple):
         size: Tokens per block.
         lookahead: Tokens after a block that it must share with a prompt to be found: what a draft
             model (EAGLE, MTP) has stored for the block's last token depends on them.
+        run_blocks: Only the last one of so many blocks is noted.
     """
 
     size: int
     lookahead: int = 0
+    run_blocks: int = 1
 
 
 class Space(NamedTuple):

@@ -83,6 +83,7 @@ class NamedRun(NamedTuple):
         parent: Name of the block before them; None: a prompt's start.
         packed: All of their tokens, from `keys.pack`.
         extra_keys: From `keys.pack_extra_keys`.
+        run_blocks: Blocks that each name stands for, of which it is the last one's.
     """
 
     chain: KeyChain
@@ -90,6 +91,12 @@ class NamedRun(NamedTuple):
     parent: int | None
     packed: bytes
     extra_keys: Sequence[bytes] = ()
+    run_blocks: int = 1
+
+    def keys_after(self, parent: int | None) -> list[int]:
+        """Return the keys of the named blocks, after the block with this key."""
+        keys = self.chain.extend(parent, self.packed, self.extra_keys)
+        return keys[self.run_blocks - 1 :: self.run_blocks]
 
 
 class NamedBlocks:
@@ -156,7 +163,7 @@ class NamedBlocks:
             self._keep_loose(run.parent, run)
             self.stored_by_name(holder, run.names)
             return
-        keys = run.chain.extend(parent, run.packed, run.extra_keys)
+        keys = run.keys_after(parent)
         taken = self._index.stored(holder, keys)
         names = run.names[:taken]
         self._learn(holder, names, keys)
@@ -237,8 +244,7 @@ class NamedBlocks:
                 self.waiting.removed(waiter, [name])
                 self._learn(waiter, [name], [key])
             for run in self._take_loose(name):
-                keys = run.chain.extend(key, run.packed, run.extra_keys)
-                todo.extend(zip(run.names, keys, strict=False))
+                todo.extend(zip(run.names, run.keys_after(key), strict=False))
 
     def _keep_loose(self, parent: int, run: NamedRun) -> None:
         """Keep a run until its parent is known, in place of a shorter one."""

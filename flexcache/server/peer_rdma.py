@@ -86,14 +86,17 @@ class RdmaPlane:
                       effect="blocks go by TCP")  # fmt: skip
 
     def begin(self, own_address: str) -> bool:
-        """Begin, unless that was done; whether it can be used.
+        """Begin, unless that was done; whether it can be used. It knows no IPv6.
 
         Not before a connection: only it tells by which address of ours peers reach us.
         """
+        own_address = own_address.removeprefix("::ffff:")
+        if ":" in own_address:
+            return False
         with self._lock:
             if not self._has_begun and not self._has_failed:
                 with self._told_if_it_fails():
-                    self._begin(own_address.removeprefix("::ffff:"))
+                    self._begin(own_address)
                     self._has_begun = True
         return self._has_begun
 
@@ -112,7 +115,7 @@ class RdmaPlane:
             raise FlexCacheError(f"Transfer Engine cannot register {num_bytes} bytes")
 
     def can_reach(self, host: str) -> bool:
-        """Whether a peer's host is to be read from so; Transfer Engine knows no IPv6."""
+        """Whether a peer's host is to be read from so."""
         is_avoided = time.monotonic() < self._avoided.get(host, 0.0)
         return not self._num_given_up and not is_avoided and ":" not in host
 

@@ -28,6 +28,10 @@ from flexcache.events.subscriber import (
 )
 from flexcache.events.wire import END_OF_REPLAY, BlockRemoved, BlockStored, Event, encode_batch
 from flexcache.ids import BlockKey, RootId
+from flexcache.router.events import EventApplier
+from flexcache.router.fleet import Tier
+from flexcache.router.holdings import find
+from flexcache.router.index import Holder, KVIndexer
 from flexcache.server import observers
 
 PATIENCE_S = 60.0
@@ -404,3 +408,46 @@ def test_a_snapshot_of_a_cache_is_what_its_tiers_hold(
 def held_by(tier: Any) -> set[int]:
     directories = tier.index._directories.values()
     return {int.from_bytes(key[-8:], "big") for keys in directories for key in keys}
+
+
+def test_an_ssd_told_by_runs_is_known_to_early_and_late_subscribers_alike(tmp_path: Path) -> None:
+    rng = np.random.default_rng(7)
+    settings = {
+        "kv_events_endpoint": ANY_PORT,
+        "kv_events_replay_endpoint": ANY_PORT,
+        "kv_events_runs": True,
+    }
+    with running_cluster(
+        [tmp_path], num_cpu_blocks=96, num_ssd_blocks=80, skip_slow_loads=False, **settings
+    ) as cluster:
+        publisher = cluster.server._observers._publisher
+        tiers = list(cluster.server.cache.tasks.cache.tiers)
+        prompts = [rng.integers(0, 50_000, 16 * 40) for _ in range(4)]
+        early, late = EventApplier(KVIndexer()), EventApplier(KVIndexer())
+        for tokens in prompts:
+            cluster.put(tokens, range(40))
+        settle(publisher)
+        address = publisher.address
+        with KVEventSubscriber(address.endpoint, address.replay_endpoint) as subscriber:
+            follow(subscriber, early)  # all that was told, from the first batch on
+        with following(publisher) as subscriber:
+            follow(subscriber, late)
+        on_ssd = len(held_by(tiers[1]))
+        for applier in (early, late):
+            applier.check()
+            held = {each.tier: applier.index.num_held(each) for each in applier.index.holders}
+            assert held[Tier.DRAM] == len(held_by(tiers[0]))
+            # A prompt's last run may have lost some of its blocks.
+            assert on_ssd // 16 - len(prompts) <= held[Tier.DISK] <= on_ssd // 16
+            assert held[Tier.DISK] == early.index.num_held(Holder("c", Tier.DISK)) > 0
+        for tokens in prompts:
+            found = [sorted(find(each.index, each.forms, tokens).tokens) for each in (early, late)]
+            assert found[0] == found[1]
+
+
+def follow(subscriber: KVEventSubscriber, applier: EventApplier) -> None:
+    news = subscriber.receive(PATIENCE_S)
+    while news is not None:
+        assert isinstance(news, Received | SnapshotPart)
+        applier.apply("c", news.batch)
+        news = subscriber.receive(0)

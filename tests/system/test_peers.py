@@ -12,9 +12,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+import zmq
 from cluster import Cluster, running_cluster, until
 from ports import free_port, free_range
 from typer.testing import CliRunner
@@ -25,8 +27,10 @@ from flexcache.cli import cache as cache_commands
 from flexcache.doctor.endpoints import check_peers
 from flexcache.doctor.subject import Level, Subject
 from flexcache.ids import HandOver
+from flexcache.protocol.messages import FindBlocks, FoundBlocks, TakeBlocks, TookBlocks
 from flexcache.protocol.trust import make_keys
 from flexcache.server.operator import Operator
+from flexcache.server.peer_worker import connect_peer
 
 NUM_BLOCKS = 24
 TOKENS = np.arange(NUM_BLOCKS * 16)
@@ -329,3 +333,40 @@ def test_ctrl_c_stops_a_drain(model: ModelConfig, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(cache_commands.time, "sleep", pressed)
         found = drained(port, "--to", f"tcp://127.0.0.1:{free_range(2)}")
     assert (found["state"], found["left_blocks"]) == ("stopped", NUM_BLOCKS)
+
+
+def test_a_peer_that_hands_over_and_asks_for_anything_disturbs_no_one(
+    model: ModelConfig, tmp_path: Path
+) -> None:
+    ssd = {"ssd_cache_dirs": [str(tmp_path)], "num_ssd_blocks": 64, "transfer_chunk_mb": 0.05}
+    with caches(model, first=ssd) as (one, two), zmq.Context() as context:
+        one.put(TOKENS, BLOCKS)
+        links, cache = two.server.peers, one.server.cache
+        assert links is not None
+        assert cache is not None
+        with connect_peer(context, address_of(one), None) as line:
+            line.rcvtimeo = 60_000
+            # As if the other one went, and had what it has not; then what makes no sense.
+            for number in range(100):
+                keys = b"%016d" % number * 50
+                line.send(msgspec.msgpack.encode(TakeBlocks(
+                    number, links.id, cache.kept, b"r" * 16, keys, 16, 0.0, number % 3
+                )))  # fmt: skip
+                line.send(msgspec.msgpack.encode(
+                    FindBlocks(0, b"r" * 16, keys, 16, [(0, b"x", 1 << 40)], stage=True)
+                ))  # fmt: skip
+            line.send(msgspec.msgpack.encode(
+                TakeBlocks(100, links.id, cache.kept, b"short", b"", 0, float("nan"), -1)
+            ))  # fmt: skip
+            took, decoder = [], msgspec.msgpack.Decoder(FoundBlocks | TookBlocks)
+            while len(took) < 100:
+                answer = decoder.decode(line.recv())
+                took += [answer] if isinstance(answer, TookBlocks) else []
+        assert any(each.refusal for each in took)
+        assert not any(each.num_read or each.num_blocks for each in took)
+        until(lambda: one.num_leased() == 0)
+        assert one.manager.stats()["counters"]["rejected_messages"]["malformed"] == 1
+        expected = one.read(BLOCKS)
+        two.wipe(BLOCKS)
+        until(lambda: two.get(TOKENS, BLOCKS).mask.all())
+        assert two.read(BLOCKS) == expected

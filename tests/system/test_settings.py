@@ -365,6 +365,7 @@ SCENARIOS = [
     Scenario("SGLang's block hashes", lambda d: {**observers(d), "kv_events_hashes": "int_first"},
              is_observed),
     Scenario("locality", lambda d: {**observers(d), "kv_events_locality": True}, is_observed),
+    Scenario("runs", lambda d: {**observers(d), **ssd(d), "kv_events_runs": True}, is_observed),
     Scenario("changes", lambda d: {"kv_events": True}, records_changes),
     Scenario("a server process", at_a_server, comes_back_from("SSD"), in_file=True),
 ]  # fmt: skip

@@ -73,15 +73,15 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 79_170,
+    "lines of the package": 79_350,
     "files of the package": 263,
-    "lines of the router": 16_510,
+    "lines of the router": 16_565,
     "modules under 120 lines with one importer": 2,
     "class names that several classes have": 2,
     "functions with too many parameters": 5,
     "functions more complex than 12": 34,
     "types of messages": 68,
-    "settings of the cache": 54,
+    "settings of the cache": 55,
     "settings of the router": 33,
     "metrics": 124,
 }

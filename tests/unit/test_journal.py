@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from unittest import mock
 
 import numpy as np
 from builders import ROOT, get_of, key_of, keys_of, make_cache, put_of, words
@@ -11,13 +12,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from flexcache.cache.block_keys import EngineBlockKeys, PromptContent
-from flexcache.cache.journal import MEDIUM_OF, WITH_LOCALITY, Cleared, Medium, Removed, Stored
+from flexcache.cache.journal import (
+    MEDIUM_OF,
+    WITH_LOCALITY,
+    Change,
+    Cleared,
+    Medium,
+    Removed,
+    Stored,
+)
 from flexcache.cache.plan import Plan, PlannerSettings
 from flexcache.cache.prefix_index import RestoredRun
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.cache.tiers import Tiers
 from flexcache.cache.write_back import DirtyQueue
+from flexcache.events import held_blocks
 from flexcache.events.held_blocks import HeldBlocks
 from flexcache.ids import BlockKey, RequestInfo, TierName
 
@@ -76,10 +86,48 @@ class Reader:
             assert stored.info.lora_name == "an-adapter"
 
 
+class RunReader:
+    """Applies changes by runs of two blocks."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[Medium, set[BlockKey]] = {medium: set() for medium in Medium}
+        self.runs: dict[Medium, set[BlockKey]] = {medium: set() for medium in Medium}
+
+    def read(self, changes: Sequence[Change]) -> None:
+        for change in changes:
+            match change:
+                case Cleared():
+                    self.__init__()  # type: ignore[misc]
+                case Removed():
+                    blocks, runs = self.blocks[change.medium], self.runs[change.medium]
+                    assert set(change.keys) <= blocks | runs, "what was not told cannot go"
+                    blocks.difference_update(change.keys)
+                    runs.difference_update(change.keys)
+                case Stored(run_blocks=length):
+                    self._stored(change, length)
+
+    def _stored(self, stored: Stored, length: int) -> None:
+        told = (self.blocks if length == 1 else self.runs)[stored.medium]
+        assert length in (1, 2) and not told & set(stored.keys)
+        assert stored.parent is None or stored.parent in told
+        first = stored.keys[0].decode()[:-length]
+        assert stored.parent == (key_of(first) if first else None)
+        last = stored.keys[-1].decode()
+        assert [len(key) for key in stored.keys] == [
+            *range(len(first) + length, len(last) + 1, length)
+        ]
+        if stored.token_ids:
+            assert list(stored.token_ids) == tokens_of(last[len(first) :])
+            assert stored.extra_keys == [(letter,) for letter in last[len(first) :]]
+        told |= set(stored.keys)
+
+
 class JournalMachine(RuleBasedStateMachine):
     """Puts, gets, evictions, bad blocks and clearing over three tiers."""
 
     write_back = False
+    by_runs = False
+    max_tokens = 12
     medium_of = MEDIUM_OF
 
     def __init__(self) -> None:
@@ -90,7 +138,10 @@ class JournalMachine(RuleBasedStateMachine):
             tells_locality=self.medium_of is WITH_LOCALITY,
         )  # fmt: skip
         self.reader = Reader()
-        self.held = HeldBlocks(max_tokens=12)
+        self.held = HeldBlocks(max_tokens=self.max_tokens, by_runs=self.by_runs)
+        self.told = RunReader()
+        self.patch = mock.patch.object(held_blocks, "BLOCKS_A_RUN", 2)
+        self.patch.start()
         self.plans: list[tuple[Plan, str]] = []
 
     @rule(word=some_word, as_array=st.booleans())
@@ -142,7 +193,7 @@ class JournalMachine(RuleBasedStateMachine):
         assert self.cache.tiers.journal is not None
         changes = self.cache.tiers.journal.take()
         self.reader.read(changes)
-        self.held.apply(changes)
+        self.told.read(self.held.apply(changes))
         self.held.check()
         for medium in Medium:
             found = {
@@ -153,12 +204,20 @@ class JournalMachine(RuleBasedStateMachine):
                 if tier.index.contains(ROOT, key_of(word))
             }
             assert self.reader.blocks[medium] == found
+            if self.by_runs and medium not in (Medium.CPU, Medium.LOCAL_CPU):
+                assert self.told.runs[medium] == {key for key in found if len(key) % 2 == 0}
+                assert not self.told.blocks[medium]
+            else:
+                assert self.told.blocks[medium] == found
 
     @invariant()
     def a_snapshot_has_what_can_be_found(self) -> None:
-        late = Reader()
+        late = RunReader()
         late.read(list(all_pages(self.held)))
-        assert late.blocks == self.reader.blocks
+        assert (late.blocks, late.runs) == (self.told.blocks, self.told.runs)
+
+    def teardown(self) -> None:
+        self.patch.stop()
 
 
 def all_pages(held: HeldBlocks) -> Iterator[Stored]:
@@ -176,12 +235,26 @@ class JournalWithLocalityMachine(JournalMachine):
     medium_of = WITH_LOCALITY
 
 
+class JournalByRunsMachine(JournalMachine):
+    by_runs = True
+    max_tokens = 1000
+
+
+class ShortOfTokensMachine(WriteBackJournalMachine):
+    by_runs = True
+    medium_of = WITH_LOCALITY
+
+
 TestJournal = JournalMachine.TestCase
 TestJournal.settings = settings(stateful_step_count=30)
 TestWriteBackJournal = WriteBackJournalMachine.TestCase
 TestWriteBackJournal.settings = settings(stateful_step_count=30)
 TestJournalWithLocality = JournalWithLocalityMachine.TestCase
 TestJournalWithLocality.settings = settings(stateful_step_count=30)
+TestJournalByRuns = JournalByRunsMachine.TestCase
+TestJournalByRuns.settings = settings(stateful_step_count=30)
+TestShortOfTokens = ShortOfTokensMachine.TestCase
+TestShortOfTokens.settings = settings(stateful_step_count=30)
 
 
 def test_restored_blocks_are_recorded_without_tokens() -> None:

@@ -683,6 +683,22 @@ def test_blocks_that_a_cache_restored_without_tokens_are_asked_for_once_these_ar
     assert asked_block(router, request([*PROMPT, 1])) == names[-1]
 
 
+def test_a_cache_that_tells_its_ssd_by_runs_is_asked_for_the_last_block_of_one() -> None:
+    router = KVRouter()
+    router.set_workers([with_cache("a")])
+    in_dram = stored(PROMPT, "CPU")
+    names = names_in(in_dram)
+    run = BlockStored([names[15]], None, [], BLOCK, None, "STORAGE", None, run_blocks=16)  # type: ignore[list-item]
+    router.apply(CACHE, in_dram)
+    router.apply(CACHE, EventBatch(0.0, [run]))
+    assert asked_block(router, request([*PROMPT, 1])) is None
+    router.apply(CACHE, removed(in_dram, 0))
+    assert asked_block(router, request([*PROMPT, 1])) == names[15]
+    assert asked_block(router, request([*PROMPT[: 15 * BLOCK], 1])) is None
+    router.apply(CACHE, EventBatch(0.0, [BlockRemoved([names[15]], "STORAGE")]))  # type: ignore[list-item]
+    assert asked_block(router, request([*PROMPT, 1])) is None
+
+
 def test_each_cache_is_asked_by_its_own_name() -> None:
     """Engines with seeds of their own name equal blocks differently."""
     router = KVRouter()

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from flexcache.cache.journal import Change, Cleared, Medium, Removed, Stored
+from flexcache.events.held_blocks import HeldBlocks
 from flexcache.events.wire import (
     AllBlocksCleared,
     BlockRemoved,
@@ -453,6 +454,18 @@ def test_what_waits_is_bounded() -> None:
     assert names.waiting.num_refused == 30
 
 
+def test_a_full_index_is_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    applier = EventApplier(KVIndexer(max_blocks=4))
+    for first in range(0, 12, 2):
+        tokens = [first] * 2 * SIZE
+        event = BlockStored([first, first + 1], None, tokens, SIZE, None, "GPU", None)
+        applier.apply("source", EventBatch(1.0, [event]))
+    applier.check()
+    assert applier.index.num_refused == 8
+    (record,) = [each for each in caplog.records if "index_full" in each.message]
+    assert "max_blocks=4" in record.message and "refused_blocks=2" in record.message
+
+
 def test_malformed_events_do_no_harm() -> None:
     wrong = [
         msgspec.structs.replace(stored(PROMPT), token_ids=[-1] * 24),
@@ -741,3 +754,78 @@ class EventsMachine(RuleBasedStateMachine):
 
 TestEvents = EventsMachine.TestCase
 TestEvents.settings = settings(stateful_step_count=20)
+
+
+@pytest.mark.parametrize("locality", [False, True])
+def test_a_cache_that_tells_its_ssd_by_runs_is_found_in_steps_of_a_run(locality: bool) -> None:
+    """A publisher, live and by a snapshot: what is found is never more than what is there."""
+    disk = Medium.LOCAL_STORAGE if locality else Medium.STORAGE
+    rng = np.random.default_rng(5)
+    prompt = rng.integers(0, 1000, 40 * SIZE).tolist()
+    names = [BlockKey(name.to_bytes(8, "big")) for name in names_of(prompt)]
+    info = RequestInfo(lora_name="tuned")
+    found = {"adapter": "tuned", "salt": "pepper"}
+
+    def store(medium: Medium, start: int, stop: int) -> Stored:
+        extra = [["tuned", "pepper"] if not block else ["tuned"] for block in range(start, stop)]
+        tokens = prompt[start * SIZE : stop * SIZE]
+        parent = names[start - 1] if start else None
+        return Stored(medium, ROOT, parent, names[start:stop], SIZE, tokens, info, extra)
+
+    held = HeldBlocks(by_runs=True)
+    live = make()
+
+    def tell(*changes: Change) -> dict[tuple[str, str], int]:
+        events = [describe(change, "int") for change in held.apply(changes)]
+        live.apply("c", decode_batch(encode_batch(1.0, events)))
+        live.check()
+        held.check()
+        late, cursor = make(), 0
+        while cursor is not None:
+            page, cursor = held.page(cursor)  # type: ignore[assignment]
+            late.apply("c", EventBatch(1.0, [describe(change, "int") for change in page]))
+        late.check()
+        assert depths(late, prompt, **found) == depths(live, prompt, **found)
+        assert live.num_waiting == late.num_waiting == 0
+        return depths(live, prompt, **found)
+
+    assert tell(store(disk, 0, 10)) == {}
+    assert tell(store(Medium.CPU, 0, 40)) == {("c", "dram"): 40 * SIZE}
+    assert tell(store(disk, 10, 20), store(disk, 20, 31))["c", "disk"] == 16 * SIZE
+    assert tell(store(disk, 31, 40))["c", "disk"] == 32 * SIZE
+    assert live.index.num_blocks == 40
+    assert live.index.num_held(Holder("c", Tier.DISK)) == 2
+    tell(Removed(disk, ROOT, names[33:]))
+    told = tell(Removed(Medium.CPU, ROOT, names[10:]), Removed(disk, ROOT, names[31:33]))
+    assert told == {("c", "dram"): 10 * SIZE, ("c", "disk"): 16 * SIZE}
+    assert depths(live, prompt) == {}, "without adapter and salt it is another prompt"
+    tell(store(Medium.CPU, 10, 40))  # what is written to SSD is in DRAM then
+    assert tell(store(disk, 31, 40))["c", "disk"] == 32 * SIZE
+    fork = [*names[:20], *(BlockKey(bytes([block]) * 8) for block in range(20))]
+    tokens = list(range(5000, 5000 + 20 * SIZE))
+    for medium in (Medium.CPU, disk):
+        tell(Stored(medium, ROOT, names[19], fork[20:], SIZE, tokens, info, [["tuned"]] * 20))
+    tell(Removed(Medium.CPU, ROOT, fork[20:]))
+    assert depths(live, prompt[: 20 * SIZE] + tokens, **found) == {
+        ("c", "dram"): 20 * SIZE, ("c", "disk"): 32 * SIZE,
+    }  # fmt: skip
+    assert tell(Cleared()) == {}
+
+
+def test_runs_that_are_restored_without_tokens_are_found_once_these_are_known() -> None:
+    prompt = list(range(40 * SIZE))
+    names = [BlockKey(name.to_bytes(8, "big")) for name in names_of(prompt)]
+    held, applier = HeldBlocks(by_runs=True), make()
+
+    def tell(change: Change) -> None:
+        events = [describe(each, "int") for each in held.apply([change])]
+        applier.apply("c", EventBatch(1.0, events))
+        held.check()
+
+    tell(Stored(Medium.STORAGE, ROOT, None, names[:20], SIZE))
+    tell(Stored(Medium.STORAGE, ROOT, names[19], names[20:], SIZE, prompt[20 * SIZE :]))
+    assert depths(applier, prompt) == {}
+    tell(Stored(Medium.CPU, ROOT, None, names, SIZE, prompt))  # now their tokens are known
+    assert depths(applier, prompt) == {("c", "dram"): 40 * SIZE, ("c", "disk"): 32 * SIZE}
+    tell(Removed(Medium.STORAGE, ROOT, names[20:]))
+    assert depths(applier, prompt)["c", "disk"] == 16 * SIZE
