@@ -155,19 +155,21 @@ class Dispatcher:
         self, ids: tuple[str, str], prompt: MatchedPrompt, stages: Stages, now: float
     ) -> tuple[Running, Running]:
         """Count both parts of a divided request, by these ids, as load from now on."""
+        loaded = prompt._replace(matched=stages.matched)
         first = self._begin(ids[0], prompt, stages.prefill, now)
-        second = self._begin(ids[1], prompt._replace(matched=stages.matched), stages.decode, now)
-        # Nothing waits behind it, and what its first token took says nothing: it waits for the
-        # other.
-        self.load.first_token(second, now)
-        return first, second
+        return first, self._begin(ids[1], loaded, stages.decode, now, is_handed_over=True)
 
-    def _begin(self, request_id: str, prompt: MatchedPrompt, worker: int, now: float) -> Running:
+    def _begin(
+        self, request_id: str, prompt: MatchedPrompt, worker: int, now: float,
+        is_handed_over: bool = False,
+    ) -> Running:  # fmt: skip
         gpu, dram, disk = (int(each) for each in prompt.matched[:, worker])
         new = prompt.num_tokens - gpu - dram - disk
         service_s = self.service_time.predict_one(worker, prompt.num_tokens, new, dram, disk)
         work = Work(prompt.num_tokens, new, dram, disk, service_s)
-        running = Running(request_id, worker, work, now, now + LEASE_S)
+        running = Running(
+            request_id, worker, work, now, now + LEASE_S, is_handed_over=is_handed_over
+        )
         self.add(running, now)
         return running
 
@@ -177,16 +179,22 @@ class Dispatcher:
         self.running[running.request_id] = running
         if running.number != GONE:
             self.load.add(running, now)
+            if running.is_handed_over:
+                self.load.first_token(running, now)
 
-    def first_token(self, request_id: str, now: float) -> None:
-        """Note the first token of a request, and learn from the time it took."""
+    def first_token(self, request_id: str, now: float, *, learns: bool = True) -> None:
+        """Note the first token of a request, and learn from the time it took.
+
+        Args:
+            learns: Whether that is known, and it does.
+        """
         running = self.running.get(request_id)
         if running is None or running.first_token_s is not None:
             return
         running.first_token_s = now
         if running.number != GONE:
             served = self.load.first_token(running, now)
-            if served is not None:
+            if served is not None and learns:
                 self.service_time.learn(served)
 
     def ended(self, request_id: str, now: float) -> Running | None:

@@ -75,6 +75,7 @@ class Running:
         worker: Name of its worker.
         owner: Who will report its end: a proxy process or another router; empty: this process.
         is_peers: Another router sent it: it is load here, and no more.
+        is_handed_over: Another worker computes its prompt: it waits for that, and no other for it.
         predicted_tokens: Predicted cached tokens; None if the prompt's tokens are unknown.
         ttft_s: Predicted; None if it is unknown.
         was_served: The engine began to answer.
@@ -92,6 +93,7 @@ class Running:
     worker: str = ""
     owner: str = ""
     is_peers: bool = False
+    is_handed_over: bool = False
     predicted_tokens: int | None = None
     ttft_s: float | None = None
     was_served: bool = False

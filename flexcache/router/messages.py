@@ -39,19 +39,22 @@ class RunningRequest(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         work: What it is expected to cost.
         has_first_token: Whether its answer has begun.
+        is_handed_over: See `Running`.
     """
 
     request_id: str
     worker: str
     work: Work
     has_first_token: bool = False
+    is_handed_over: bool = False
 
 
 def told(running: Running) -> RunningRequest:
     """Return a running request as others are told of it."""
     return RunningRequest(
-        running.request_id, running.worker, running.work, running.first_token_s is not None
-    )
+        running.request_id, running.worker, running.work, running.first_token_s is not None,
+        running.is_handed_over,
+    )  # fmt: skip
 
 
 class ProxyCounters(msgspec.Struct, frozen=True):

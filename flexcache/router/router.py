@@ -344,12 +344,14 @@ class KVRouter:
         name = f"{owner} {request.request_id}" if is_peers else request.request_id
         number = self.fleet[request.worker].number if request.worker in self.fleet else GONE
         running = Running(
-            name, number, request.work, now, now + LEASE_S, request.worker, owner, is_peers
-        )
+            name, number, request.work, now, now + LEASE_S, request.worker, owner, is_peers,
+            request.is_handed_over,
+        )  # fmt: skip
         self.ended(name, now)
         self.dispatcher.add(running, now)
         if request.has_first_token:
-            self.first_token(name, now)
+            running.was_served = True
+            self.dispatcher.first_token(name, now, learns=False)  # when it came is not known here
         return running
 
     # -- reports -----------------------------------------------------------------------------------

@@ -277,6 +277,23 @@ def test_another_worker_computes_a_prompt_where_that_is_sooner() -> None:
     assert router.counts.decisions["divided"] == 1
 
 
+def test_another_router_counts_both_parts_of_a_divided_request_and_learns_from_neither() -> None:
+    roles = ("p", "prefill", "flexcache"), ("d", "decode", "flexcache")
+    router, other = staged(*roles), staged(*roles)
+    decodes(router, "d", 20)
+    assert divided(router) == ["p", "d"]
+    for name in ("r", prefill_id("r", 0)):
+        other.follow(told(router.running[name]), 0.0, owner="router-2", is_peers=True)
+    wait_s = other.dispatcher.load.wait_s(0.0)
+    assert wait_s[other.fleet["p"].number] > 0 and wait_s[other.fleet["d"].number] <= 0
+    other.first_token("router-2 r", 9.0)
+    running = replace(router.running["d 0"])
+    assert told(running).has_first_token
+    other.follow(told(running), 9.0, owner="router-2", is_peers=True)
+    assert other.dispatcher.service_time.num_samples == 0, "when its token came is not known"
+    other.check()
+
+
 def test_only_those_that_can_take_its_kv_decode_what_a_worker_computes() -> None:
     router = staged(
         ("p", "prefill", "nixl"), ("c", "decode", "flexcache"), ("d", "both", "nixl"),

@@ -35,7 +35,7 @@ from flexcache.integration.vllm.step_loads import StepBudget
 from flexcache.integration.vllm.weights import RequestName
 from flexcache.integration.vllm.worker import Load
 
-_IDLE_WAIT_S = 0.001
+_IDLE_WAIT_S, _IDLE_COMPUTED_S = 0.001, 0.004
 _COMPUTED_AGAIN_S = 0.01
 """How soon the cache is asked again for what another engine computes."""
 
@@ -351,8 +351,8 @@ class Gets:
         self.budget.begin_step(len(num_scheduled))
         step, self._step = self._step, Step()
         step.num_tokens, step.launched_s = sum(num_scheduled.values()), time.monotonic()
-        if not step.num_tokens and any(r.asked_s is not None for r in self._requests.values()):
-            time.sleep(_IDLE_WAIT_S)  # spinning would delay the remote store's answer
+        if not step.num_tokens:
+            self._wait_idle(step.launched_s)
         for load in step.loads:
             if load.promised is not None:
                 self._requests[load.request_id].get = None
@@ -367,6 +367,13 @@ class Gets:
         gone, self._gone = self._gone, set()
         step.started |= dict.fromkeys(gone, False)
         return step
+
+    def _wait_idle(self, now: float) -> None:
+        """Give others the processor if all that there is to do is to wait for an answer."""
+        waiting = [r for r in self._requests.values() if r.asked_s is not None]
+        if waiting:  # spinning would delay the store's answer, or what the other engine computes
+            is_computed = all(now < record.again_s for record in waiting)
+            time.sleep(_IDLE_COMPUTED_S if is_computed else _IDLE_WAIT_S)
 
     def step_ended(self, now: float) -> Step | None:
         """Return the oldest of the steps: it has ended on every rank."""
