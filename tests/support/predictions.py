@@ -51,4 +51,4 @@ async def predicting(**workers: tuple[EventSource, ...]) -> AsyncIterator[Predic
         assert all(stats.bad_batches == 0 for stats in feed.stats().values())
         predictions.router.check()
     finally:
-        await feed.close()
+        feed.close()
