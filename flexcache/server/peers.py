@@ -269,7 +269,11 @@ class PeerLinks:
                 self._follow(listed)
             except (ValueError, ConfigError, zmq.ZMQError) as error:
                 self._named.pop(source, None)
-                log_event(logger, logging.WARNING, "peer_not_followed", peer=source, reason=error)
+                if "source" not in self._refused:  # requests may say what they like, and often
+                    self._refused.add("source")
+                    log_event(
+                        logger, logging.WARNING, "peer_not_followed", peer=source, reason=error
+                    )
                 return []
         return [self._links[source]]
 
