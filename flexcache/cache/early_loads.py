@@ -178,7 +178,8 @@ class EarlyLoads:
         num_below = plan.num_blocks - num_there
         if not num_below:
             return
-        ttl_s = STAGED_S if is_staged else self._ttl_s
+        own_s = self._ttl_s if plan.terms is None else min(self._ttl_s, plan.terms.ttl_s)
+        ttl_s = STAGED_S if is_staged else own_s
         self._moving[plan] = EarlyLoad(
             task_id, plan, keys.root, keys.key(plan.stop - 1), plan.stop, num_below, now,
             now + ttl_s, ttl_s, is_staged,
@@ -243,6 +244,14 @@ class EarlyLoads:
             return []
         found = (*self._under_way(), *self._landed)
         return [load for load in found if not load.is_staged and _is_of(load, keys)]
+
+    def keep_longest(self, keys: BlockKeys) -> None:
+        """Keep of the landed loads of a prompt only the one that has all of the others' blocks."""
+        landed = [load for load in self.find(keys) if load.has_landed]
+        for load in sorted(landed, key=lambda load: load.stop)[:-1]:
+            self.counters.early += load.num_blocks
+            load.is_used = True
+            self._let_go(load)
 
     def awaited(self, keys: BlockKeys, now: float, patience_s: float) -> list[EarlyLoad]:
         """Return the loads on their way that a get for a prompt should wait for, no longer than

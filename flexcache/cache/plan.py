@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -82,12 +83,14 @@ class EarlyTerms(NamedTuple):
         wait_s: How long its request is likely to wait before it asks.
         hold_s: How long DRAM holds its blocks for each use that is made of them, on average.
         age_s: How long ago its blocks were last used, elsewhere; they are no more recent here.
+        ttl_s: How long it is kept for its request, at most as long as others.
     """
 
     num_blocks: int
     wait_s: float
     hold_s: float
     age_s: float = 0.0
+    ttl_s: float = math.inf
 
 
 @dataclass(slots=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import time
 from collections import OrderedDict, deque
@@ -348,7 +349,11 @@ class Decider:
             return None
         spec = self.roster.spec(worker)
         host = urlsplit(spec.url).hostname
-        return None if host is None else Source(spec.transfer, host, spec.peer_port)
+        if host is None:
+            return None
+        # FlexCache asks addresses only: to look a name up would hold its other peers up.
+        is_usable = spec.transfer != "flexcache" or _is_address(host)
+        return Source(spec.transfer, host, spec.peer_port if is_usable else None)
 
     async def read(self, arrival: Arrival) -> RouteRequest:
         """Return what decides where a request goes; without tokens if they cannot be found."""
@@ -527,6 +532,14 @@ class Decider:
         self.routing.check()
         self.roster.check()
         self.line.check()
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 @contextmanager

@@ -12,6 +12,7 @@ Used by the event loop's thread. What touches the task engine is called under th
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import math
 import random
@@ -79,6 +80,7 @@ _TRY_S = 0.5  # a peer that is not there
 _RESOLVE_S = 10.0
 _MAX_PEERS = 256
 _MAX_NAMED = 64  # by requests
+_NAMED_S = 30.0  # for so long, if none names it again
 _MAX_MESSAGES_A_TURN = 256
 _MAX_KEYS = 8192
 _MAX_TAILS = 1024
@@ -107,7 +109,7 @@ class _Link:
         """How long its answers took lately, at most; it wears off."""
         self.fails_s = math.inf
         """When it has been silent for too long; never, if nothing was asked since it was heard."""
-        self.unsent: list[FindBlocks] = []
+        self.unsent: dict[int, FindBlocks] = {}
         """Questions for when it has answered for the first time."""
         self.zmq_socket = connect_peer(context, name, curve_keys, is_watched=True)
 
@@ -189,8 +191,8 @@ class PeerLinks:
         self._socket: RouterSocket | None = None
         self._listener: socket.socket | None = None
         self._links: dict[str, _Link] = {}
-        self._named: dict[str, None] = {}
-        """Peers that requests have named, and the settings do not; the latest last."""
+        self._named: dict[str, float] = {}
+        """Peers that requests have named, and the settings do not, and when that was last."""
         self._questions: dict[int, _Question] = {}
         self._answers: list[tuple[LookedUp, str]] = []
         self._to_send: list[tuple[bytes, FoundBlocks | Loan | TookBlocks]] = []
@@ -258,14 +260,18 @@ class PeerLinks:
 
     def _link_of(self, source: str) -> list[_Link]:
         """Return the link to a peer that a request names; none if that must not be."""
-        if source not in self._links:
-            keys, listed = self._config.curve_keys, [n for n in self._links if n not in self._named]
+        if source in self._named:
+            self._named[source] = time.monotonic()
+        elif source not in self._links:
             try:
-                if keys is None and not is_loopback(split_tcp(source)[0]):
+                # Of a name, ZMQ would look the address up and let all links wait meanwhile.
+                host = str(ipaddress.ip_address(split_tcp(source)[0]))
+                if self._config.curve_keys is None and not is_loopback(host):
                     return []
                 if len(self._named) >= _MAX_NAMED:
-                    del self._named[next(iter(self._named))]
-                self._named[source] = None
+                    del self._named[min(self._named, key=lambda name: self._named[name])]
+                listed = [name for name in self._links if name not in self._named]
+                self._named[source] = time.monotonic()
                 self._follow(listed)
             except (ValueError, ConfigError, zmq.ZMQError) as error:
                 self._named.pop(source, None)
@@ -439,7 +445,7 @@ class PeerLinks:
             link.is_ourselves = True
         elif is_new:
             log_event(logger, logging.INFO, "peer_found", peer=link.name)
-            for find in link.unsent:
+            for find in link.unsent.values():
                 link.ask(find, now)
         link.unsent.clear()
         self._note_kept(link, found.kept)
@@ -462,6 +468,8 @@ class PeerLinks:
     def _end(self, lookup_id: int, now: float) -> None:
         """Answer a look-up with the best that peers have."""
         question = self._questions.pop(lookup_id)
+        for name in question.asked & self._named.keys():
+            self._links[name].unsent.pop(lookup_id, None)  # it is too late
         best = question.best
         if best is None:
             best = FoundBlocks(0, b"")
@@ -505,7 +513,7 @@ class PeerLinks:
         question = _Question(len(keys), bool(tails), now + _ANSWER_S)
         for link in self._link_of(look_up.source) if look_up.source else self._links.values():
             if link.name in self._named and not (link.has_answered or link.is_lost):
-                link.unsent.append(find)
+                link.unsent[find.request_id] = find
                 link.ping_due_s = now
                 question.asked.add(link.name)
                 question.due_s = now + self._longest_answer_s
@@ -535,6 +543,7 @@ class PeerLinks:
         self._send_answers()
         if self.drain is not None:
             self.drain.send_due(now)
+        self._forget_named(now)
         for link in self._links.values():
             is_due = link.breaker.wants_trial(now) or now >= link.ping_due_s
             if not is_due or link.fails_s < math.inf or link.is_ourselves:
@@ -548,6 +557,13 @@ class PeerLinks:
                 self._lost(link)
             elif not link.breaker.is_closed:  # the trial has failed
                 self._link_failed(link, "it is not there", now)
+
+    def _forget_named(self, now: float) -> None:
+        idle = {name for name, used_s in self._named.items() if now > used_s + _NAMED_S}
+        if idle:
+            listed = [name for name in self._links if name not in self._named]
+            self._named = {n: used_s for n, used_s in self._named.items() if n not in idle}
+            self._follow(listed)
 
     def _send_answers(self) -> None:
         for identity, message in self._to_send:

@@ -27,7 +27,14 @@ from flexcache.cache.tiered_cache import TieredCache
 from flexcache.cache.tiers import UNKNOWN_TTL_S, RemoteTier
 from flexcache.ids import BlockKey, OpKind, RootId
 from flexcache.stats import LookUpStats
-from flexcache.tasks.instructions import REMOTE, AskToStage, Instruction, LookUpEnded, RunLookUp
+from flexcache.tasks.instructions import (
+    PEER,
+    REMOTE,
+    AskToStage,
+    Instruction,
+    LookUpEnded,
+    RunLookUp,
+)
 from flexcache.tasks.model import WORKERS
 from flexcache.transfer.messages import LookedUp
 
@@ -196,8 +203,9 @@ class RemoteLookUps:
             question.root, question.parent, present, question.first, question.content, peer
         )
         if num_known < len(question.keys):
-            ttl_s = _AWAITED_AGAIN_S if question.is_awaited else None
-            ttl_s = ttl_s if error is None else UNKNOWN_TTL_S
+            ttl_s = None if error is None else UNKNOWN_TTL_S
+            if question.is_awaited and error is None:  # a store is not asked so often
+                ttl_s = _AWAITED_AGAIN_S if self.executor == PEER else UNKNOWN_TTL_S
             self.tier.learn_absent(question.root, question.keys[num_known], now, ttl_s)
         if error is None:
             self._learn_tails(question, answer, now, peer)

@@ -20,12 +20,13 @@ from flexcache.cache.tiered_cache import TieredCache
 from flexcache.cache.tiers import IndexedKeys, find_chain
 from flexcache.ids import BlockKey, OpKind, RootId, SessionId, TaskKind, TierName
 from flexcache.tasks.executors import Executors
-from flexcache.tasks.instructions import Instruction
+from flexcache.tasks.instructions import PEER, Instruction
 from flexcache.tasks.lookups import RemoteLookUps
 from flexcache.tasks.model import Session, TaskSessions, load_patience_s
 from flexcache.tasks.runner import TaskRunner
 
 _FETCHES_A_TURN = 8  # other tasks go on between turns
+_AHEAD_S = 3.0  # from when a prompt should have been computed until it is loaded
 _LONGEST_WAIT_S = 3.0  # of a get, where it is not known how fast its engine computes
 _GPU_OP_OF = {TaskKind.GET: OpKind.H2D, TaskKind.PUT: OpKind.D2H}
 
@@ -113,7 +114,7 @@ class Matcher:
             The questions to wait for.
         """
         keys, stop = prompt.keys, prompt.stop
-        asked = self._asked(owner, prompt)
+        asked = self._asked(owner, prompt, now)
         if not asked:
             return []
         self._place(keys, owner)
@@ -140,18 +141,19 @@ class Matcher:
                 questions.append(question)
         return questions
 
-    def _asked(self, owner: Session | None, prompt: Prompt) -> list[RemoteLookUps]:
-        """Return those whose knowledge may matter to a prompt, and that would answer."""
+    def _asked(self, owner: Session | None, prompt: Prompt, now: float) -> list[RemoteLookUps]:
+        """Return those whose knowledge may matter to a prompt, and that would answer. While a peer
+        computes it, that is the peer."""
         if prompt.kind is TaskKind.PUT or not self._lookups:
             return []
         if owner is not None and not self._sessions.has_weights(owner.engine, prompt.weights):
             return []
-        up = self._executors.is_up
-        return [
-            each for each in self._lookups.values()
-            # A peer that a request names may be one that has not been asked before.
-            if (each.tier.can_be_asked or prompt.hand_over.source) and up(each.executor)
-        ]  # fmt: skip
+        up = [each for each in self._lookups.values() if self._executors.is_up(each.executor)]
+        source = prompt.hand_over.source
+        if source and now < prompt.hand_over.until_s:
+            up = [each for each in up if each.executor == PEER] or up
+        # A peer that a request names may be one that has not been asked before.
+        return [each for each in up if each.tier.can_be_asked or source]
 
     def plan(self, owner: Session, prompt: Prompt) -> tuple[Prompt, Plan]:
         """Plan a task for a prompt. Return the prompt, too, or the whole chain that it continues.
@@ -283,12 +285,12 @@ class Matcher:
             return False
         self._roots.place(keys)
         have = self._cache.tiers.most_cached(keys)
-        if have >= prompt.stop:
-            return False
         if is_awaited and (tier is None or awaited.source not in tier.lost):
+            if self._is_there(prompt, have):
+                return False
             self._load_ahead(owner, prompt, have, now)
             return True
-        if tier is None:
+        if tier is None or have >= prompt.stop:
             return False
         since = tier.coming_since(keys.root, keys.key(have), now)
         rate = owner.prefill_blocks_per_s
@@ -296,15 +298,25 @@ class Matcher:
             prompt.stop - have, rate, _LONGEST_WAIT_S
         )
 
+    def _is_there(self, prompt: Prompt, have: int) -> bool:
+        """Whether tiers have all that can be loaded of a prompt, ``have`` of its blocks."""
+        tails, tiers = self._cache.loads.tails, self._cache.tiers
+        if tails is None:
+            return have >= prompt.stop
+        found = tails.last(prompt.keys, prompt.start, prompt.stop, tiers)
+        return found is not None and found.position >= prompt.stop
+
     def _load_ahead(self, owner: Session, prompt: Prompt, have: int, now: float) -> None:
         """Begin to load what is there of a prompt while the rest is computed elsewhere."""
         cache, keys = self._cache, prompt.keys
+        cache.early.keep_longest(keys)
         if have <= cache.tiers.host.index.match(keys).num_blocks or any(
             not load.has_landed for load in cache.early.find(keys)
         ):
             return
         ahead = Prompt(TaskKind.PREFETCH, keys, 0, have, prompt.num_tokens)
-        plan = cache.loads.plan_prefetch(ahead, owner.prefill_blocks_per_s, self._terms())
+        terms = self._terms()._replace(ttl_s=prompt.hand_over.until_s - now + _AHEAD_S)
+        plan = cache.loads.plan_prefetch(ahead, owner.prefill_blocks_per_s, terms)
         self._runner.load_early(plan, keys, now)
 
     def _awaited(self, owner: Session, prompt: Prompt, now: float) -> list[EarlyLoad]:

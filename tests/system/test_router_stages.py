@@ -163,16 +163,60 @@ def test_an_engine_that_answers_needs_no_other(failure: str) -> None:
 
 
 def test_what_is_wrong_with_a_request_the_engine_that_decodes_says() -> None:
-    with pools("nixl", FakeEngine(fail="429", times=0)) as (decode, router):
+    """However often: it is no fault of the engine that should have computed the prompt."""
+    with pools("nixl", prefill := FakeEngine(), FakeEngine()) as (decode, router):
 
-        async def test() -> int:
+        async def test() -> list[int]:
+            found = []
             async with busy(decode, router), aiohttp.ClientSession() as session:
-                decode.behave(fail="400")
+                for engine in (prefill, decode):
+                    engine.behave(fail="400")
                 body = {"model": "fake", "prompt": PROMPT}
-                async with session.post(f"{router.url}/v1/completions", json=body) as answer:
-                    return answer.status
+                for _ in range(15):
+                    async with session.post(f"{router.url}/v1/completions", json=body) as answer:
+                        found.append(answer.status)
+                prefill.behave(fail="none")
+                decode.behave(fail="none")
+                ended = await complete(router.url, PROMPT)
+                assert ended.is_whole and "," in str(ended.worker)
+            return found
 
-        assert asyncio.run(test()) == 400
+        assert asyncio.run(test()) == [400] * 15
+        until(lambda: is_idle(router))
+
+
+def test_an_engine_that_decodes_and_refuses_leaves_nothing_counted() -> None:
+    with pools("flexcache", FakeEngine()) as (decode, router):
+
+        async def test() -> Ended:
+            async with busy(decode, router):
+                decode.behave(fail="503")
+                return await complete(router.url, PROMPT)
+
+        assert asyncio.run(test()).status == 503
+        until(lambda: is_idle(router))
+
+
+def test_a_stream_does_not_wait_for_a_prompt_that_is_not_computed() -> None:
+    """The header of its answer has come, and then the engine waits for the prompt."""
+    with pools("flexcache", failing := FakeEngine(ttft_s=0.5), other := FakeEngine()) as (
+        decode, router,
+    ):  # fmt: skip
+
+        async def test() -> Ended:
+            async with busy(decode, router):
+                decode.behave(ttft_s=60.0)
+                failing.behave(fail="close")
+                request = asyncio.create_task(complete(router.url, PROMPT))
+                while not bodies(other):
+                    await asyncio.sleep(0.01)
+                decode.behave(ttft_s=0.0)
+                request.cancel()
+                await asyncio.gather(request, return_exceptions=True)
+                return await complete(router.url, PROMPT)
+
+        assert asyncio.run(test()).is_whole
+        until(lambda: is_idle(router))
 
 
 @pytest.mark.parametrize("transfer", ["flexcache", "nixl"])

@@ -73,9 +73,9 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 79_350,
+    "lines of the package": 79_430,
     "files of the package": 263,
-    "lines of the router": 16_565,
+    "lines of the router": 16_650,
     "modules under 120 lines with one importer": 2,
     "class names that several classes have": 2,
     "functions with too many parameters": 5,

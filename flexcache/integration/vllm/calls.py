@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 _HIGHEST_PRIORITY = 100  # highest priority that a request may set
 _LONGEST_TTL_S = 7 * 86400.0
 _LONGEST_NAMESPACE = 256
-_LONGEST_WAIT_S = 600.0
+_LONGEST_WAIT_S = 60.0
 _MOST_PARTS = 8
 
 

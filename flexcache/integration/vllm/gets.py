@@ -36,8 +36,9 @@ from flexcache.integration.vllm.weights import RequestName
 from flexcache.integration.vllm.worker import Load
 
 _IDLE_WAIT_S, _IDLE_COMPUTED_S = 0.001, 0.004
-_COMPUTED_AGAIN_S = 0.01
-"""How soon the cache is asked again for what another engine computes."""
+_COMPUTED_AGAIN_S, _ASKED_AT_ONCE = 0.01, 4
+"""How soon the cache is asked again for what another engine computes, and for how many requests in
+that time."""
 
 
 def _tell_of_junction(request: Any, get: Get) -> None:
@@ -259,10 +260,14 @@ class Gets:
         look_up |= now < record.until_s
         get = self._cache.match(request, num_computed, num_tokens, look_up, record.until_s)
         record.asked_s = asked_s if get is NoMatch.UNDECIDED else None
-        if record.asked_s is not None and now < record.until_s:
-            record.again_s = now + _COMPUTED_AGAIN_S  # else a prefill of seconds costs half a core
+        is_awaited = record.asked_s is not None and now < record.until_s
+        if is_awaited:  # else a prefill of seconds costs half a core, and many all of it
+            record.again_s = now + _COMPUTED_AGAIN_S * max(
+                1.0, len(self._requests) / _ASKED_AT_ONCE
+            )
         # What is on its way early delays an answer, too.
-        self._has_store |= get is NoMatch.UNDECIDED and not self.early_loads.num_open
+        is_early = bool(self.early_loads.num_open) or is_awaited
+        self._has_store |= get is NoMatch.UNDECIDED and not is_early
         if isinstance(get, NoMatch):
             return None
         self.has_matched = True

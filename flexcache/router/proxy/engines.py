@@ -88,6 +88,7 @@ async def relay(
     feed: Callable[[bytes], None],
     begins: Callable[[bytes], bool],
     stall_s: float,
+    first: bytes = b"",
 ) -> None:
     """Pass the body of an answer on.
 
@@ -97,6 +98,7 @@ async def relay(
         feed: Is given each piece before the client is.
         begins: Is given each piece before that, until it returns True.
         stall_s: How long the client may leave data unread.
+        first: What was read of it already.
 
     Raises:
         EngineBroke: The body is incomplete.
@@ -108,7 +110,7 @@ async def relay(
     has_begun = False
     while True:
         try:
-            chunk = await read()
+            chunk, first = first or await read(), b""
         except (ClientError, asyncio.TimeoutError) as error:
             raise EngineBroke(type(error).__name__) from error
         if not chunk:

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from aiohttp import ClientResponse, web
+from aiohttp import ClientError, ClientResponse, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from flexcache.errors import ConfigError, InternalError
@@ -78,10 +78,12 @@ class RequestLife:
         shown_id: Names it to its client and to engines.
         workers: Those that were chosen so far.
         prefill_usage: What the engine that computes the prompt for another reports.
+        first_chunk: What was read of the answer before it is passed on.
     """
 
     __slots__ = (
-        "_chooser", "_prefill", "choice", "prefill_usage", "request_id", "shown_id", "workers",
+        "_chooser", "_prefill", "_unbegun", "choice", "first_chunk", "prefill_usage",
+        "request_id", "shown_id", "workers",
     )  # fmt: skip
 
     def __init__(self, chooser: Chooser, request_id: str, shown_id: str) -> None:
@@ -92,10 +94,14 @@ class RequestLife:
         self.workers: dict[str, None] = {}
         self.prefill_usage = UNKNOWN
         self._prefill: asyncio.Task[bytes] | None = None
+        self._unbegun = ""
+        """The choice of who computes the prompt, until it is asked."""
+        self.first_chunk = b""
 
     def begin(self, choice: Choice) -> None:
         assert self.choice is None
         self.choice = choice
+        self._unbegun = "" if choice.prefill is None else choice.prefill.request_id
         self.workers[choice.worker] = None
 
     def begins(self, output: OutputWatch, tells_time: bool, chunk: bytes) -> bool:
@@ -107,6 +113,9 @@ class RequestLife:
 
     def end(self, outcome: Outcome, usage: Usage = UNKNOWN) -> None:
         self.choice = None
+        if self._unbegun:
+            self._chooser.ended(self._unbegun, Outcome.ABORTED)
+            self._unbegun = ""
         self._chooser.ended(self.request_id, outcome, usage)
 
     def __enter__(self) -> RequestLife:
@@ -116,6 +125,7 @@ class RequestLife:
         self, request_id: str, compute: Coroutine[Any, Any, bytes]
     ) -> asyncio.Task[bytes]:
         """Have another engine compute the prompt. Its choice is ended, too."""
+        self._unbegun = ""
         task = self._prefill = asyncio.create_task(compute)
         # Not by the coroutine: one that is cancelled before its first step does nothing.
         task.add_done_callback(partial(self._prefill_ended, request_id))
@@ -124,9 +134,18 @@ class RequestLife:
     def _prefill_ended(self, request_id: str, task: asyncio.Task[bytes]) -> None:
         error = None if task.cancelled() else task.exception()
         outcome = Outcome.ABORTED if task.cancelled() else Outcome.DONE
-        if error is not None:
-            outcome = Outcome.REFUSED if isinstance(error, NotTaken) else Outcome.BROKEN
+        if isinstance(error, NotTaken):  # the fault of a request is not its engine's
+            outcome = Outcome.DONE if _is_clients(error.status) else Outcome.REFUSED
+        elif error is not None:
+            outcome = Outcome.BROKEN
         self._chooser.ended(request_id, outcome, self.prefill_usage)
+
+    def after_prefill(self, call: Callable[[], object]) -> None:
+        """Call this once no other engine reads the request any more."""
+        if self._prefill is None or self._prefill.done():
+            call()
+        else:
+            self._prefill.add_done_callback(lambda _: call())
 
     def refused(self) -> None:
         """End what was begun: another engine may be tried."""
@@ -143,6 +162,15 @@ class RequestLife:
         self.stop_prefill()
         if self.choice is not None:
             self.end(Outcome.ABORTED)
+
+
+class _Undone(NotTaken):
+    """An engine did not compute a prompt for another."""
+
+
+def _is_clients(status: int | None) -> bool:
+    """Whether an error is the fault of a request."""
+    return status is not None and 400 <= status < 500 and status != 429
 
 
 class RetryBudget:
@@ -338,7 +366,7 @@ class Proxy:
                     return answer
             return await self._place(request, arrival, life)
         finally:
-            self._bodies.release(held)
+            life.after_prefill(partial(self._bodies.release, held))
 
     async def _place(
         self, request: web.Request, arrival: Arrival, life: RequestLife
@@ -350,7 +378,7 @@ class Proxy:
         """
         self._budget.add_request()
         failure: NotTaken | None = None
-        num_retries = 0
+        num_retries = num_undone = 0
         give_up_s = time.monotonic() + self._config.queue_timeout_s
         while True:
             try:
@@ -359,9 +387,13 @@ class Proxy:
                 if error.retry_after is None and failure is not None:
                     error.retry_after = failure.retry_after
                 failure = error
-            # What is wrong with a request, the engine that decodes is to say.
-            may_divide = arrival.may_divide and (failure.status or _SERVER_ERROR) >= _SERVER_ERROR
-            arrival = replace(arrival, tried=tuple(life.workers), may_divide=may_divide)
+            arrival = replace(arrival, tried=tuple(life.workers))
+            if isinstance(failure, _Undone):  # the engine that answers has not had its turn
+                num_undone += 1
+                # What is wrong with a request, that one is to say.
+                is_once_more = num_undone == 1 and not _is_clients(failure.status)
+                arrival = replace(arrival, may_divide=is_once_more)
+                continue
             if failure.is_full:
                 if time.monotonic() > give_up_s:
                     return _not_taken(failure)
@@ -408,6 +440,8 @@ class Proxy:
 
     def _may_follow(self, choice: Choice, arrival: Arrival, failure: NotTaken) -> bool:
         """Return whether a choice is of use after a failure, and count it if it is a retry."""
+        if isinstance(failure, _Undone):
+            return True
         is_other = choice.worker not in arrival.tried
         self.num_retries += is_other  # one that is full is asked ten times a second
         return is_other or failure.may_be_stale or failure.is_full
@@ -435,7 +469,7 @@ class Proxy:
         try:
             answer = await prefill if source.transfer == "nixl" else None
             body = decode_body(arrival.body, source, first.request_id, choice.wait_s, answer)
-            sent = asyncio.create_task(send(body))
+            sent = asyncio.create_task(self._begin_answer(send(body), life))
             await asyncio.wait((prefill, sent), return_when=asyncio.FIRST_COMPLETED)
             if not sent.done():
                 prefill.result()
@@ -448,10 +482,28 @@ class Proxy:
                 del life.workers[choice.worker]
             life.workers[first.worker] = None
             status = error.status if isinstance(error, NotTaken) else None
-            raise NotTaken(f"{first.worker}: {error}", status) from error
+            raise _Undone(f"{first.worker}: {error}", status) from error
         finally:
             if sent is not None:
                 sent.cancel()
+
+    async def _begin_answer(
+        self, sent: Coroutine[Any, Any, ClientResponse], life: RequestLife
+    ) -> ClientResponse:
+        """Wait for an answer, of a stream also for its first piece: engines send the header at
+        once, and then wait for the prompt's KV."""
+        answer = await sent
+        if answer.content_type != _STREAM:
+            return answer
+        try:
+            life.first_chunk = await answer.content.readany()
+        except (ClientError, asyncio.TimeoutError) as error:
+            answer.close()
+            raise NoAnswer(_BROKE) from error
+        except asyncio.CancelledError:
+            answer.close()
+            raise
+        return answer
 
     async def _prefill(
         self, request: web.Request, arrival: Arrival, life: RequestLife, choice: Choice
@@ -514,8 +566,9 @@ class Proxy:
             else:
                 await response.prepare(request)
                 await relay(
-                    answer, response, transport, feed=reader.feed, begins=begins, stall_s=stall_s
-                )
+                    answer, response, transport, feed=reader.feed, begins=begins, stall_s=stall_s,
+                    first=life.first_chunk,
+                )  # fmt: skip
                 reader.end()
                 await response.write_eof()
             life.end(Outcome.DONE, reader.usage())

@@ -70,6 +70,8 @@ def prefill_body(body: bytes, source: Source, request_id: str) -> bytes:
     fields = read_fields(body)
     for name in _OF_ANSWERS:
         fields.pop(name, None)
+    if b'"enabled"' in bytes(fields.get("thinking", b"")):  # more tokens than one
+        del fields["thinking"]
     fields.update(max_tokens=_raw(1), stream=_raw(False))
     if "n" in fields:
         fields["n"] = _raw(1)

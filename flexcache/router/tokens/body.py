@@ -427,6 +427,11 @@ def are_ours(names: Collection[str]) -> bool:
     return all(name.startswith("flexcache_") for name in names)
 
 
+_NOT_DIVIDED = {
+    f"flexcache_{name}" for name in ("store", "max_store_tokens", "hands_over", "source", "wait_s")
+}
+
+
 def may_be_divided(method: str, path: str, body: bytes) -> bool:
     """Return whether one engine may compute a request's prompt and another its answer. Never
     raises."""
@@ -437,5 +442,6 @@ def may_be_divided(method: str, path: str, body: bytes) -> bool:
         params = read_params(fields.get(TRANSFER, b"null")) or {}
     except UNREADABLE:
         return False
-    # With these an engine computes the prompt, whatever its cache has.
-    return are_ours(params) and not {"prompt_logprobs", "echo"} & fields.keys()
+    # With these an engine computes the prompt, whatever its cache has, or stores nothing.
+    is_bound = {"prompt_logprobs", "echo"} & fields.keys() or _NOT_DIVIDED & params.keys()
+    return are_ours(params) and not is_bound
