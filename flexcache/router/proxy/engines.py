@@ -7,7 +7,7 @@ import errno
 import io
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
@@ -81,36 +81,35 @@ async def end_within(
 
 
 async def relay(
-    answer: ClientResponse,
+    read: Callable[[], Awaitable[bytes]],
     response: web.StreamResponse,
     transport: asyncio.WriteTransport,
     *,
     feed: Callable[[bytes], None],
     begins: Callable[[bytes], bool],
     stall_s: float,
-    first: bytes = b"",
 ) -> None:
     """Pass the body of an answer on.
 
     Args:
+        read: Returns the next piece of it; none at its end.
         response: Prepared.
         transport: The client's.
         feed: Is given each piece before the client is.
         begins: Is given each piece before that, until it returns True.
         stall_s: How long the client may leave data unread.
-        first: What was read of it already.
 
     Raises:
         EngineBroke: The body is incomplete.
         ClientStalled: See ``stall_s``.
         ConnectionError: The client is gone.
     """
-    read, write = answer.content.readany, response.write
+    write = response.write
     most_unread = transport.get_write_buffer_limits()[1] - _FRAMING_BYTES
     has_begun = False
     while True:
         try:
-            chunk, first = first or await read(), b""
+            chunk = await read()
         except (ClientError, asyncio.TimeoutError) as error:
             raise EngineBroke(type(error).__name__) from error
         if not chunk:

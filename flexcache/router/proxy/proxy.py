@@ -140,6 +140,11 @@ class RequestLife:
             outcome = Outcome.BROKEN
         self._chooser.ended(request_id, outcome, self.prefill_usage)
 
+    async def read(self, answer: ClientResponse) -> bytes:
+        """Return the next piece of an answer."""
+        chunk, self.first_chunk = self.first_chunk or await answer.content.readany(), b""
+        return chunk
+
     def after_prefill(self, call: Callable[[], object]) -> None:
         """Call this once no other engine reads the request any more."""
         if self._prefill is None or self._prefill.done():
@@ -565,10 +570,10 @@ class Proxy:
                 await end_within(response, transport, len(body), stall_s)
             else:
                 await response.prepare(request)
+                read = partial(life.read, answer) if life.first_chunk else answer.content.readany
                 await relay(
-                    answer, response, transport, feed=reader.feed, begins=begins, stall_s=stall_s,
-                    first=life.first_chunk,
-                )  # fmt: skip
+                    read, response, transport, feed=reader.feed, begins=begins, stall_s=stall_s
+                )
                 reader.end()
                 await response.write_eof()
             life.end(Outcome.DONE, reader.usage())
