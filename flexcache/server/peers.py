@@ -81,6 +81,7 @@ _RESOLVE_S = 10.0
 _MAX_PEERS = 256
 _MAX_NAMED = 64  # by requests
 _NAMED_S = 30.0  # for so long, if none names it again
+_NAMED_UNHEARD_S = 2.0  # such a one is waited for no longer
 _MAX_MESSAGES_A_TURN = 256
 _MAX_KEYS = 8192
 _MAX_TAILS = 1024
@@ -193,6 +194,8 @@ class PeerLinks:
         self._links: dict[str, _Link] = {}
         self._named: dict[str, float] = {}
         """Peers that requests have named, and the settings do not, and when that was last."""
+        self._unusable: dict[str, None] = {}
+        """Sources that requests have named and that are not asked."""
         self._questions: dict[int, _Question] = {}
         self._answers: list[tuple[LookedUp, str]] = []
         self._to_send: list[tuple[bytes, FoundBlocks | Loan | TookBlocks]] = []
@@ -254,7 +257,9 @@ class PeerLinks:
             if name not in self._links:
                 link = _Link(self._context, name, self._config.curve_keys)
                 self._links[name] = link
-                if name not in self._named:
+                if name in self._named:
+                    link.is_told_s = time.monotonic() + _NAMED_UNHEARD_S
+                else:
                     link.ping_due_s = random.uniform(0, _TRY_S)  # not all hosts at once
                 self._reactor.add_socket(link.zmq_socket)
 
@@ -262,12 +267,14 @@ class PeerLinks:
         """Return the link to a peer that a request names; none if that must not be."""
         if source in self._named:
             self._named[source] = time.monotonic()
+        elif source in self._unusable:
+            return []
         elif source not in self._links:
             try:
                 # Of a name, ZMQ would look the address up and let all links wait meanwhile.
                 host = str(ipaddress.ip_address(split_tcp(source)[0]))
                 if self._config.curve_keys is None and not is_loopback(host):
-                    return []
+                    raise ConfigError(f"{source}: without curve_keys only loopback is asked")
                 if len(self._named) >= _MAX_NAMED:
                     del self._named[min(self._named, key=lambda name: self._named[name])]
                 listed = [name for name in self._links if name not in self._named]
@@ -275,6 +282,9 @@ class PeerLinks:
                 self._follow(listed)
             except (ValueError, ConfigError, zmq.ZMQError) as error:
                 self._named.pop(source, None)
+                self._unusable[source] = None
+                if len(self._unusable) > _MAX_NAMED:
+                    del self._unusable[next(iter(self._unusable))]
                 if "source" not in self._refused:  # requests may say what they like, and often
                     self._refused.add("source")
                     log_event(
@@ -315,7 +325,12 @@ class PeerLinks:
         num_up = sum(link.is_up for link in self._links.values())
         if (tier := tasks.cache.tiers.peer) is not None:
             tier.can_be_asked = num_up > 0
-            tier.lost = frozenset(name for name, link in self._links.items() if link.is_lost)
+            own = self._kept
+            lost = (
+                name for name, link in self._links.items()
+                if link.is_lost or (own and link.kept and link.kept != own)
+            )  # fmt: skip
+            tier.lost = frozenset((*lost, *self._unusable))
         tasks.loans.counters.up = num_up
         self._to_send += self._takeovers.advance(tasks, now)
 
@@ -331,8 +346,10 @@ class PeerLinks:
         """Hand over what a drain has to. Under the lock, on any thread.
 
         Raises:
-            ValueError: Another one is under way.
+            ValueError: Another one is under way, or the address may not be asked.
         """
+        if self._config.curve_keys is None and not is_loopback(split_tcp(drain.progress.to)[0]):
+            raise ValueError("beyond loopback curve_keys must be set, the same on all hosts")
         if self.drain is not None and not self.drain.is_over:
             raise ValueError(f"a drain to {self.drain.progress.to} is under way")
         self.drain = drain
@@ -511,7 +528,8 @@ class PeerLinks:
         tails = [(needed, bytes(key), units) for needed, key, units in look_up.tails]
         find = FindBlocks(look_up.lookup_id, look_up.root, b"".join(keys), key_bytes, tails)
         question = _Question(len(keys), bool(tails), now + _ANSWER_S)
-        for link in self._link_of(look_up.source) if look_up.source else self._links.values():
+        listed = (link for name, link in self._links.items() if name not in self._named)
+        for link in self._link_of(look_up.source) if look_up.source else listed:
             if link.name in self._named and not (link.has_answered or link.is_lost):
                 link.unsent[find.request_id] = find
                 link.ping_due_s = now
@@ -573,6 +591,10 @@ class PeerLinks:
 
     def _tell_silent(self, link: _Link) -> None:
         link.is_told_s = math.inf
+        if link.name in self._named:
+            if "silent source" in self._refused:
+                return
+            self._refused.add("silent source")
         log_event(
             logger, logging.WARNING, "peer_does_not_answer", peer=link.name,
             remedy="see its address, its curve_keys and firewalls; `flexcache doctor`",

@@ -43,8 +43,8 @@ class GroupProbe(_Connector):  # type: ignore[misc]
         match, match_put, launch_all = cache.match, cache.match_put, cache.launch_all
         extents: dict[int, tuple[Any, bool, int, int]] = {}
 
-        def noted_match(request: Any, num_computed: int, num_tokens: int, look_up: bool) -> Any:
-            found = match(request, num_computed, num_tokens, look_up)
+        def noted_match(request: Any, num_computed: int, num_tokens: int, *terms: Any) -> Any:
+            found = match(request, num_computed, num_tokens, *terms)
             if isinstance(found, Get):
                 stop = num_computed + found.num_tokens
                 extents[found.task_id] = (request, True, num_computed, stop)

@@ -370,3 +370,14 @@ def test_a_peer_that_hands_over_and_asks_for_anything_disturbs_no_one(
         two.wipe(BLOCKS)
         until(lambda: two.get(TOKENS, BLOCKS).mask.all())
         assert two.read(BLOCKS) == expected
+
+
+def test_a_source_that_cannot_have_it_is_not_waited_for(model: ModelConfig) -> None:
+    unused = f"tcp://127.0.0.1:{free_range(2)}"
+    with caches(model) as (one, two):
+        until(lambda: handed_over(two, "tcp://192.0.2.7:9600") is not None)  # without keys
+        until(lambda: handed_over(two, "tcp://a.name:9600") is not None)
+        assert handed_over(two, unused) is None
+        one.put(TOKENS, BLOCKS)
+        until(lambda: handed_over(two, unused) is not None)
+        assert two.get(TOKENS, BLOCKS).mask.all()

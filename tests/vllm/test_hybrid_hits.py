@@ -61,7 +61,7 @@ class Lookups:
             lora_request=None, kv_transfer_params={}, shared_prefix_boundary=0,
         )  # fmt: skip
 
-    def _match(self, request: Any, num_computed: int, num_tokens: int, look_up: bool) -> Get:
+    def _match(self, request: Any, num_computed: int, num_tokens: int, *terms: Any) -> Get:
         self.asked.append(num_computed)
         found = max(0, self.tail - num_computed)
         name, forever_s = self.names.of(request), float("inf")

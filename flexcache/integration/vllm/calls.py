@@ -16,6 +16,7 @@ flexcache_source, flexcache_wait_s                    the peer that computes it 
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import sys
 import time
@@ -122,7 +123,7 @@ def read_hints(request: Any) -> Hints:
         {name: hint for name, hint in retention.items() if hint is not None},
         end, _max_store_tokens(may_store, read("max_store_tokens", as_count), params),
         read("pin_ttl_s", as_pin_ttl_s), read("hands_over", as_bool) or False,
-        read("source", _source) or "", read("wait_s", _between(float, 0.0, _LONGEST_WAIT_S)) or 0.0,
+        read("source", _source) or "", read("wait_s", _wait_s) or 0.0,
     )  # fmt: skip
 
 
@@ -164,8 +165,20 @@ def _name(longest: int) -> Callable[[Any], Any]:
 
 def _source(hint: Any) -> str:
     address = f"tcp://{hint}"
-    split_tcp(address)
+    host, port = split_tcp(address)
+    ipaddress.ip_address(host)
+    if not port:
+        raise ValueError("must be ADDRESS:PORT")
     return address
+
+
+def _wait_s(hint: Any) -> float:
+    if isinstance(hint, bool | str):
+        raise TypeError("must be a number")
+    seconds = float(hint)
+    if not seconds >= 0:
+        raise ValueError("must be at least 0")
+    return min(seconds, _LONGEST_WAIT_S)
 
 
 def _parts(hint: Any) -> tuple[str, ...]:
