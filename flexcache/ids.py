@@ -130,6 +130,10 @@ class HandOver(msgspec.Struct, frozen=True, array_like=True):
     until_s: float = 0.0
     source: str = ""
 
+    def is_awaited_of_peer(self, now: float) -> bool:
+        """Whether a peer is to have it in time."""
+        return bool(self.source) and now < self.until_s
+
 
 NO_HAND_OVER = HandOver()
 

@@ -528,8 +528,7 @@ class PeerLinks:
         tails = [(needed, bytes(key), units) for needed, key, units in look_up.tails]
         find = FindBlocks(look_up.lookup_id, look_up.root, b"".join(keys), key_bytes, tails)
         question = _Question(len(keys), bool(tails), now + _ANSWER_S)
-        listed = (link for name, link in self._links.items() if name not in self._named)
-        for link in self._link_of(look_up.source) if look_up.source else listed:
+        for link in self._links_for(look_up):
             if link.name in self._named and not (link.has_answered or link.is_lost):
                 link.unsent[find.request_id] = find
                 link.ping_due_s = now
@@ -547,6 +546,11 @@ class PeerLinks:
         # Here the lock is not held, and the task engine cannot be told: the next turn does it.
         if question.is_over:
             self._reactor.wake()
+
+    def _links_for(self, look_up: RunLookUp) -> list[_Link]:
+        if look_up.source:
+            return self._link_of(look_up.source)
+        return [link for name, link in self._links.items() if name not in self._named]
 
     def stage(self, wanted: AskToStage) -> None:
         """Ask a peer to bring to its DRAM what it has on SSD. It answers nothing to that: what is

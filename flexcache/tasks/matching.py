@@ -144,16 +144,17 @@ class Matcher:
     def _asked(self, owner: Session | None, prompt: Prompt, now: float) -> list[RemoteLookUps]:
         """Return those whose knowledge may matter to a prompt, and that would answer. While a peer
         computes it, that is the peer."""
-        if prompt.kind is TaskKind.PUT or not self._lookups:
-            return []
-        if owner is not None and not self._sessions.has_weights(owner.engine, prompt.weights):
+        if prompt.kind is TaskKind.PUT or not self._has_weights(owner, prompt):
             return []
         up = [each for each in self._lookups.values() if self._executors.is_up(each.executor)]
         source = prompt.hand_over.source
-        if source and now < prompt.hand_over.until_s:
-            up = [each for each in up if each.executor == PEER] or up
+        if prompt.hand_over.is_awaited_of_peer(now):
+            up = [each for each in up if each.executor == PEER]
         # A peer that a request names may be one that has not been asked before.
         return [each for each in up if each.tier.can_be_asked or source]
+
+    def _has_weights(self, owner: Session | None, prompt: Prompt) -> bool:
+        return owner is None or self._sessions.has_weights(owner.engine, prompt.weights)
 
     def plan(self, owner: Session, prompt: Prompt) -> tuple[Prompt, Plan]:
         """Plan a task for a prompt. Return the prompt, too, or the whole chain that it continues.

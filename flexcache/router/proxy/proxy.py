@@ -10,7 +10,7 @@ import socket
 import ssl
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -140,10 +140,14 @@ class RequestLife:
             outcome = Outcome.BROKEN
         self._chooser.ended(request_id, outcome, self.prefill_usage)
 
-    async def read(self, answer: ClientResponse) -> bytes:
-        """Return the next piece of an answer."""
-        chunk, self.first_chunk = self.first_chunk or await answer.content.readany(), b""
-        return chunk
+    def reader(self, answer: ClientResponse) -> Callable[[], Awaitable[bytes]]:
+        """Return what reads an answer piece by piece."""
+
+        async def read() -> bytes:
+            chunk, self.first_chunk = self.first_chunk or await answer.content.readany(), b""
+            return chunk
+
+        return read if self.first_chunk else answer.content.readany
 
     def after_prefill(self, call: Callable[[], object]) -> None:
         """Call this once no other engine reads the request any more."""
@@ -570,10 +574,10 @@ class Proxy:
                 await end_within(response, transport, len(body), stall_s)
             else:
                 await response.prepare(request)
-                read = partial(life.read, answer) if life.first_chunk else answer.content.readany
                 await relay(
-                    read, response, transport, feed=reader.feed, begins=begins, stall_s=stall_s
-                )
+                    life.reader(answer), response, transport, feed=reader.feed, begins=begins,
+                    stall_s=stall_s,
+                )  # fmt: skip
                 reader.end()
                 await response.write_eof()
             life.end(Outcome.DONE, reader.usage())
