@@ -87,7 +87,7 @@ class HotBlocks:
         self._pieces: list[_Piece] = []
         self._covered: dict[int, int] = {}
         """By run: how many of its blocks portions have had."""
-        self._rest: Portion | None = None
+        self._rest: list[Portion] = []
         self.total = self._host.num_indexed
         of_tails = map(self._of_tail, self._host.tails.all_tails())
         of_runs = map(self._of_run, index.run_numbers())
@@ -107,14 +107,19 @@ class HotBlocks:
     def take(self, most: int, now: float) -> Portion | None:
         """Return the next portion, with ``most`` blocks of its own, unless it ends with a tail;
         None if there is no more."""
-        while self._rest is None and self._pieces:
-            self._rest = self._whole(self._pieces.pop(), now)
-        portion, self._rest = self._rest, None
+        while not self._rest and self._pieces:
+            self.put_back(self._whole(self._pieces.pop(), now))
+        portion = self._rest.pop() if self._rest else None
         if portion is None or portion.num_units or portion.num_own <= most:
             return portion
         stop = portion.num_before + max(1, most)
-        self._rest = msgspec.structs.replace(portion, num_before=stop)
+        self.put_back(msgspec.structs.replace(portion, num_before=stop))
         return msgspec.structs.replace(portion, keys=portion.keys[:stop])
+
+    def put_back(self, portion: Portion | None) -> None:
+        """Let a portion, if there is one, be taken once more, before all others."""
+        if portion is not None:
+            self._rest.append(portion)
 
     def _of_run(self, number: int) -> list[_Piece]:
         run = self._host.index.run(number)

@@ -23,7 +23,6 @@ from typing import Literal, NamedTuple
 import msgspec
 import zmq
 
-from flexcache.cache.block_keys import EngineBlockKeys
 from flexcache.cache.drain import LONGEST_AGE_S, MAX_KEYS, HotBlocks, Portion
 from flexcache.cache.peers import LENT_SHARE
 from flexcache.ids import MAX_KEY_BYTES, ROOT_BYTES, BlockKey, RootId
@@ -51,7 +50,8 @@ DrainState = Literal["running", "done", "time", "bytes", "stopped", "failed"]
 
 class DrainProgress(msgspec.Struct):
     """How a drain goes: of ``total_blocks`` so many are at the peer, moved or there before; the
-    rest is left. ``state`` says why it has ended, ``error`` what has failed."""
+    rest is left. What the peer pushes out for hotter blocks counts as moved. ``state`` says why it
+    has ended, ``error`` what has failed."""
 
     to: str
     total_blocks: int
@@ -94,8 +94,8 @@ class Drain:
         self._ping_due_s = 0.0
         self._is_there = False
         self._open: dict[int, Portion] = {}
-        self._again: list[Portion] = []
-        """Portions of which the peer has taken a part."""
+        self._num_arrived = 0
+        """Blocks that the peer has now, of the portions that it has answered."""
         self._to_send: list[TakeBlocks] = []
         self._num_sent = 0
         self._line: zmq.Socket[bytes] | None = None
@@ -164,8 +164,9 @@ class Drain:
             portion = None
             if room >= 1:
                 most = int(min(most, room))
-                portion = self._again.pop() if self._again else self._blocks.take(most, now)
+                portion = self._blocks.take(most, now)
             if portion is None or portion.num_own > room:
+                self._blocks.put_back(portion)  # with its tail; there may be room later
                 if not self._open:
                     self.stop("done" if portion is None and room >= 1 else "bytes")
                 return
@@ -186,17 +187,19 @@ class Drain:
             return
         progress, num_read = self.progress, max(0, took.num_read)
         num_there = portion.num_there(took.num_blocks, took.has_tail)
-        is_part = 0 < num_there < portion.num_own and not portion.num_units
-        if is_part and num_read:
-            # It takes a share of its DRAM at a time. Where nothing has come there is no room: to
-            # ask again would be for nothing.
-            num_before = portion.num_before + num_there
-            self._again.append(msgspec.structs.replace(portion, num_before=num_before))
         progress.moved_blocks += num_read
         progress.moved_bytes += num_read * self._block_bytes
-        progress.there_blocks += max(0, num_there - num_read)
+        self._num_arrived += num_there
+        # Over all portions: what is read for one may belong to another one before it.
+        progress.there_blocks = max(0, self._num_arrived - progress.moved_blocks)
         num_gone = progress.moved_blocks + progress.there_blocks
         progress.left_blocks = max(0, progress.total_blocks - num_gone)
+        # It takes a share of its DRAM at a time, and first what it lacks of the portions before.
+        # Where nothing has come there is no room: to ask again would be for nothing.
+        is_more = num_there > 0 or (num_read > 0 and progress.left_blocks > 0)
+        if num_there < portion.num_own and is_more and not portion.num_units:
+            num_before = portion.num_before + num_there
+            self._blocks.put_back(msgspec.structs.replace(portion, num_before=num_before))
 
     def _end_if_due(self, now: float, loans: LoanStats) -> None:
         if self._ends_s < math.inf:
@@ -308,9 +311,7 @@ class Takeovers:
 
 def _outcome(asked: _Waiting, takeover: Takeover, tasks: KVTaskEngine) -> TookBlocks:
     host, portion = tasks.cache.tiers.host, asked.portion
-    keys = EngineBlockKeys(portion.root, portion.keys, len(portion.keys))
-    there = host.index.match(keys).num_blocks
-    there += host.num_in_flight(keys, there, keys.num_blocks)  # others read them
+    there = host.index.match(takeover.keys).num_blocks
     tail = host.tails.find(portion.root, portion.keys[-1])
     has_tail = tail is not None and len(tail.units) == portion.num_units
     num_read = sum(lease.num_published for lease in takeover.leases)

@@ -32,6 +32,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flexcache.breaker import CircuitBreaker
+from flexcache.cache.block_keys import BlockKeys, EngineBlockKeys
 from flexcache.cache.control import CacheCall, CallOutcome
 from flexcache.cache.drain import Portion, plan_takeover
 from flexcache.cache.eviction_policy import EvictionPolicy, Study
@@ -196,11 +197,13 @@ class Takeover(NamedTuple):
     """What is being read of what a peer has handed over.
 
     Attributes:
+        keys: Of the prompt, as far as it is handed over.
         leases: On DRAM, of blocks and of a tail.
         task_id: None if there is nothing to read.
     """
 
     cache: TieredCache
+    keys: BlockKeys
     leases: list[Lease]
     task_id: TaskId | None
 
@@ -214,13 +217,18 @@ class Takeover(NamedTuple):
             plan = plan_takeover(tasks.cache, portion, peer, most)
             tail = None if plan.tail is None else plan.tail.staging
             leases = [lease for lease in (plan.staging, tail) if lease is not None]
-            return cls(tasks.cache, leases, tasks._runner.store(plan, now))
+            keys = EngineBlockKeys(portion.root, portion.keys, len(portion.keys))
+            return cls(tasks.cache, keys, leases, tasks._runner.store(plan, now))
 
     def is_over(self, tasks: KVTaskEngine) -> bool:
         """Whether what has come can be found. It may wait for another portion's blocks."""
-        is_forgotten = tasks.cache is not self.cache
-        is_moving = self.task_id in tasks.sessions.tasks
-        return is_forgotten or not (is_moving or any(lease.waiting for lease in self.leases))
+        if tasks.cache is not self.cache:
+            return True  # forgotten
+        if self.task_id in tasks.sessions.tasks or any(lease.waiting for lease in self.leases):
+            return False
+        # Others may read some of its blocks: whether they come is not known before they have.
+        host, keys = self.cache.tiers.host, self.keys
+        return host.num_in_flight(keys, host.index.match(keys).num_blocks, keys.num_blocks) == 0
 
 
 def stage_for_peer(

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import time
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
+import zmq
 from builders import ROOT, keys_of, make_cache, prefixes, prompt, put_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,8 +19,9 @@ from task_builders import World
 from flexcache.cache.drain import LONGEST_AGE_S, HotBlocks, Portion
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.ids import KVStatus, TierName
-from flexcache.protocol.messages import TakeBlocks
-from flexcache.server.drain import Takeovers
+from flexcache.protocol.messages import FindBlocks, FoundBlocks, TakeBlocks, TookBlocks
+from flexcache.server.drain import Drain, Takeovers
+from flexcache.stats import LoanStats
 
 WORDS = st.text("ab", min_size=1, max_size=8)
 
@@ -79,6 +86,78 @@ def test_what_is_gone_meanwhile_is_not_handed_over() -> None:
     assert [p and list(p.keys) for p in portions] == [keys_of("x"), keys_of("abc"), None]
 
 
+def last_of(keys: bytes) -> str:
+    """Return the last one of joined keys, which have 1, 2, 3, ... bytes."""
+    length = (math.isqrt(8 * len(keys) + 1) - 1) // 2
+    return keys[-length:].decode()
+
+
+class Peer:
+    """Stands for the line to a peer; answers as a test says.
+
+    Attributes:
+        asked: What it was asked to take and has not answered, by the number of the request.
+    """
+
+    def __init__(self) -> None:
+        self.asked: dict[int, TakeBlocks] = {}
+        self._answers: list[bytes] = []
+
+    def getsockopt(self, _: int) -> int:
+        return int(zmq.POLLIN) if self._answers else 0
+
+    def recv_multipart(self, _: int) -> list[bytes]:
+        return [self._answers.pop(0)]
+
+    def send(self, message: bytes, _: int) -> None:
+        asked = msgspec.msgpack.decode(message, type=FindBlocks | TakeBlocks)
+        if isinstance(asked, TakeBlocks):
+            self.asked[asked.request_id] = asked
+        else:
+            self.say(FoundBlocks(0, b"peer"))
+
+    def say(self, answer: FoundBlocks | TookBlocks) -> None:
+        self._answers.append(msgspec.msgpack.encode(answer))
+
+
+@given(words=st.lists(WORDS, max_size=9), most=st.integers(1, 5), data=st.data())
+def test_each_block_is_counted_once_whatever_the_peer_takes_at_a_time(
+    words: list[str], most: int, data: st.DataObject
+) -> None:
+    cache = make_cache(100)
+    for number, word in enumerate(words):
+        store(cache, word, 10.0 + number)
+    at_peer = {*prefixes(data.draw(st.sampled_from(words)))} if words else set()
+    all_names = {name for word in words for name in prefixes(word)}
+    num_before, peer = len(at_peer), Peer()
+    drain = Drain("a peer", b"one", hot_blocks(cache), 1, 60.0)
+    drain._line = peer  # type: ignore[assignment]
+    loans = SimpleNamespace(counters=LoanStats())
+    served: Any = SimpleNamespace(kept=b"model", tasks=SimpleNamespace(loans=loans))
+    now = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flexcache.server.drain.PORTION_BYTES", float(most))
+        while not drain.is_over:
+            drain.send_due(now)
+            drain.receive(served, now)
+            drain.send_due(now)
+            if not peer.asked:
+                continue
+            # It reads a part of what it lacks, of other portions too, and answers in any order.
+            number = data.draw(st.sampled_from(sorted(peer.asked)))
+            names = prefixes(last_of(peer.asked.pop(number).keys))
+            lacks = [name for name in names if name not in at_peer]
+            num_read = min(len(lacks), data.draw(st.integers(1, 4)))
+            at_peer.update(lacks[:num_read])
+            num_there = next((i for i, name in enumerate(names) if name not in at_peer), len(names))
+            peer.say(TookBlocks(number, num_there, False, num_read))
+    found = drain.progress
+    assert at_peer == all_names
+    assert (found.state, found.left_blocks) == ("done", 0)
+    assert (found.moved_blocks, found.there_blocks) == (len(at_peer) - num_before, num_before)
+    assert loans.counters.moved == found.moved_blocks
+
+
 # -- at the peer -----------------------------------------------------------------------------------
 
 
@@ -117,7 +196,11 @@ def test_a_peer_reads_only_what_it_lacks() -> None:
     assert sum(map(len, first.leases)) == 2
     second = world.take_over("abcdef", "A", age_s=1.0)
     assert sum(map(len, second.leases)) == 1
+    waiting = world.take_over("abcdef", "A", age_s=1.0)
+    assert waiting.task_id is None
+    assert not waiting.is_over(world.engine), "whether the others come is not known yet"
     world.finish_all()
+    assert waiting.is_over(world.engine)
     assert world.cached(TierName.CPU, "abcdef") == 6
     third = world.take_over("abcdef", "A", age_s=1.0)
     assert third.task_id is None
