@@ -196,7 +196,7 @@ class Drain:
         progress.left_blocks = max(0, progress.total_blocks - num_gone)
         # It takes a share of its DRAM at a time, and first what it lacks of the portions before.
         # Where nothing has come there is no room: to ask again would be for nothing.
-        is_more = num_there > 0 or (num_read > 0 and progress.left_blocks > 0)
+        is_more = max(num_there, min(num_read, progress.left_blocks)) > 0
         if num_there < portion.num_own and is_more and not portion.num_units:
             num_before = portion.num_before + num_there
             self._blocks.put_back(msgspec.structs.replace(portion, num_before=num_before))
