@@ -167,8 +167,7 @@ class Drain:
                 portion = self._blocks.take(most, now)
             if portion is None or portion.num_own > room:
                 self._blocks.put_back(portion)  # with its tail; there may be room later
-                if not self._open:
-                    self.stop("done" if portion is None and room >= 1 else "bytes")
+                self._stop_if_idle(portion is None and room >= 1)
                 return
             self._num_sent += 1
             self._open[self._num_sent] = portion
@@ -177,6 +176,10 @@ class Drain:
                 self._num_sent, self._own_id, cache.kept, portion.root, b"".join(keys),
                 len(keys[0]), portion.age_s, portion.num_units,
             ))  # fmt: skip
+
+    def _stop_if_idle(self, is_all: bool) -> None:
+        if not self._open:
+            self.stop("done" if is_all else "bytes")
 
     def _took(self, took: TookBlocks, now: float, loans: LoanStats) -> None:
         portion = self._open.pop(took.request_id, None)
@@ -196,7 +199,7 @@ class Drain:
         progress.left_blocks = max(0, progress.total_blocks - num_gone)
         # It takes a share of its DRAM at a time, and first what it lacks of the portions before.
         # Where nothing has come there is no room: to ask again would be for nothing.
-        is_more = num_there > 0 or (num_read > 0 and progress.left_blocks > 0)
+        is_more = max(num_there, min(num_read, progress.left_blocks)) > 0
         if num_there < portion.num_own and is_more and not portion.num_units:
             num_before = portion.num_before + num_there
             self._blocks.put_back(msgspec.structs.replace(portion, num_before=num_before))
