@@ -297,6 +297,15 @@ def check_http_endpoint(endpoint: str, has_token: bool) -> tuple[str, int]:
     return host, int(port)
 
 
+def is_address(host: str) -> bool:
+    """Whether a host is given by its address, which needs no look-up."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
 def is_loopback(host: str) -> bool:
     """Whether a host name or address is this machine, for this machine only."""
     try:

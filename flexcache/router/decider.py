@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import time
 from collections import OrderedDict, deque
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 from urllib.parse import urlsplit
 
+from flexcache.config.values import is_address
 from flexcache.errors import InternalError
 from flexcache.logs import log_event
 from flexcache.router.chooser import (
@@ -352,7 +352,7 @@ class Decider:
         if host is None:
             return None
         # FlexCache asks addresses only: to look a name up would hold its other peers up.
-        is_usable = spec.transfer != "flexcache" or _is_address(host)
+        is_usable = spec.transfer != "flexcache" or is_address(host)
         return Source(spec.transfer, host, spec.peer_port if is_usable else None)
 
     async def read(self, arrival: Arrival) -> RouteRequest:
@@ -532,14 +532,6 @@ class Decider:
         self.routing.check()
         self.roster.check()
         self.line.check()
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 @contextmanager

@@ -12,7 +12,6 @@ Used by the event loop's thread. What touches the task engine is called under th
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import math
 import random
@@ -32,7 +31,7 @@ from flexcache.cache.block_keys import PackedBlockKeys
 from flexcache.cache.peers import LOAN_S
 from flexcache.cache.tail_index import TAIL_FIRST
 from flexcache.config import CacheConfig
-from flexcache.config.values import is_loopback, split_tcp
+from flexcache.config.values import is_address, is_loopback, split_tcp
 from flexcache.errors import ConfigError
 from flexcache.ids import MAX_KEY_BYTES, ROOT_BYTES, BlockKey, BreakerState, RootId
 from flexcache.logs import log_event
@@ -272,14 +271,13 @@ class PeerLinks:
         elif source not in self._links:
             try:
                 # Of a name, ZMQ would look the address up and let all links wait meanwhile.
-                host = str(ipaddress.ip_address(split_tcp(source)[0]))
+                host, _ = split_tcp(source)
+                if not is_address(host):
+                    raise ConfigError(f"{source}: must be tcp://ADDRESS:PORT")
                 if self._config.curve_keys is None and not is_loopback(host):
                     raise ConfigError(f"{source}: without curve_keys only loopback is asked")
-                if len(self._named) >= _MAX_NAMED:
-                    del self._named[min(self._named, key=lambda name: self._named[name])]
-                listed = [name for name in self._links if name not in self._named]
-                self._named[source] = time.monotonic()
-                self._follow(listed)
+                latest = sorted(self._named.items(), key=lambda named: named[1])
+                self._follow_named(dict(latest[1 - _MAX_NAMED :]) | {source: time.monotonic()})
             except (ValueError, ConfigError, zmq.ZMQError) as error:
                 self._named.pop(source, None)
                 self._unusable[source] = None
@@ -550,7 +548,7 @@ class PeerLinks:
     def _links_for(self, look_up: RunLookUp) -> list[_Link]:
         if look_up.source:
             return self._link_of(look_up.source)
-        return [link for name, link in self._links.items() if name not in self._named]
+        return self._listed
 
     def stage(self, wanted: AskToStage) -> None:
         """Ask a peer to bring to its DRAM what it has on SSD. It answers nothing to that: what is
@@ -581,11 +579,20 @@ class PeerLinks:
                 self._link_failed(link, "it is not there", now)
 
     def _forget_named(self, now: float) -> None:
-        idle = {name for name, used_s in self._named.items() if now > used_s + _NAMED_S}
-        if idle:
-            listed = [name for name in self._links if name not in self._named]
-            self._named = {n: used_s for n, used_s in self._named.items() if n not in idle}
-            self._follow(listed)
+        used = {n: used_s for n, used_s in self._named.items() if now <= used_s + _NAMED_S}
+        if len(used) < len(self._named):
+            self._follow_named(used)
+
+    def _follow_named(self, named: dict[str, float]) -> None:
+        """Have links to these of the peers that requests have named, and to all others."""
+        listed = [link.name for link in self._listed]
+        self._named = named
+        self._follow(listed)
+
+    @property
+    def _listed(self) -> list[_Link]:
+        """Links to peers of the settings."""
+        return [link for name, link in self._links.items() if name not in self._named]
 
     def _send_answers(self) -> None:
         for identity, message in self._to_send:

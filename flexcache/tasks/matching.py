@@ -96,7 +96,7 @@ class Matcher:
         own = () if owner is None else (owner.engine,)
         prompts: list[Prompt] = []
         for prompt, engines in zip(call.prompts, call.engines or repeat(own), strict=False):
-            has_weights = owner is None or self._sessions.has_weights(owner.engine, prompt.weights)
+            has_weights = self._has_weights(owner, prompt)
             if has_weights or call.name == "delete":
                 self._place(prompt.keys, owner if has_weights else None)
                 prompts.append(prompt)

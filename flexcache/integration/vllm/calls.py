@@ -16,7 +16,6 @@ flexcache_source, flexcache_wait_s                    the peer that computes it 
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import sys
 import time
@@ -38,7 +37,7 @@ from vllm.v1.core import kv_cache_utils
 from flexcache.cache.control import Pin
 from flexcache.cache.journal import Change, Removed, Stored
 from flexcache.cache.prompt import MAX_SESSION_ID_LENGTH, check_hint, check_name
-from flexcache.config.values import split_tcp
+from flexcache.config.values import is_address, split_tcp
 from flexcache.errors import FlexCacheError
 from flexcache.ids import HandOver, OpKind, RequestInfo, TierName, check_request_info
 from flexcache.integration.adapter import (
@@ -166,8 +165,7 @@ def _name(longest: int) -> Callable[[Any], Any]:
 def _source(hint: Any) -> str:
     address = f"tcp://{hint}"
     host, port = split_tcp(address)
-    ipaddress.ip_address(host)
-    if not port:
+    if not (is_address(host) and port):
         raise ValueError("must be ADDRESS:PORT")
     return address
 

@@ -7,7 +7,6 @@ with.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import math
 import time
@@ -16,6 +15,7 @@ from enum import Enum
 from functools import partial
 from urllib.parse import urlsplit
 
+from flexcache.config.values import is_address
 from flexcache.errors import InternalError, MissingDependencyError
 from flexcache.router.chooser import Arrival, Choice, Chooser, NotRouted, Outcome
 from flexcache.router.discovery import Resolve, resolve
@@ -60,20 +60,12 @@ class Destinations:
         host = parts.hostname or ""
         port = parts.port or (443 if parts.scheme == "https" else 80)
         until_s = float("inf")
-        if not _is_address(host):
+        if not is_address(host):
             host = (await self._resolve(host, port))[0]
             until_s = self._clock() + KEPT_S
         address = f"{bracketed(host)}:{port}"
         self._known[url] = (address, until_s)
         return address
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 try:

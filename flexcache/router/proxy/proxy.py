@@ -179,7 +179,7 @@ class _Undone(NotTaken):
 
 def _is_clients(status: int | None) -> bool:
     """Whether an error is the fault of a request."""
-    return status is not None and 400 <= status < 500 and status != 429
+    return status is not None and _FIRST_ERROR <= status < _SERVER_ERROR and status != 429
 
 
 class RetryBudget:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from flexcache.router.chooser import Source
+from flexcache.router.listing import bracketed
 from flexcache.router.tokens.body import (
     PROMPT_PATHS,
     TRANSFER,
@@ -35,7 +36,7 @@ def with_kv_source(path: str, body: bytes, source: Source, request_id: str) -> b
         values["flexcache_source"] = _address(source)
     elif source.transfer == "offloading":
         values["remote_kv_source"] = _kv_request(source, request_id)
-    return with_params(body, values, are_ours) if values else body
+    return with_params(body, values, are_ours)
 
 
 # -- a request that is divided between two engines -------------------------------------------------
@@ -123,8 +124,7 @@ def _raw(value: Any) -> msgspec.Raw:
 
 
 def _address(source: Source) -> str:
-    host = f"[{source.host}]" if ":" in source.host else source.host
-    return f"{host}:{source.port}"
+    return f"{bracketed(source.host)}:{source.port}"
 
 
 def _kv_request(source: Source, request_id: str) -> dict[str, Any]:

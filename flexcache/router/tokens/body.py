@@ -411,12 +411,14 @@ def with_params(
 ) -> bytes:
     """Add fields to a body's ``kv_transfer_params``, if those that are there admit it. Never
     raises."""
+    if not values:
+        return body
     try:
         fields = read_fields(body)
         params = read_params(fields.get(TRANSFER, b"null")) or {}
     except UNREADABLE:
         return body
-    if not (values and admits(params)):
+    if not admits(params):
         return body
     fields[TRANSFER] = msgspec.Raw(msgspec.json.encode({**params, **values}))
     return msgspec.json.encode(fields)
