@@ -73,7 +73,7 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 79_500,
+    "lines of the package": 79_720,
     "files of the package": 263,
     "lines of the router": 16_650,
     "modules under 120 lines with one importer": 2,
