@@ -56,7 +56,7 @@ LAYERS = (
     ("cache",),
     ("tasks",),
     ("protocol",),
-    ("events", "tracing", "metrics"),
+    ("events", "tracing", "metrics", "ui"),
     ("server",),
     ("client",),
     ("manager",),
