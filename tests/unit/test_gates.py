@@ -73,7 +73,7 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 80_050,
+    "lines of the package": 80_270,
     "files of the package": 264,
     "lines of the router": 17_150,
     "modules under 120 lines with one importer": 2,
