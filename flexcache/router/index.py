@@ -306,7 +306,8 @@ class IndexPart(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
         sets: Sets of holders.
         keys: Block keys, 8 bytes each.
         set_of: For each key, the position of its set, 4 bytes each.
-        names: For each key, what publishers call the block, 8 bytes each; empty: they are left out.
+        names: For each key, what publishers call the block, 8 bytes each; empty: they are left out,
+            or there is a form, and the keys themselves are names whose keys are unknown.
         form: What the blocks with these names are.
     """
 
@@ -317,7 +318,7 @@ class IndexPart(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     names: bytes = b""
     form: BlockForm | None = None
 
-    def runs(self, most: int) -> Iterator[tuple[list[Holder], list[int], list[int]]]:
+    def slices(self, most: int) -> Iterator[tuple[list[Holder], list[int], list[int]]]:
         """Yield holders, and the names and keys of up to ``most`` blocks that all of them have.
 
         Raises:
@@ -325,7 +326,7 @@ class IndexPart(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
         """
         set_of = np.frombuffer(self.set_of, np.uint32)
         order = np.argsort(set_of, kind="stable")
-        names = np.frombuffer(self.names, np.uint64)[order].tolist()
+        names = np.frombuffer(self.names or self.keys, np.uint64)[order].tolist()
         keys = np.frombuffer(self.keys, np.uint64)[order].tolist()
         set_of = set_of[order]
         bounds = [0, *(np.flatnonzero(np.diff(set_of)) + 1).tolist(), len(keys)]
@@ -553,12 +554,31 @@ class KVIndexer:
         The index may change in between. All parts, and then all changes since the first one, give
         the index as it is then.
         """
-        for shard in self._shards:
-            part = self.part(self.holders_of(sources), list(shard), list(shard.values()))
+        at: int | None = 0
+        while at is not None:
+            part, at = self.part_at(at, sources)
             if part is not None:
                 yield part
 
+    def part_at(
+        self, at: int, sources: Container[str], form: BlockForm | None = None
+    ) -> tuple[IndexPart | None, int | None]:
+        """Return some blocks of some sources, and where the next ones begin; None: these were the
+        last.
+
+        Args:
+            at: 0, or what the call before returned.
+            form: See `IndexPart`.
+        """
+        while at < _NUM_SHARDS:
+            shard, at = self._shards[at], at + 1
+            if shard:
+                chosen = self.holders_of(sources)
+                return self.part(chosen, list(shard), list(shard.values()), form=form), at
+        return None, None
+
     def holders_of(self, sources: Container[str]) -> list[Holder]:
+        """Return the holders of some sources."""
         return [holder for holder in self.holders if holder.source in sources]
 
     def part(

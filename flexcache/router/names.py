@@ -86,6 +86,7 @@ _NAME_BYTES = 48
 _SLACK = 10_000
 """Names without blocks that are not worth a sweep."""
 _PART = 4096
+_STAGE = 1 << 20
 _SLICE = 512  # blocks: half a millisecond
 
 
@@ -234,7 +235,7 @@ class NamedBlocks:
     def part(
         self, at: int, sources: Container[str], form: BlockForm
     ) -> tuple[IndexPart | None, int | None]:
-        """Return names, keys and holders of some blocks, of those whose keys are known.
+        """Return names, keys and holders of some blocks.
 
         Args:
             at: 0, or what the call before returned.
@@ -243,29 +244,41 @@ class NamedBlocks:
         Returns:
             They, if there are any, and where the next ones begin; None: these were the last.
         """
-        chosen = self._index.holders_of(sources)
-        names: list[int] = []
-        keys: list[int] = []
+        stage, at = divmod(at, _STAGE)
+        if stage == 0:
+            names: list[int] = []
+            keys: list[int] = []
+            while at < _NUM_SHARDS and len(names) < _PART:
+                names += self._shards[at]
+                keys += self._shards[at].values()
+                at += 1
+            part = self._part(self._index.holders_of(sources), names, keys, form)
+            return part, at if at < _NUM_SHARDS else _STAGE
+        if stage == 1:
+            part, after = self.waiting.part_at(at, sources, form)
+            return part, 2 * _STAGE if after is None else _STAGE + after
         own = [(each, n) for each, own in self._own.items() for n in range(0, len(own), _PART)]
-        if at >= _NUM_SHARDS + len(own):
+        if at >= len(own):
             return None, None
-        if at >= _NUM_SHARDS:
-            holder, first = own[at - _NUM_SHARDS]
-            pairs = dict(islice(self._own[holder].items(), first, first + _PART))
-            names, keys, at = list(pairs), list(pairs.values()), at + 1
-            chosen = [holder] if holder in chosen else []
-        while at < _NUM_SHARDS and len(names) < _PART:
-            names += self._shards[at]
-            keys += self._shards[at].values()
-            at += 1
+        holder, first = own[at]
+        pairs = dict(islice(self._own[holder].items(), first, first + _PART))
+        chosen = [holder] if holder.source in sources else []
+        return self._part(chosen, list(pairs), list(pairs.values()), form), 2 * _STAGE + at + 1
+
+    def _part(
+        self, chosen: list[Holder], names: list[int], keys: list[int], form: BlockForm
+    ) -> IndexPart | None:
         masks = self._on_disk.masks(self._index, names, keys)
-        return self._index.part(chosen, keys, masks, names, form), at
+        return self._index.part(chosen, keys, masks, names, form)
 
     def take(self, part: IndexPart, sources: Container[str]) -> Iterator[None]:
         """Note what a part of another index says of these sources, a slice at a time."""
-        for holders, names, keys in part.runs(_SLICE):
+        for holders, names, keys in part.slices(_SLICE):
             for holder in holders:
                 if holder.source not in sources:
+                    continue
+                if not part.names:
+                    self.stored_by_name(holder, names)
                     continue
                 taken = self._index.stored(holder, keys)
                 self._learn(holder, names[:taken], keys)

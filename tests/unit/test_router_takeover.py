@@ -307,7 +307,7 @@ LIARS: dict[str, Answers] = {
     "has too much": lambda number, source: (heading(source, num_blocks=10**9), 1),
     "has no parts": after_a_heading(lambda source: "part"),
     "has no end": after_a_heading(part, 1),
-    "leaves names out": after_a_heading(lambda source: part(source, names=b"")),
+    "leaves a name out": after_a_heading(lambda source: part(source, names=bytes(16))),
     "cuts keys": after_a_heading(lambda source: part(source, keys=b"1234567")),
     "has too few sets": after_a_heading(lambda source: part(source, sets=[])),
     "names others": after_a_heading(lambda source: part(source, sets=[[9]])),
