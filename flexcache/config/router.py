@@ -181,8 +181,8 @@ class RouterConfig:
     )
     peers: Sequence[str] = setting(
         (),
-        "`ENDPOINT,REPLAY` of each other router before the engines. At the start the index is taken "
-        "over from one.",
+        "`ENDPOINT,REPLAY` of each other router before the engines. At the start the index is "
+        "taken over from one.",
         read=_pairs,
     )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = setting(
