@@ -69,6 +69,7 @@ ANY_PORT = "tcp://127.0.0.1:*"
 TOKENS = 16
 PAGE_BLOCKS = 1024
 NUM_KEPT = 100
+SPREAD = 0x9E3779B97F4A7C15  # names are hashes, and an index relies on it
 WARM_UP_S = 2.0
 PATIENCE_S = 120.0
 SAMPLE_S = 0.005
@@ -97,7 +98,8 @@ class SimulatedHost:
         return self.pub.getsockopt_string(of), self.replay.getsockopt_string(of)
 
     def _stored(self, count: int) -> BlockStored:
-        names: list[int | bytes] = list(range(self._first, self._first + count))
+        numbers = range(self._first, self._first + count)
+        names: list[int | bytes] = [number * SPREAD & (1 << 64) - 1 for number in numbers]
         self._first += count
         tokens = self._rng.integers(0, 1 << 17, count * TOKENS).tolist()
         return BlockStored(names, None, tokens, TOKENS, None, "CPU", None)

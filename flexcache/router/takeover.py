@@ -40,7 +40,7 @@ VERSION = 1
 """Rises with every change to pages or to the keys in them."""
 _SUBSCRIBED_S = 0.2  # until publishers know of subscriptions
 _ANSWER_S = 2.0
-_LIMIT_S = 60.0  # sources publish meanwhile, and their sockets keep 100,000 batches each
+_LIMIT_S = 120.0  # sources publish meanwhile, and their sockets keep 100,000 batches each
 _SLICE_S = 0.001
 _MAX_PAGE_BYTES = 64 << 20
 
