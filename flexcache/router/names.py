@@ -85,7 +85,7 @@ _MASK = _NUM_SHARDS - 1
 _NAME_BYTES = 48
 _SLACK = 10_000
 """Names without blocks that are not worth a sweep."""
-_PART = 4096
+_PART = 1024
 _STAGE = 1 << 20
 _SLICE = 512  # blocks: half a millisecond
 
