@@ -48,6 +48,7 @@ LAYERS = (
         "logs",
         "terminal",
         "processes",
+        "startup",
         "stats",
     ),
     ("config",),
@@ -73,8 +74,8 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 79_500,
-    "files of the package": 263,
+    "lines of the package": 79_580,
+    "files of the package": 264,
     "lines of the router": 16_650,
     "modules under 120 lines with one importer": 2,
     "class names that several classes have": 2,
