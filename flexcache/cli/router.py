@@ -42,8 +42,9 @@ def simulate(
     trace: Annotated[
         list[Path],
         typer.Argument(
-            help="Trace in Mooncake's or Bailian's format, plain or gzipped, or files of one that "
-            f"FlexCache wrote. `{_AGENTS}` and `{_TOOLS}` are generated ones."
+            help="Trace in the format of Mooncake, Bailian, AIPerf or kv-cache-tester, plain or "
+            "gzipped, or files of one that FlexCache wrote. "
+            f"`{_AGENTS}` and `{_TOOLS}` are generated ones."
         ),
     ],
     engines: Annotated[int, typer.Option(min=1, max=10_000, help="Number of engines.")] = 8,

@@ -29,7 +29,7 @@ TracePaths = Annotated[
 
 
 def open_trace(paths: Sequence[Path]) -> Trace:
-    """Open FlexCache's own trace, or one file in Mooncake's format."""
+    """Open FlexCache's own trace, or one of requests in the formats of others."""
     from flexcache.replay.traces import MooncakeTrace, RecordedTrace, is_mooncake
 
     if len(paths) == 1 and is_mooncake(paths[0]):
@@ -133,8 +133,8 @@ def replay(
 ) -> None:
     """Repeat the calls of a trace on a cache of any size and policy.
 
-    The default is the configuration that was traced. Traces in Mooncake's format work too; they
-    need `--set num_cpu_blocks=...`.
+    The default is the configuration that was traced. Traces of requests work too (Mooncake,
+    Bailian, AIPerf, kv-cache-tester); they need `--set num_cpu_blocks=...`.
     """
     with user_errors(_console):
         from flexcache.replay.replay import replay as run

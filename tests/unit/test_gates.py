@@ -74,7 +74,7 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 79_580,
+    "lines of the package": 79_800,
     "files of the package": 264,
     "lines of the router": 16_650,
     "modules under 120 lines with one importer": 2,

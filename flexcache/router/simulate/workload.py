@@ -11,7 +11,7 @@ from typing import Protocol
 
 from flexcache.errors import TraceError
 from flexcache.ids import TaskKind
-from flexcache.replay.traces import MooncakeRequest, RecordedTrace, read_requests
+from flexcache.replay.traces import MooncakeRequest, RecordedTrace, is_mooncake, read_requests
 from flexcache.tracing.records import KEY_BYTES, TaskMatched
 
 
@@ -228,7 +228,7 @@ def _conversation(rng: random.Random, session: int, time_s: float) -> Iterator[S
 def read_trace(
     paths: Sequence[Path], *, load: float = 1.0, num_requests: int | None = None
 ) -> Recorded:
-    """Read a trace: FlexCache's own, or one file in Mooncake's or Bailian's format.
+    """Read a trace: FlexCache's own, or one of requests (`flexcache.replay.traces`).
 
     Args:
         load: How many times faster than recorded the requests come.
@@ -237,7 +237,7 @@ def read_trace(
     Raises:
         TraceError: The files are not one trace. Names the file and the line.
     """
-    is_single = len(paths) == 1 and paths[0].is_file()
+    is_single = len(paths) == 1 and (paths[0].is_file() or is_mooncake(paths[0]))
     block_tokens, requests = _single(paths[0]) if is_single else _recorded(paths)
     chosen = sorted(islice(requests, num_requests), key=lambda request: request.time_s)
     if not chosen:
@@ -265,7 +265,7 @@ def _requests_of(path: Path, block_tokens: int) -> Iterator[SimRequest]:
     chats: dict[int, int] = {}  # chat -> the first of its conversation
     for number, line in enumerate(read_requests(path), 1):
         if line.tokens_per_id != block_tokens:
-            raise TraceError(f"{path}, line {number}: some requests have a chat_id and some do not")
+            raise TraceError(f"{path}, line {number}: the tokens per id are not those of line 1")
         yield SimRequest(
             request_id=str(number),
             time_s=line.time_s,
@@ -278,7 +278,7 @@ def _requests_of(path: Path, block_tokens: int) -> Iterator[SimRequest]:
 
 def _session_of(line: MooncakeRequest, chats: dict[int, int]) -> Hashable | None:
     if line.chat_id is None:
-        return None
+        return line.session or None
     return chats.setdefault(line.chat_id, chats.get(line.parent_chat_id, line.chat_id))
 
 
