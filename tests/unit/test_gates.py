@@ -57,7 +57,7 @@ LAYERS = (
     ("cache",),
     ("tasks",),
     ("protocol",),
-    ("events", "tracing", "metrics"),
+    ("events", "tracing", "metrics", "ui"),
     ("server",),
     ("client",),
     ("manager",),
@@ -74,8 +74,8 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 79_800,
-    "files of the package": 264,
+    "lines of the package": 80_030,
+    "files of the package": 265,
     "lines of the router": 16_650,
     "modules under 120 lines with one importer": 2,
     "class names that several classes have": 2,
