@@ -23,7 +23,7 @@ from typing import Any
 
 from api_server import call
 from engines import ENGINE_ENV, FLEXCACHE, OFFLOADING, has_fast_bf16
-from lmcache_server import running_server
+from lmcache_server import die_with_parent, running_server
 from paths import ROOT, SUPPORT, python_path
 from ports import free_port
 from venvs import peer_python
@@ -34,7 +34,7 @@ ARMS = (NONE, PEER, LMCACHE, DRAM, SSD)
 BIG_GPU = "no cache, large GPU"
 """Gives the answers that a correct engine gives: it never reloads anything."""
 
-READY_S = 200
+READY_S = 300
 BLOCK = 32
 SERVED = "model"
 SOURCES = {
@@ -150,6 +150,7 @@ def serving(
         process = subprocess.Popen(
             [python, str(Path(__file__).with_name("vllm_server.py")), *options],
             env=_environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            preexec_fn=die_with_parent,
         )  # fmt: skip
         try:
             server = Server(f"http://127.0.0.1:{port}", model, sizes.largest(arm))

@@ -1,11 +1,11 @@
 """Benchmarks of others, on one small engine with each cache below its blocks.
 
     python benchmarks/external/run.py simulator --trace FILE
-    python benchmarks/external/run.py prefix-repetition --model DIR --venvs DIR
-    python benchmarks/external/run.py timed-trace --trace FILE --model DIR --venvs DIR
-    python benchmarks/external/run.py cache-pressure --model DIR --venvs DIR
-    python benchmarks/external/run.py aiperf-agents --model DIR --venvs DIR
-    python benchmarks/external/run.py aiperf-mooncake --trace FILE --model DIR --venvs DIR
+    python benchmarks/external/run.py prefix-repetition --venvs DIR
+    python benchmarks/external/run.py timed-trace --trace FILE --venvs DIR
+    python benchmarks/external/run.py cache-pressure --venvs DIR
+    python benchmarks/external/run.py aiperf-agents --venvs DIR
+    python benchmarks/external/run.py aiperf-mooncake --trace FILE --venvs DIR
 
 Each run has a server of its own, and the arms take turns within a round, so that a machine that
 becomes slower does so for all. Each run adds a line of JSON to ``external-NAME.jsonl``. What is
@@ -27,7 +27,8 @@ from typing import Annotated
 import external_path  # noqa: F401
 import typer
 from arms import ARMS, DidNotRun
-from paths import ROOT
+from make_models import make_model
+from paths import MODELS, ROOT
 from rounds import RawFigures, console, run_all
 from simulator import compare
 from tools import task_of
@@ -49,8 +50,10 @@ def command(name: str) -> None:
 
     @app.command(name)
     def run(
-        model: Annotated[Path, typer.Option(help="Directory of SmolLM2-135M-Instruct.")],
         venvs: Venvs,
+        model: Annotated[
+            Path | None, typer.Option(help="Directory of a model. Default: SmolLM2, made here.")
+        ] = None,
         trace: Annotated[
             Path | None, typer.Option(help="Conversation trace in Mooncake's format.")
         ] = None,
@@ -64,7 +67,8 @@ def command(name: str) -> None:
         results: Results = RESULTS,
     ) -> None:
         with tempfile.TemporaryDirectory(dir=directory) as work_dir:
-            model, venvs = model.resolve(), venvs.resolve()
+            venvs = venvs.resolve()
+            where = make_model(MODELS, "smollm2") if model is None else model.resolve()
             trace = None if trace is None else trace.resolve()
             try:
                 task = task_of(name, limit_s, seed, trace, venvs, Path(work_dir).resolve())
@@ -76,7 +80,7 @@ def command(name: str) -> None:
             extra = [each for each in task.arms if each not in ARMS] if len(arm) > 2 else []
             raw = RawFigures(results / f"external-{name}.jsonl")
             left = run_all(
-                task, raw, [*extra, *arm], rounds, seed, minutes, model, venvs, directory.resolve()
+                task, raw, [*extra, *arm], rounds, seed, minutes, where, venvs, directory.resolve()
             )
         console.print(f"{raw.path}: " + (f"{left} runs are left" if left else "complete"))
         raise typer.Exit(int(bool(left)))

@@ -54,8 +54,10 @@ def call_tool(
     Raises:
         DidNotRun: It fails or takes too long.
     """
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0", "VLLM_NO_USAGE_STATS": "1"}
+    # Without HF_HUB_OFFLINE: with it AIPerf takes the tokenizer's directory for a name on the hub.
+    dropped = ("PYTHONPATH", "HF_HUB_OFFLINE")
+    environment = {name: value for name, value in os.environ.items() if name not in dropped}
+    environment |= {"PYTHONHASHSEED": "0", "VLLM_NO_USAGE_STATS": "1"}
     log = work_dir / "tool.log"
     with log.open("w") as output:
         try:
@@ -229,11 +231,12 @@ def cache_pressure(limit_s: float, seed: int, venvs: Path) -> Task:
         aborts = run(
             "abort_sim", work_dir / "abort.json", part, "--context-tokens", 2000, "--runs", 3,
             "--thinking-tokens", 32, "--max-tokens", 256, "--salt", seed,
+            "--max-context", sizes.longest,
         )  # fmt: skip
         agents = run(
             "agent_sim", work_dir / "agents.json", part, "--sessions", 2, "--main-tokens", 1500,
             "--sub-tokens", 1000, "--step-tokens", 300, "--finalize-tokens", 200,
-            "--max-tokens", 16, "--salt", seed, "--no-viz",
+            "--max-tokens", 16, "--salt", seed, "--max-context", sizes.longest, "--no-viz",
         )  # fmt: skip
         return {
             **found,

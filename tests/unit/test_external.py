@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import runpy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from arms import ARMS, Sizes
+import pytest
+import rounds
+from arms import ARMS, DRAM, LMCACHE, NONE, PEER, SOURCES, SSD, DidNotRun, Sizes
 from paths import ROOT
-from rounds import RawFigures, units
+from rounds import RawFigures, run_all, units
 from simulator import _tokens, write_prompts
 from tools import Task
 from traffic import scaled, working_set
@@ -76,6 +80,50 @@ def test_what_failed_or_was_torn_is_run_again(tmp_path: Path) -> None:
     raw.add([run_of(1, "a")])
     assert raw.done(1) == {(0, 0.8, "a"), (1, 0.8, "a")}
     assert raw.done(2) == set()
+
+
+def test_runs_are_kept_and_only_what_failed_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[tuple[str, bool]] = []
+    lost = {LMCACHE}
+
+    class Fake:
+        def tokens_by_source(self) -> dict[str, float]:
+            return dict.fromkeys(SOURCES, float(len(served)))
+
+    @contextmanager
+    def fake_serving(
+        arm: str, model: Path, sizes: Sizes, directory: Path, venvs: Path, log: Path
+    ) -> Iterator[Fake]:
+        if arm in lost:
+            raise DidNotRun("no such package")
+        served.append((arm, directory.exists()))
+        directory.mkdir(exist_ok=True)
+        yield Fake()
+        served.append((arm, False))
+
+    monkeypatch.setattr(rounds, "serving", fake_serving)
+    task = Task("t", "users", (2,), lambda server, load, directory: {"ttft_ms": [load]}, 9)
+    raw = RawFigures(tmp_path / "external-t.jsonl")
+
+    def run() -> int:
+        return run_all(task, raw, ARMS, 1, 1, 10, tmp_path, tmp_path, tmp_path)
+
+    assert run() == 1
+    starts = served[::2]
+    assert starts == [(NONE, False), (PEER, False), (DRAM, False), (SSD, False), (SSD, True)]
+    lost.clear()
+    assert run() == 0 and served[-2][0] == LMCACHE and len(served) == 12
+    assert run() == 0 and len(served) == 12
+    lines = [json.loads(line) for line in raw.path.read_text().splitlines()]
+    assert [(line["arm"], line.get("phase")) for line in lines] == [
+        (NONE, "start"), (PEER, "start"), (LMCACHE, None), (DRAM, "start"), (SSD, "start"),
+        (SSD, "restart"), (LMCACHE, "start"),
+    ]  # fmt: skip
+    assert lines[2]["error"] == "no such package"
+    assert lines[0]["ttft_ms"] == [2] and lines[0]["working_set_tokens"] == 9
+    assert not list(tmp_path.glob("flexcache-external-*"))
 
 
 def test_tables_have_medians_and_extremes_of_the_rounds(tmp_path: Path) -> None:
