@@ -22,7 +22,7 @@ from flexcache.replay.traces import MooncakeRequest, read_requests
 
 MODEL = "llama-3.1-8b"
 BYTES_PER_TOKEN = 131_072
-"""Of the model's KV: their sizes are in GiB, ours in blocks."""
+"""KV of the model. Their sizes are in GiB, ours in blocks."""
 
 
 def compare(trace: Path, sizes: Sequence[int], python: str, say: Say) -> list[dict[str, Any]]:
