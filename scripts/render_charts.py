@@ -131,7 +131,7 @@ class Cell:
     p90_ms: tuple[float, float, float]
     in_time_per_s: tuple[float, float, float]
     shares: Mapping[str, float]
-    """Parts of prompt tokens from the GPU's blocks, DRAM, SSD, or a cache that does not say which."""
+    """Parts of prompt tokens from GPU blocks, DRAM, SSD, or a cache that does not say which."""
     sizes: str
 
 
