@@ -58,7 +58,7 @@ class Sizes:
     gpu: int = 4_352
     dram: int = 16_384
     ssd: int = 262_144
-    big_gpu: int = 65_536
+    big_gpu: int = 32_768
     longest: int = 3_072
 
     def largest(self, arm: str) -> int:

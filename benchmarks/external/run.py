@@ -61,7 +61,7 @@ def command(name: str) -> None:
         rounds: Annotated[int, typer.Option(min=1)] = 3,
         load: Annotated[list[float] | None, typer.Option(help="Instead of the usual.")] = None,
         limit_s: Annotated[float, typer.Option(help="Of one run.")] = 240.0,
-        minutes: Annotated[float, typer.Option(help="Begins no run after these.")] = 70.0,
+        minutes: Annotated[float, typer.Option(help="Begins no run after these.")] = 100.0,
         seed: Annotated[int, typer.Option(help="Of the traffic.")] = 1,
         directory: Annotated[Path, typer.Option("--dir", help="For SSD tiers.")] = Path("."),
         results: Results = RESULTS,

@@ -73,19 +73,19 @@ def call_tool(
 
 
 def prefix_repetition(limit_s: float, seed: int) -> Task:
-    """vLLM's own benchmark: prompts of 40 prefixes, in random order, at a rate."""
-    prefixes, length, suffix = 40, 1024, 64
+    """vLLM's own benchmark: each of 20 prefixes four times, in random order, at a rate."""
+    prefixes, times, length, suffix = 20, 4, 1024, 64
 
     def ask(server: Server, rate: float, work_dir: Path) -> dict[str, Any]:
         options = [
             "--dataset-name", "prefix_repetition", "--prefix-repetition-prefix-len", length,
             "--prefix-repetition-suffix-len", suffix, "--prefix-repetition-output-len", ANSWER,
-            "--prefix-repetition-num-prefixes", prefixes, "--num-prompts", 3 * prefixes,
+            "--prefix-repetition-num-prefixes", prefixes, "--num-prompts", times * prefixes,
             "--request-rate", rate,
         ]  # fmt: skip
         return _vllm_bench(server, options, limit_s, seed, work_dir)
 
-    tokens = prefixes * (length + 3 * suffix)
+    tokens = prefixes * (length + times * suffix)
     return Task("prefix-repetition", "requests/s", (0.8, 1.6), ask, tokens)
 
 
