@@ -19,7 +19,6 @@ from traffic import scaled, working_set
 from venvs import peer_python
 
 from flexcache.bench.suite import Unsupported
-from flexcache.replay.traces import read_requests
 
 HERE = Path(__file__).parent
 ANSWER = 8
@@ -54,10 +53,8 @@ def call_tool(
     Raises:
         DidNotRun: It fails or takes too long.
     """
-    # Without HF_HUB_OFFLINE: with it AIPerf takes the tokenizer's directory for a name on the hub.
-    dropped = ("PYTHONPATH", "HF_HUB_OFFLINE")
-    environment = {name: value for name, value in os.environ.items() if name not in dropped}
-    environment |= {"PYTHONHASHSEED": "0", "VLLM_NO_USAGE_STATS": "1"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0", "VLLM_NO_USAGE_STATS": "1"}
     log = work_dir / "tool.log"
     with log.open("w") as output:
         try:
@@ -127,69 +124,6 @@ def _vllm_bench(
         "ttft_ms": [round(ttft * 1e3, 1) for ttft in answered],
         "failed": len(found["ttfts"]) - len(answered),
         "duration_s": round(found["duration"], 2),
-    }
-
-
-def aiperf_agents(limit_s: float, seed: int, venvs: Path, work_dir: Path) -> Task:
-    """AIPerf's agentic sessions: shared instructions, tool outputs, pauses, resets."""
-    python = peer_python(venvs, "aiperf")
-    config = HERE / "agents.json"
-    command = [python, "-m", "aiperf", "synthesize", "agentic-code", "--num-sessions", 40,
-               "--config", config, "--seed", seed, "--output", work_dir]  # fmt: skip
-    call_tool(command, limit_s, work_dir)
-    (dataset,) = work_dir.glob("*/dataset.jsonl")
-
-    def ask(server: Server, users: float, work_dir: Path) -> dict[str, Any]:
-        options = ["--input-file", dataset, "--concurrency", f"{users:g}",
-                   "--dataset-sampling-strategy", "sequential",
-                   "--benchmark-duration", 100, "--benchmark-grace-period", 30]  # fmt: skip
-        return _aiperf(python, server, options, limit_s, seed, work_dir)
-
-    lines = list(read_requests(dataset))
-    return Task("aiperf-agents", "users", (3, 6), ask, working_set(lines))
-
-
-def aiperf_mooncake(limit_s: float, seed: int, trace: Path, venvs: Path) -> Task:
-    """AIPerf's replay of conversations of a Mooncake trace, scaled, at their times."""
-    python = peer_python(venvs, "aiperf")
-    lines = scaled(trace, 2560, 120, 0.8, ANSWER, seed)
-
-    def ask(server: Server, rate: float, work_dir: Path) -> dict[str, Any]:
-        prompts = work_dir / "trace.jsonl"
-        write_prompts(prompts, lines)
-        options = ["--input-file", prompts, "--fixed-schedule"]
-        return _aiperf(python, server, options, limit_s, seed, work_dir)
-
-    return Task("aiperf-mooncake", "requests/s", (0.8,), ask, working_set(lines))
-
-
-def _aiperf(
-    python: str, server: Server, options: Sequence[object], limit_s: float, seed: int,
-    work_dir: Path,
-) -> dict[str, Any]:  # fmt: skip
-    found = work_dir / "aiperf"
-    command = [
-        python, "-m", "aiperf", "profile", "--model", SERVED, "--tokenizer", server.model,
-        "--url", server.url, "--endpoint-type", "chat", "--streaming",
-        "--custom-dataset-type", "mooncake_trace", "--isl-block-size", 32,
-        "--extra-inputs", "ignore_eos:true", "--extra-inputs", "temperature:0",
-        "--random-seed", seed, "--artifact-dir", found, "--export-level", "records",
-        "--ui", "none", "--no-server-metrics", "--no-gpu-telemetry", "--use-server-token-count",
-        *options,
-    ]  # fmt: skip
-    call_tool(command, limit_s, work_dir)
-    (records,) = found.rglob("profile_export.jsonl")
-    lines = [json.loads(line) for line in records.read_text().splitlines()]
-    asked = [line for line in lines if line["metadata"].get("benchmark_phase") != "warmup"]
-    answered = [line for line in asked if not line.get("error")]
-    if not answered:
-        raise DidNotRun("no request was answered")
-    starts = [line["metadata"]["request_start_ns"] for line in answered]
-    ends = [line["metadata"]["request_end_ns"] for line in answered]
-    return {
-        "ttft_ms": [round(line["metrics"]["time_to_first_token"]["value"], 1) for line in answered],
-        "failed": len(asked) - len(answered),
-        "duration_s": round((max(ends) - min(starts)) / 1e9, 2),
     }
 
 
@@ -266,10 +200,8 @@ def cache_pressure_python(venvs: Path) -> tuple[str, bool]:
     return peer_python(venvs, "cache-pressure"), False
 
 
-def task_of(
-    name: str, limit_s: float, seed: int, trace: Path | None, venvs: Path, work_dir: Path
-) -> Task:
-    """Make a task by its name; some need a trace.
+def task_of(name: str, limit_s: float, seed: int, trace: Path | None, venvs: Path) -> Task:
+    """Make a task by its name; one needs a trace.
 
     Raises:
         Unsupported: A tool does not install, or there is no trace.
@@ -277,12 +209,9 @@ def task_of(
     makers: Mapping[str, Callable[[], Task]] = {
         "prefix-repetition": lambda: prefix_repetition(limit_s, seed),
         "cache-pressure": lambda: cache_pressure(limit_s, seed, venvs),
-        "aiperf-agents": lambda: aiperf_agents(limit_s, seed, venvs, work_dir),
     }
     if name in makers:
         return makers[name]()
     if trace is None:
         raise Unsupported("it needs --trace, a conversation trace in Mooncake's format")
-    if name == "timed-trace":
-        return timed_trace(limit_s, seed, trace)
-    return aiperf_mooncake(limit_s, seed, trace, venvs)
+    return timed_trace(limit_s, seed, trace)
