@@ -10,9 +10,14 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
+import time
+from collections import deque
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
+_MAX_NOTED = 64
+_MAX_NOTED_CHARACTERS = 500  # a peer may have sent what is logged
 _NEEDS_QUOTES = re.compile(r'[\s="\\]|[^ -~]|^$')
 
 
@@ -26,6 +31,24 @@ class LogEvent:
     def __str__(self) -> str:
         pairs = (f"{key}={_as_text(value)}" for key, value in self.fields.items())
         return " ".join((self.name, *pairs))
+
+
+@dataclass(frozen=True, slots=True)
+class NotedEvent:
+    """A warning or an error of this process: seconds since 1970, and the log line's parts."""
+
+    time: float
+    level: str
+    logger: str
+    text: str
+
+
+_noted: deque[NotedEvent] = deque(maxlen=_MAX_NOTED)
+
+
+def noted_events() -> list[NotedEvent]:
+    """Return the last warnings and errors that this process has logged, the latest first."""
+    return list(_noted)[::-1]
 
 
 def log_event(
@@ -45,8 +68,15 @@ def log_event(
         fields: Plain values; text is quoted where it needs to be.
     """
     if logger.isEnabledFor(level):
-        given = {key: value for key, value in fields.items() if value is not None}
-        logger.log(level, LogEvent(event, given), exc_info=exc_info, stacklevel=2)
+        said = LogEvent(event, {key: value for key, value in fields.items() if value is not None})
+        logger.log(level, said, exc_info=exc_info, stacklevel=2)
+        if level >= logging.WARNING:
+            # As text: an exception among the fields would keep its frames.
+            text = str(said)
+            if (error := sys.exc_info()[1] if exc_info is True else exc_info or None) is not None:
+                text += f" ({type(error).__name__}: {error})"
+            name, text = logging.getLevelName(level), text[:_MAX_NOTED_CHARACTERS]
+            _noted.append(NotedEvent(time.time(), name, logger.name, text))
 
 
 def set_up_logging(level: str, log_format: str) -> None:

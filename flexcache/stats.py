@@ -10,7 +10,7 @@ remote store, no events, no trace) is None here and missing there.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -19,7 +19,8 @@ from msgspec import field
 from flexcache import counters
 from flexcache.counters import UNSERVED, By, Counters, Histogram, counter, gauge, histogram
 from flexcache.errors import FlexCacheError
-from flexcache.ids import BreakerState, KVStatus, OpKind, TaskKind
+from flexcache.ids import BreakerState, KVStatus, OpKind, TaskKind, TierName
+from flexcache.logs import NotedEvent
 
 _WHY_DROPPED = (
     "host_tier_full", "prefix_not_cached", "parent_missing", "session_task_limit", "name_disputed",
@@ -546,6 +547,8 @@ class ServerStats(Counters):
     )]  # fmt: skip
     events: EventStats | None = None
     trace: TraceStats | None = None
+    missing: list[str] = []
+    """Workers, ranks and observers that should be there and are not."""
 
 
 class Stats(Counters):
@@ -560,12 +563,14 @@ class Stats(Counters):
     """None before the first engine has said what to cache."""
     engine: Annotated[TotalsStats | None, UNSERVED] = None
     """What the session that asks has had."""
+    trouble: list[str] = []
+    """What `find_trouble` says; `to_plain` adds it."""
 
 
 def to_plain(stats: Stats) -> dict[str, Any]:
-    """The same as nested dictionaries of numbers and strings, the server's and the cache's parts
-    side by side: what `KVManager.stats` returns."""
-    plain: dict[str, Any] = counters.plain(stats)
+    """The same as nested dictionaries of numbers and strings, with their trouble, the server's and
+    the cache's parts side by side: what `KVManager.stats` returns."""
+    plain: dict[str, Any] = counters.plain(stats) | {"trouble": list(find_trouble(stats))}
     cache = plain.pop("cache", None) or {"tiers": {}, "tasks": {}}
     for part in (plain.pop("server"), cache, cache.pop("identity", {}), cache.pop("totals", {})):
         plain |= part
@@ -587,3 +592,92 @@ def from_plain(plain: Mapping[str, Any]) -> Stats:
         version = plain.get("version", "unknown")
         reason = f"statistics of a server of version {version} cannot be read: {error}"
         raise FlexCacheError(reason) from None
+
+
+# -- for people ------------------------------------------------------------------------------------
+
+_NEARLY_ALL = 0.9
+_FALLEN = 0.5
+_ENOUGH_BLOCKS = 1000
+_WITHOUT_WORKER = {
+    "disk worker": "What is on SSD is not found, and nothing is written there.",
+    "remote worker": "What is in the remote store is not found, and nothing is written there.",
+    "peer worker": "Nothing is read from other hosts.",
+}
+
+
+def find_trouble(stats: Stats) -> Iterator[str]:
+    """Yield a sentence for each thing that costs hits now."""
+    for part in stats.server.missing:
+        yield f"Missing: {part}. {_WITHOUT_WORKER.get(part, 'The log says why.')}"
+    if not stats.engines:
+        yield "No engine is connected."
+    if stats.cache is not None:
+        yield from _of_tiers(stats.cache)
+        yield from _of_hit_rate(stats.cache.hit_rate)
+
+
+def _of_tiers(cache: CacheStats) -> Iterator[str]:
+    host = cache.tiers.get(TierName.CPU.value)
+    if host is not None and host.leased > _NEARLY_ALL * host.capacity:
+        yield "Running tasks hold nearly all of DRAM: new blocks find no room."
+    if cache.remote is not None and cache.remote.breaker.state is not BreakerState.CLOSED:
+        yield f"The remote store is cut off: {cache.remote.breaker.last_reason}."
+    if cache.peers is not None and not cache.peers.up:
+        yield "No other host's cache answers."
+
+
+def _of_hit_rate(windows: Mapping[str, HitRateStats]) -> Iterator[str]:
+    lately, before = windows.get("10m", HitRateStats()), windows.get("1h", HitRateStats())
+    if lately.rate is None or before.rate is None or lately.asked_blocks < _ENOUGH_BLOCKS:
+        return
+    if lately.rate < _FALLEN * before.rate:
+        yield f"The hit rate fell: {lately.rate:.0%} in ten minutes, {before.rate:.0%} in the hour."
+
+
+class MinuteStats(Counters):
+    """What gets of one minute have found."""
+
+    minutes_ago: int
+    """By the clock: 0 is the minute that is not over."""
+    hit_blocks: dict[str, int] = field(default_factory=Counter)
+    missed_blocks: int = 0
+
+
+class UserSession(Counters):
+    """A session of a user that was active lately."""
+
+    session_id: str
+    prompts: int
+    """That are remembered of it."""
+    blocks: int
+    """In its last prompt."""
+    tier: str | None = None
+    """The fastest that has all of them; None if none does any more."""
+    is_over: bool = False
+    returns_in_s: float | None = None
+    """As its user has said."""
+
+
+class PeerLine(Counters):
+    """The line to another host's cache."""
+
+    name: str
+    state: str
+    reason: str = ""
+    """Why it failed last."""
+    answer_s: float = 0.0
+    """How long its answers take."""
+
+
+class Lately(Counters):
+    """What a server tells people, besides its figures."""
+
+    time: float
+    """Now, in seconds since 1970, as of `events`."""
+    minutes: list[MinuteStats] = []
+    sessions: list[UserSession] = []
+    """The largest of those that were active last."""
+    peers: list[PeerLine] = []
+    events: list[NotedEvent] = []
+    """Warnings and errors of the process, the latest first."""

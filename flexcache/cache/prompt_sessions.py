@@ -33,7 +33,7 @@ from flexcache.cache.tier import Tier
 from flexcache.cache.tiers import IndexedKeys, Tiers, find_prefix
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId, TaskKind
-from flexcache.stats import SessionStats
+from flexcache.stats import SessionStats, UserSession
 
 _SPARE_ENTRIES = 64
 
@@ -83,6 +83,7 @@ _MAX_ANONYMOUS_ENDS = 1 << 16
 _LINES = 4  # of prompts that a session continues in turn
 _FETCH_AHEAD_S = 3.0  # at least; a user who says "in 20 s" may be back a little earlier
 _SPARE = 2.0  # times the estimated duration of the load
+_NUM_LATELY, _NUM_SHOWN = 100, 20
 
 End = tuple[RootId, BlockKey]
 
@@ -339,6 +340,22 @@ class PromptSessions:
                 prompts.append(keys)
                 covered.update((end[0], key) for key in keys.slice(0, keys.num_blocks))
         return prompts
+
+    def active_lately(self) -> list[UserSession]:
+        """Return the sessions with the longest last prompts of those that were active last. A few
+        hundred look-ups, however many sessions there are."""
+        found = []
+        for session_id, session in islice(reversed(self._sessions.items()), _NUM_LATELY):
+            end = next(reversed(session.ends), None)
+            has_all = (t.name for t in self._tiers if end is not None and t.index.contains(*end))
+            rest_s = session.keep_until_s - self._tiers.now
+            told = UserSession(
+                session_id=session_id, prompts=len(session.ends), is_over=session.is_over,
+                blocks=0 if end is None else session.ends[end].stop, tier=next(has_all, None),
+                returns_in_s=rest_s if rest_s > 0 else None,
+            )  # fmt: skip
+            found.append(told)
+        return sorted(found, key=lambda told: told.blocks, reverse=True)[:_NUM_SHOWN]
 
     def _fetch_ahead_s(self, session: _PromptSession, now: float) -> float:
         """Return how long before its return the blocks of a session's last prompt are fetched."""

@@ -31,8 +31,7 @@ import contextlib
 import hmac
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
-from importlib.resources import files
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -69,6 +68,7 @@ from flexcache.router.router import WorkerScore
 from flexcache.router.service import DeciderService
 from flexcache.router.settings import IDLE_TIMEOUT_S
 from flexcache.router.stats import RouterStats, to_json
+from flexcache.ui import read_page
 
 _OPEN_PATHS = ("/healthz", "/readyz")
 _OPEN_FILES = "/ui/"
@@ -360,35 +360,6 @@ _COMMENT = b": \n\n"
 _MAX_WATCHERS = 16
 
 
-# Without a library, so that the policy allows nothing from elsewhere; sets texts, never markup.
-_PAGE_TYPES = {
-    "index.html": "text/html; charset=utf-8",
-    "ui.css": "text/css; charset=utf-8",
-    "ui.js": "text/javascript; charset=utf-8",
-}
-PAGE_HEADERS: Mapping[str, str] = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
-
-
-def read_page(name: str) -> tuple[bytes, str]:
-    """Return a file of the live page, and its content type; ``""`` is the page itself.
-
-    The files show nothing of the router and need no token: a browser sends none to open a page. It
-    fetches ``/stats`` and ``/decisions`` with the token that its user enters.
-
-    Raises:
-        KeyError: There is no such file.
-    """
-    name = name or "index.html"
-    content_type = _PAGE_TYPES[name]
-    return (files("flexcache.router") / "ui" / name).read_bytes(), content_type
-
-
 class ControlApi:
     """Serves one decider's API.
 
@@ -500,10 +471,10 @@ class ControlApi:
         if name is None:
             raise web.HTTPFound("/ui/")
         try:
-            content, content_type = read_page(name)
+            content, headers = read_page("router", name)
         except KeyError:
             raise web.HTTPNotFound from None
-        return web.Response(body=content, headers={**PAGE_HEADERS, "Content-Type": content_type})
+        return web.Response(body=content, headers=headers)
 
     # -- workers -----------------------------------------------------------------------------------
 

@@ -3,6 +3,8 @@
     GET  /metrics          Prometheus' text format, or OpenMetrics if requested
     GET  /healthz          200, or 503 and what is missing; needs no token
     GET  /status           `KVManager.stats` as JSON
+    GET  /lately           `Lately` as JSON: the last hour's hits, sessions, peers, warnings
+    GET  /ui/              live page; it shows nothing without the two above
     POST /cache/clear      {"tier": "SSD"}, or null for all
     POST /cache/prefetch   {"token_ids": [..]} or {"block_keys": [hex, ..]}, and a "namespace": [..]
                            or {"block_hash": 123}, the prompt's last block in KV events
@@ -40,6 +42,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from flexcache.config.values import check_http_endpoint, is_loopback
+from flexcache.counters import plain
 from flexcache.errors import (
     AmbiguousEngineError,
     ConfigError,
@@ -51,6 +54,7 @@ from flexcache.metrics import Exposition
 from flexcache.processes import raise_limit
 from flexcache.protocol.trust import find_peer, user_name
 from flexcache.stats import Stats, to_plain
+from flexcache.ui import read_page
 
 try:
     import h11
@@ -258,7 +262,10 @@ class _Gate:
         if self._is_loopback and not _names_loopback(request.headers.get("host", "")):
             return _problem(403, "on loopback the Host header must name localhost")
         # Not `request.url`, which contains the Host header, so anything that the caller sends.
-        if request.scope["path"] == "/healthz":
+        path = request.scope["path"]
+        # A browser has no token to open a page with; the page asks its user for it.
+        is_page = self._token is not None and f"{path}/".startswith("/ui/")
+        if is_page or path == "/healthz":
             return await answer(request)
         if self._token is None:
             refusal = await run_in_threadpool(_refuse_stranger, request)
@@ -353,6 +360,7 @@ def _make_app(server: Operator, gate: _Gate, patience_s: float) -> Starlette:
             Route("/metrics", metrics),
             Route("/healthz", healthz),
             Route("/status", status),
+            *_page_routes(server),
             Route("/cache/clear", clear, methods=["POST"]),
             Route("/cache/prefetch", prefetch, methods=["POST"]),
             *_control_routes(server, patience_s),
@@ -369,6 +377,24 @@ def _make_app(server: Operator, gate: _Gate, patience_s: float) -> Starlette:
             FlexCacheError: partial(_refused, status=503),
         },
     )
+
+
+def _page_routes(server: Operator) -> list[Route]:
+    """Return the live page, and what it reads besides the status."""
+
+    def lately(_: Request) -> Response:
+        return _json(plain(server.lately()))
+
+    def page(request: Request) -> Response:
+        if (name := request.path_params.get("name")) is None:
+            return Response(status_code=307, headers={"Location": "ui/"})
+        try:
+            content, headers = read_page("cache", name)
+        except KeyError:
+            raise HTTPException(404) from None
+        return Response(content, headers=headers)
+
+    return [Route("/lately", lately), Route("/ui", page), Route("/ui/{name:path}", page)]
 
 
 def _control_routes(server: Operator, patience_s: float) -> list[Route]:

@@ -37,9 +37,10 @@ from flexcache.ids import (
     TaskKind,
     TierName,
 )
+from flexcache.logs import noted_events
 from flexcache.server.cache import ServedCache
 from flexcache.server.drain import Drain, DrainProgress
-from flexcache.stats import Stats
+from flexcache.stats import Lately, Stats
 from flexcache.tasks.instructions import Offer, PromisedLoad
 
 if TYPE_CHECKING:
@@ -145,6 +146,18 @@ class Operator:
 
     def stats(self) -> Stats:
         return self._server.stats()
+
+    def lately(self) -> Lately:
+        """Return what the figures do not tell: minutes, sessions, peers, warnings."""
+        server = self._server
+        with server.lock:
+            told = Lately(time=time.time(), events=noted_events())
+            if server.peers is not None:
+                told.peers = server.peers.lines()
+            if (cache := server.hub.cache) is not None:
+                told.minutes = cache.tasks.accounts.hits_by_minute(time.monotonic())
+                told.sessions = cache.tasks.cache.sessions.active_lately()
+            return told
 
     def health(self) -> dict[str, Any]:
         """``serving``, and ``missing``: workers, ranks and observers that are away."""

@@ -58,6 +58,7 @@ from flexcache.server.reactor import (
     read_message,
 )
 from flexcache.server.state import ServerState
+from flexcache.stats import PeerLine
 from flexcache.tasks.engine import KVTaskEngine, stage_for_peer
 from flexcache.tasks.instructions import PEER, AskToStage, RunLookUp
 from flexcache.transfer.messages import LookedUp
@@ -339,6 +340,20 @@ class PeerLinks:
             cache.tasks.loans.is_draining = not self.drain.is_over
             if self.drain.is_over:
                 self.drain.close(self._reactor)
+
+    def lines(self) -> list[PeerLine]:
+        """How each of the other caches does. Under the lock, on any thread."""
+        own, found = self._kept, []
+        for link in list(self._links.values()):  # the loop adds some without the lock
+            if link.is_ourselves:
+                continue
+            state = "up" if link.is_up else "does not answer" if link.is_lost else "not heard"
+            if own and link.kept and link.kept != own:
+                state = "keeps another model"
+            reason = "" if link.breaker.is_closed else link.breaker.last_reason
+            line = PeerLine(name=link.name, state=state, reason=reason, answer_s=link.answer_s)
+            found.append(line)
+        return found
 
     def begin_drain(self, drain: Drain) -> None:
         """Hand over what a drain has to. Under the lock, on any thread.

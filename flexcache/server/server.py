@@ -361,8 +361,10 @@ class KVServer:
     def health(self) -> dict[str, Any]:
         """Whether the server is at work, and which of its parts are missing."""
         with self.lock:
-            missing = self._pool.missing() + self.hub.greeter.absentees() + self._observers.absent
-            return {"serving": not self.stopping, "missing": missing}
+            return {"serving": not self.stopping, "missing": self._missing()}
+
+    def _missing(self) -> list[str]:
+        return self._pool.missing() + self.hub.greeter.absentees() + self._observers.absent
 
     def _own_stats(self) -> ServerStats:
         pids, restarts = self._pool.pids(), self._pool.restarts()
@@ -376,6 +378,7 @@ class KVServer:
             worker_up={name: name in pids for name in restarts},
             events=self._observers.event_stats(),
             trace=self._observers.trace_stats(),
+            missing=self._missing(),
         )
 
     # -- the end ---------------------------------------------------------------------------------

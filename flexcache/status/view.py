@@ -165,6 +165,7 @@ def render(stats: Stats, rates: Rates | None, width: int) -> Group:
     """
     server, cache = stats.server, stats.cache
     parts: list[RenderableType] = [_title(stats)]
+    parts += [Text(f"! {sentence}", "yellow") for sentence in stats.trouble]
     if cache is None:
         parts.append(Text("waiting for the first engine to define the model", "yellow"))
     else:

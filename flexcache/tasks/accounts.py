@@ -15,7 +15,7 @@ from flexcache.cache.load_plan import LoadPlanner
 from flexcache.cache.prompt import Prompt
 from flexcache.counters import Histogram
 from flexcache.ids import KVStatus, OpKind, SessionId, TaskKind, TierName
-from flexcache.stats import HitRateStats, TotalsStats
+from flexcache.stats import HitRateStats, MinuteStats, TotalsStats
 from flexcache.tasks.instructions import Recorder, TaskResult
 from flexcache.tasks.model import LOAD_TIER, OpRun, Task
 
@@ -50,8 +50,9 @@ class Accounts:
         self.totals = TotalsStats(dropped_blocks=lost_blocks)
         self.op_seconds = {kind: Histogram() for kind in OpKind}
         self.task_seconds = {kind: Histogram() for kind in TaskKind}
-        self._recent: deque[list[float]] = deque()
-        """Gets in slices of ten seconds: end, blocks asked for, found."""
+        self._recent: deque[tuple[float, dict[str, int], int]] = deque()
+        """The last hour in slices of ten seconds, of those with gets: end, and what had been found,
+        by tier, and missed before."""
         self.num_ended = 0
 
     def succeed(self, former: Accounts, running: Iterable[OpRun], now: float) -> None:
@@ -79,6 +80,8 @@ class Accounts:
         """Blocks of a prompt were asked for or offered; ``task.plan`` is what came of it."""
         plan = task.plan
         is_get = plan.kind is TaskKind.GET
+        if is_get:
+            self._begin_slice(now)
         for totals in (self.totals, task.owner.totals):
             # Most plans have neither: a loop over an empty table takes as long as to count.
             if plan.dropped:
@@ -91,30 +94,45 @@ class Accounts:
                 for tier, count in plan.sources.items():
                     totals.hit_blocks[tier] += count
                 totals.missed_blocks += prompt.stop - plan.stop
-        if is_get:
-            self._add_recent(now, prompt.stop - prompt.start, plan.num_blocks)
         if self.recorder is not None:
             self.recorder.matched(task, prompt)
 
-    def _add_recent(self, now: float, num_asked: int, num_found: int) -> None:
+    def _begin_slice(self, now: float) -> None:
         slices = self._recent
         if not slices or slices[-1][0] <= now:
-            slices.append([(now // _SLICE_S + 1) * _SLICE_S, 0, 0])
+            end, totals = (now // _SLICE_S + 1) * _SLICE_S, self.totals
+            slices.append((end, dict(totals.hit_blocks), totals.missed_blocks))
             while slices[0][0] <= now - _WINDOWS["1h"]:
                 slices.popleft()
-        slices[-1][1] += num_asked
-        slices[-1][2] += num_found
 
     def hit_rate(self, now: float) -> dict[str, HitRateStats]:
         """Return the share of blocks asked for that was found, by window, each right to within a
         slice."""
-        windows = {}
+        windows, totals = {}, self.totals
         for name, length in _WINDOWS.items():
-            recent = [s for s in self._recent if s[0] > now - length]
-            asked, found = int(sum(s[1] for s in recent)), int(sum(s[2] for s in recent))
+            begun = next((s for s in self._recent if s[0] > now - length), None)
+            asked = found = 0
+            if begun is not None:
+                found = sum(totals.hit_blocks.values()) - sum(begun[1].values())
+                asked = found + totals.missed_blocks - begun[2]
             rate = found / asked if asked else None
             windows[name] = HitRateStats(asked_blocks=asked, hit_blocks=found, rate=rate)
         return windows
+
+    def hits_by_minute(self, now: float) -> list[MinuteStats]:
+        """Return what gets of the last hour have found, minute by minute, oldest first. Minutes
+        without any are left out."""
+        minutes: dict[int, MinuteStats] = {}
+        later = [*self._recent, (now, self.totals.hit_blocks, self.totals.missed_blocks)][1:]
+        for (end, hits, missed), (_, next_hits, next_missed) in zip(
+            self._recent, later, strict=True
+        ):
+            ago = int(now // 60) - int((end - _SLICE_S) // 60)
+            minute = minutes.setdefault(ago, MinuteStats(minutes_ago=ago))
+            minute.missed_blocks += next_missed - missed
+            minute.hit_blocks.update(next_hits)
+            minute.hit_blocks.subtract(hits)
+        return list(minutes.values())
 
     def launched(self, task: Task) -> None:
         if self.recorder is not None:

@@ -66,6 +66,12 @@ class Page:
             assert asyncio.get_running_loop().time() < deadline, f"never: {expression}"
             await asyncio.sleep(0.05)
 
+    async def words(self, selector: str) -> str:
+        """Return the text of the first element that a selector finds."""
+        text = await self.evaluate(f"document.querySelector({selector!r}).textContent")
+        assert isinstance(text, str)
+        return text
+
     async def picture(self, path: Path) -> None:
         """Save what is in view as PNG."""
         shot = await self.send("Page.captureScreenshot")

@@ -11,8 +11,8 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from flexcache.router.chooser import RouterEvent, to_server_sent
-from flexcache.router.control import PAGE_HEADERS, read_page
 from flexcache.router.stats import RouterStats, to_json
+from flexcache.ui import read_page
 
 
 @dataclass
@@ -43,11 +43,11 @@ def serving(pages: ControlPages) -> Iterator[ControlPages]:
         def do_GET(self) -> None:
             if self.path.startswith("/ui/"):
                 try:
-                    content, content_type = read_page(self.path.removeprefix("/ui/"))
+                    content, headers = read_page("router", self.path.removeprefix("/ui/"))
                 except KeyError:
                     self.send_error(404)
                 else:
-                    self._answer(content, {**PAGE_HEADERS, "Content-Type": content_type})
+                    self._answer(content, headers)
             elif pages.token and self.headers["Authorization"] != f"Bearer {pages.token}":
                 self.send_error(401)
             elif self.path == "/stats":

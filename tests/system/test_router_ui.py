@@ -26,7 +26,7 @@ pytestmark = [
 DESK, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 HOSTILE = '<img src=x onerror="window.isHarmed=1"><script>window.isHarmed=1</script>\'"&lt;'
 NUM_ROWS = "document.querySelectorAll('#decisions tbody tr').length"
-NUM_ENGINES = "document.querySelectorAll('.engine').length"
+NUM_ENGINES = "document.querySelectorAll('#engines .card').length"
 LOGIN_IS_SHOWN = "document.getElementById('login')?.hidden === false"
 
 
@@ -70,12 +70,6 @@ async def opened(pages: ControlPages, *, is_dark: bool = False, **size: int) -> 
             yield page
 
 
-async def words(page: Page, selector: str) -> str:
-    text = await page.evaluate(f"document.querySelector({selector!r}).textContent")
-    assert isinstance(text, str)
-    return text
-
-
 async def number(page: Page, selector: str) -> Any:
     return await page.evaluate(f"document.querySelectorAll({selector!r}).length")
 
@@ -84,19 +78,21 @@ def test_engines_figures_and_trouble_are_shown() -> None:
     async def look() -> None:
         async with opened(ControlPages(make_stats())) as page:
             await page.until(f"{NUM_ENGINES} == 2")
-            assert await words(page, "#link") == "live"
-            first = await words(page, ".engine")
+            assert await page.words("#link") == "live"
+            first = await page.words("#engines .card")
             assert "10.0.0.1:8000" in first
             assert "5 running" in first
             assert "20,000 GPU, 90,000 DRAM, 30,000 disk" in first
             assert "71.4 %" in first
-            assert "draining" in await words(page, ".engine:nth-child(2)")
-            assert "no events: blocks are guessed" in await words(page, ".engine:nth-child(2)")
-            figures = await words(page, "#figures")
+            assert "draining" in await page.words("#engines .card:nth-child(2)")
+            assert "no events: blocks are guessed" in await page.words(
+                "#engines .card:nth-child(2)"
+            )
+            figures = await page.words("#figures")
             assert "76.9 %of 78 answers" in figures
             assert "123,456" in figures
             assert "other routers1up, of 1; 42 requests" in figures
-            assert "Only 60 of 78 predictions" in await words(page, "#trouble")
+            assert "Only 60 of 78 predictions" in await page.words("#trouble")
             assert page.complaints == []
 
     asyncio.run(look())
@@ -109,13 +105,13 @@ def test_a_decision_is_followed_to_its_end() -> None:
         async with opened(pages) as page:
             pages.events.put(decided())
             await page.until(f"{NUM_ROWS} == 1")
-            row = await words(page, "#decisions tbody tr")
+            row = await page.words("#decisions tbody tr")
             assert "running" in row
             assert "1,000" in row
             pages.events.put(ended(cached_tokens=640))
             await page.until("document.querySelector('.outcome').textContent.startsWith('done')")
-            assert await words(page, ".cached") == "640, not 800"
-            assert await words(page, ".ttft") == "200 ms (250 ms)"
+            assert await page.words(".cached") == "640, not 800"
+            assert await page.words(".ttft") == "200 ms (250 ms)"
             assert (
                 await page.evaluate("document.querySelectorAll('#tokens-chart .off').length") == 1
             )
@@ -124,8 +120,8 @@ def test_a_decision_is_followed_to_its_end() -> None:
             pages.events.put(ended(worker=B, cached_tokens=None, outcome="broken"))
             pages.events.put(Skipped(time=1.7e9, count=12))
             await page.until(f"{NUM_ROWS} == 3")
-            assert "12 events not shown" in await words(page, "#decisions tbody tr")
-            retried = await words(page, "#decisions tbody tr:nth-child(2)")
+            assert "12 events not shown" in await page.words("#decisions tbody tr")
+            retried = await page.words("#decisions tbody tr:nth-child(2)")
             assert "cost, try 2" in retried
             assert "not reported" in retried
             assert page.complaints == []
@@ -146,7 +142,7 @@ def test_a_paused_table_stays_and_a_long_one_is_cut() -> None:
             pages.events.put(decided(request_id="unseen"))
             pages.events.put(ended(request_id="unseen"))
             await page.until("document.querySelectorAll('#tokens-chart .dot').length == 1")
-            assert await words(page, "#decisions .id") == "request-79"
+            assert await page.words("#decisions .id") == "request-79"
 
     asyncio.run(look())
 
@@ -164,8 +160,8 @@ def test_hostile_names_stay_text() -> None:
     async def look() -> None:
         async with opened(pages) as page:
             await page.until(f"{NUM_ROWS} == 2 && {NUM_ENGINES} > 0")
-            assert HOSTILE in await words(page, "#decisions tbody tr:nth-child(2)")
-            assert HOSTILE in await words(page, ".engine")
+            assert HOSTILE in await page.words("#decisions tbody tr:nth-child(2)")
+            assert HOSTILE in await page.words("#engines .card")
             assert await number(page, "img, main script") == 0
             assert await page.evaluate("window.isHarmed") is None
             assert page.complaints == []
@@ -203,7 +199,7 @@ def test_a_lost_router_is_named() -> None:
             with serving(pages):
                 await page.open(f"{pages.url}/ui/", **DESK)
                 await page.until(f"{NUM_ENGINES} == 2")
-            await page.until("document.getElementById('link').dataset.state == 'lost'")
+            await page.until("document.body?.dataset.link == 'lost'")
 
     asyncio.run(look())
 

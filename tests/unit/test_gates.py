@@ -56,7 +56,7 @@ LAYERS = (
     ("cache",),
     ("tasks",),
     ("protocol",),
-    ("events", "tracing", "metrics"),
+    ("events", "tracing", "metrics", "ui"),
     ("server",),
     ("client",),
     ("manager",),
@@ -73,8 +73,8 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 79_720,
-    "files of the package": 263,
+    "lines of the package": 79_950,
+    "files of the package": 264,
     "lines of the router": 16_650,
     "modules under 120 lines with one importer": 2,
     "class names that several classes have": 2,

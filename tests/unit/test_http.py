@@ -30,7 +30,8 @@ from server_stats import SERVER_STATS
 from flexcache.cache.control import Pin
 from flexcache.errors import ClosedError, ConfigError, StorageError
 from flexcache.server.http import HttpService
-from flexcache.stats import ServerCounters, Stats, to_plain
+from flexcache.stats import Lately, ServerCounters, Stats, UserSession, to_plain
+from flexcache.ui import PAGE_HEADERS
 
 TOKEN = "correct horse"
 JSON = {"Content-Type": "application/json"}
@@ -62,6 +63,9 @@ class PlayedServer:
             counters=ServerCounters(rejected_messages={self.padding: 1}),
             engines={},
         )
+
+    def lately(self) -> Lately:
+        return Lately(time=1.5, sessions=[UserSession(session_id="a", prompts=1, blocks=2)])
 
     def health(self) -> dict[str, Any]:
         return {"serving": True, "missing": self.missing}
@@ -200,6 +204,26 @@ def test_health_says_what_is_missing(server: PlayedServer, service: HttpService)
 def test_status_is_the_servers_statistics(server: PlayedServer, service: HttpService) -> None:
     status, text, _ = ask(service, "GET", "/status")
     assert (status, json.loads(text)) == (200, to_plain(server.stats()))
+
+
+def test_what_happened_lately_is_told_as_json(service: HttpService) -> None:
+    status, text, _ = ask(service, "GET", "/lately")
+    session = {"session_id": "a", "prompts": 1, "blocks": 2, "is_over": False}
+    told = {"time": 1.5, "minutes": [], "sessions": [session], "peers": [], "events": []}
+    assert (status, json.loads(text)) == (200, told)
+
+
+def test_the_page_is_served_with_a_policy_and_asked_for_again_each_time(
+    service: HttpService,
+) -> None:
+    for path in ("/ui/", "/ui/cache.html", "/ui/cache.js", "/ui/ui.js", "/ui/ui.css"):
+        status, text, headers = ask(service, "GET", path)
+        assert (status, len(text) > 100) == (200, True)
+        assert dict(headers).items() >= {k.lower(): v for k, v in PAGE_HEADERS.items()}.items()
+    for path in ("/ui/router.js", "/ui/../status", "/ui/a/b", "/ui/ui.js/"):
+        assert ask(service, "GET", path)[0] == 404
+    status, _, headers = ask(service, "GET", "/ui")
+    assert (status, headers["Location"]) == (307, "ui/"), "also behind a proxy with a prefix"
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/status"])
@@ -390,7 +414,11 @@ def test_a_client_that_leaves_in_the_middle_of_a_body_is_not_logged_as_an_error(
 def test_with_a_token_configured_everything_but_health_needs_it(server: PlayedServer) -> None:
     with serving(server, token=TOKEN) as service:
         assert ask(service, "GET", "/healthz")[0] == 200
-        for path in ("/metrics", "/status", "/cache/clear", "/elsewhere", "/healthz/"):
+        for path in ("/ui", "/ui/", "/ui/cache.js"):  # which show nothing
+            assert ask(service, "GET", path)[0] in (200, 307)
+        assert ask(service, "GET", "/ui/../status")[0] == 404
+        for path in ("/metrics", "/status", "/lately", "/cache/clear", "/elsewhere", "/healthz/",
+                     "/uis", "//ui/", "/lately?/ui/"):  # fmt: skip
             for given in ({}, {"Authorization": TOKEN}, {"Authorization": "Bearer wrong"},
                           {"Authorization": f"Basic {TOKEN}"}, {"Authorization": "Bearer "},
                           {"Authorization": "Bearer \xe9"}):  # fmt: skip
@@ -403,10 +431,13 @@ def test_with_a_token_configured_everything_but_health_needs_it(server: PlayedSe
             assert ask(service, "GET", "/metrics", headers=good)[0] == 200
 
 
+@pytest.mark.parametrize("path", ["/status", "/ui/"])
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "localhost.", "", "[",
                                   "10.0.0.1:80"])  # fmt: skip
-def test_on_loopback_other_host_names_are_refused(host: str, service: HttpService) -> None:
-    assert ask(service, "GET", "/status", headers={"Host": host})[0] == 403
+def test_on_loopback_other_host_names_are_refused(
+    host: str, path: str, service: HttpService
+) -> None:
+    assert ask(service, "GET", path, headers={"Host": host})[0] == 403
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:9", "127.0.0.1:80", "[::1]:80"])
@@ -462,6 +493,9 @@ def test_on_loopback_other_users_need_the_token_whether_they_stay_or_not(
     health = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
     status = b"GET /status HTTP/1.1\r\nHost: localhost\r\n\r\n"
     assert ask_as(65_534, service, [CLEAR, status, health], waits=True) == [403, 403, 200]
+    shown = [f"GET {p} HTTP/1.1\r\nHost: localhost\r\n\r\n" for p in ("/ui/", "/lately")]
+    others = [each.encode() for each in shown]
+    assert ask_as(65_534, service, others, waits=True) == [403, 403]
     assert server.cleared == []
     assert post(service, "/cache/clear", {"tier": None})[0] == 200
     with serving(server, token=TOKEN) as guarded:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexcache.logs import JsonFormatter, LogEvent, log_event
+from flexcache.logs import JsonFormatter, LogEvent, log_event, noted_events
 
 LOGFMT_PAIR = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|[^\s"]+)')
 
@@ -131,3 +131,20 @@ logging.getLogger("other").warning("theirs")
     else:
         assert first.endswith("INFO flexcache.x: ours n=1")
         assert second.endswith("WARNING other: theirs")
+
+
+def test_the_last_warnings_and_errors_are_noted_as_text(logger: logging.Logger) -> None:
+    lines_of(logger, logging.Formatter("%(message)s"))
+    log_event(logger, logging.INFO, "session_began")
+    log_event(logger, logging.WARNING, "peer_lost", peer="a" * 10_000)
+    error = RuntimeError("torn")
+    log_event(logger, logging.ERROR, "message_failed", exc_info=error, n=1)
+    latest, before, *_ = noted_events()
+    assert (latest.level, latest.logger) == ("ERROR", "flexcache.part")
+    assert latest.text == "message_failed n=1 (RuntimeError: torn)"
+    assert before.text.startswith("peer_lost peer=aaa")
+    assert len(before.text) == 500
+    assert before.time <= latest.time
+    for i in range(200):
+        log_event(logger, logging.WARNING, "again", n=i)
+    assert [each.text for each in noted_events()] == [f"again n={199 - i}" for i in range(64)]

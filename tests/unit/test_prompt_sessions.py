@@ -294,6 +294,31 @@ def test_sessions_of_which_nothing_is_stored_are_forgotten_too() -> None:
     assert served.over("6")
 
 
+def test_the_largest_of_the_active_sessions_are_told() -> None:
+    served = Served()
+    for i in range(150):
+        served.ask(f"old {i}", "xyzxyzxyz")
+    for i in range(90):
+        served.ask(f"new {i}", "x" * (1 + i % 5))
+    told = served.sessions.active_lately()
+    assert [each.blocks for each in told] == [9] * 10 + [5] * 10
+    assert {each.session_id for each in told[:10]} == {f"old {i}" for i in range(140, 150)}
+
+
+def test_a_session_is_told_with_its_hint_and_the_tier_that_has_its_last_prompt() -> None:
+    served = Served(cpu=8)
+    served.ask("a", "xx")
+    served.ask("a", "xxxxxx")
+    served.ask("b", "yyyy")  # evicts the end of the second turn
+    served.sessions.hint("b", False, 60.0, served.now)
+    served.over("a")
+    a, b = served.sessions.active_lately()
+    assert (a.session_id, a.prompts, a.blocks, a.tier) == ("a", 2, 6, TierName.SSD)
+    assert (a.is_over, a.returns_in_s) == (True, None)
+    assert (b.session_id, b.prompts, b.blocks, b.tier) == ("b", 1, 4, TierName.CPU)
+    assert (b.is_over, b.returns_in_s) == (False, 60 - 1)
+
+
 def test_the_policy_hears_which_prompts_are_named_and_which_sessions_are_over() -> None:
     forecaster = DensityPolicy(512)
     tiers = Tiers([Tier(TierName.CPU, 8, forecaster.for_tier(8))], forecaster)

@@ -107,6 +107,8 @@ def figures(**changes: Any) -> dict[str, Any]:
             "lost_batches": 0,
         },
         "trace": {"lines": 99, "dropped_lines": 0, "bytes": 2_500_000, "file": "/t/trace.jsonl"},
+        "missing": ["remote worker"],
+        "trouble": ["Missing: [remote] worker."],
         **changes,
     }
 
@@ -116,7 +118,7 @@ def before_any_engine() -> dict[str, Any]:
         key: value
         for key, value in figures(tiers={}, tasks={}, engines={}).items()
         if key in ("version", "uptime_s", "endpoint", "server_pid", "tiers", "tasks", "engines",
-                   "counters", "workers", "worker_restarts", "worker_up")
+                   "counters", "workers", "worker_restarts", "worker_up", "missing", "trouble")
     }  # fmt: skip
 
 
@@ -159,6 +161,7 @@ def test_no_rates_are_shown_across_a_restart_or_before_the_first_engine() -> Non
         "ipc:///run/flexcache.sock, process 4242",
         "flexcache 1.2.3, up 1 h 2 min",
         "a-model|bfloat16|block=16",
+        "! Missing: [remote] worker.\n",
         "██████████·····",
         " 75%",
         "1,234",

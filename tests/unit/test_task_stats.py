@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from server_stats import SERVER_STATS
 from task_builders import World
 
 from flexcache.errors import FlexCacheError
-from flexcache.ids import OpKind, TaskKind
+from flexcache.ids import BreakerState, OpKind, TaskKind
 from flexcache.stats import (
+    BreakerStats,
     EngineStats,
     EventStats,
     HitRateStats,
+    LoanStats,
+    LookUpStats,
+    RemoteStats,
     ServerCounters,
     Stats,
+    TierStats,
     from_plain,
     to_plain,
 )
@@ -70,6 +79,89 @@ def test_the_recent_hit_rate_is_of_the_blocks_that_were_asked_for() -> None:
     world.finish_all()
     world.match(TaskKind.GET, "abcd", start=1)
     assert world.stats().hit_rate["1m"] == HitRateStats(asked_blocks=3, hit_blocks=1, rate=1 / 3)
+
+
+@given(
+    gets=st.lists(st.tuples(st.floats(0, 400), st.integers(0, 3), st.integers(0, 2)), max_size=30),
+    rest=st.floats(0, 4000),
+)
+def test_hits_by_minute_and_by_window_are_those_of_the_last_hour(
+    gets: list[tuple[float, int, int]], rest: float
+) -> None:
+    world = World()
+    world.put("abc")
+    world.finish_all()
+    asked: list[tuple[float, int, int]] = []
+    for pause, num_found, num_missed in gets:
+        world.tick(pause)
+        word = "abc"[:num_found] + "xyz"[:num_missed]
+        if word:
+            world.match(TaskKind.GET, word)
+            asked.append((world.now, num_found, num_missed))
+    world.now += rest
+    now, minutes = world.now, dict[int, tuple[int, int]]()
+    # Slices of ten seconds leave when another begins an hour after their end.
+    last = next((when for when, *_ in asked if when // 10 == asked[-1][0] // 10), 0.0)
+    for when, num_found, num_missed in asked:
+        if (when // 10 + 1) * 10 > last - 3600:
+            ago = int(now // 60 - when // 60)
+            found, missed = minutes.get(ago, (0, 0))
+            minutes[ago] = (found + num_found, missed + num_missed)
+    told = world.engine.accounts.hits_by_minute(now)
+    assert {
+        each.minutes_ago: (each.hit_blocks.get("CPU", 0), each.missed_blocks) for each in told
+    } == minutes
+    assert [each.minutes_ago for each in told] == sorted(minutes, reverse=True)
+    for name, length in (("1m", 60), ("10m", 600), ("1h", 3600)):
+        lately = [(f, m) for when, f, m in asked if (when // 10 + 1) * 10 > now - length]
+        rate = world.stats().hit_rate[name]
+        assert rate.hit_blocks == sum(found for found, _ in lately)
+        assert rate.asked_blocks == sum(found + missed for found, missed in lately)
+
+
+HEALTHY = TierStats(capacity=100, available=1)
+BREAKER = BreakerStats(state=BreakerState.OPEN, last_reason="timed out")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, ""),
+        ({"missing": ["disk worker"]}, "Missing: disk worker. What is on SSD"),
+        ({"missing": ["rank 0 of engine 'a'"]}, "Missing: rank 0 of engine 'a'. The log"),
+        ({"engines": {}}, "No engine is connected"),
+        ({"tiers": {"CPU": TierStats(capacity=100, leased=91)}}, "nearly all of DRAM"),
+        (
+            {"remote": RemoteStats(available=False, breaker=BREAKER, lookups=LookUpStats())},
+            "remote store is cut off: timed out.",
+        ),
+        ({"peers": LoanStats(up=0)}, "No other host"),
+        ({"peers": LoanStats(up=1)}, ""),
+        (
+            {"hit_rate": {"10m": HitRateStats(asked_blocks=1000, rate=0.2),
+                          "1h": HitRateStats(asked_blocks=9000, rate=0.5)}},
+            "hit rate fell: 20% in ten minutes, 50% in the hour",
+        ),
+        (
+            {"hit_rate": {"10m": HitRateStats(asked_blocks=999, rate=0.2),
+                          "1h": HitRateStats(asked_blocks=9000, rate=0.5)}},
+            "",
+        ),
+    ],
+)  # fmt: skip
+def test_what_costs_hits_is_told_in_a_sentence(changes: dict[str, Any], words: str) -> None:
+    stats = stats_of(used_world())
+    assert stats.cache is not None
+    parts = {"missing": [], "engines": stats.engines, **changes}
+    stats = Stats(
+        server=stats.server.snapshot(missing=parts.pop("missing")),
+        counters=stats.counters,
+        engines=parts.pop("engines"),
+        cache=stats.cache.snapshot(**{"tiers": {"CPU": HEALTHY}, **parts}),
+    )
+    found = to_plain(stats)["trouble"]
+    assert len(found) == bool(words)
+    assert words in "".join(found)
 
 
 def test_before_the_first_engine_there_are_no_tiers() -> None:

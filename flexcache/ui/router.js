@@ -1,78 +1,21 @@
 // Live page of a router: reads /stats every two seconds and follows /decisions.
-// Whatever the router says is set as text and never as markup.
-"use strict";
+
+import {
+  bar, byId, bytes, clock, count, draw, duration, figure, fill, get, getJson, keep, line, make,
+  readings, remember, seconds, share, sum,
+} from "./ui.js";
 
 const TIERS = ["gpu", "dram", "disk"];
 const NAMES = { gpu: "GPU", dram: "DRAM", disk: "disk", computed: "computed" };
-const STATS_EVERY_MS = 2000;
 const DRAW_EVERY_MS = 250;
-const WINDOW_S = 60;
 const MAX_ROWS = 50;
 const MAX_POINTS = 400;
-const TOKEN_KEY = "flexcache-control-token";
-const SVG = "http://www.w3.org/2000/svg";
-
-const byId = (id) => document.getElementById(id);
-const sleep = (ms) => new Promise((done) => setTimeout(done, ms));
-const sum = (table) => Object.values(table || {}).reduce((a, b) => a + b, 0);
 
 // -- the control API ------------------------------------------------------------------------------
 
-class NeedsToken extends Error {}
-
-let token = sessionStorage.getItem(TOKEN_KEY);
-let tokenGiven = null; // resolves once the user has entered one
-
-async function get(path) {
-  const used = token;
-  const headers = used ? { Authorization: `Bearer ${used}` } : {};
-  const answer = await fetch(path, { headers, cache: "no-store" });
-  if (answer.status === 401 && used !== token) return get(path); // another one was entered meanwhile
-  if (answer.status === 401) throw new NeedsToken();
-  if (!answer.ok) throw new Error(`${answer.status} ${answer.statusText}`);
-  return answer;
-}
-
-// Repeat a task for ever: at once after a new token, a while after an end or an error.
-async function keep(task) {
-  for (;;) {
-    try {
-      await task();
-    } catch (error) {
-      if (error instanceof NeedsToken) {
-        await askForToken();
-        continue;
-      }
-      showLink("lost", `no answer: ${error.message}`);
-    }
-    await sleep(STATS_EVERY_MS);
-  }
-}
-
-function askForToken() {
-  byId("login").hidden = false;
-  byId("main").hidden = true;
-  showLink("waiting", "waiting for the token");
-  tokenGiven ||= new Promise((done) => {
-    byId("login").onsubmit = (event) => {
-      event.preventDefault();
-      token = byId("token").value;
-      sessionStorage.setItem(TOKEN_KEY, token);
-      byId("token").value = "";
-      byId("login").hidden = true;
-      tokenGiven = null;
-      done();
-    };
-  });
-  return tokenGiven;
-}
-
 async function readStats() {
-  const stats = await (await get("../stats")).json();
-  readings.push({ at: performance.now() / 1000, stats });
-  while (readings.length > 2 && readings.at(-1).at - readings[1].at > WINDOW_S) readings.shift();
-  byId("main").hidden = false;
-  showLink("live", "live");
+  const stats = await getJson("../stats");
+  remember(stats, stats.process?.pid);
   showStats(stats);
 }
 
@@ -93,57 +36,13 @@ async function followDecisions() {
 
 // -- what is shown --------------------------------------------------------------------------------
 
-const readings = []; // of the last minute
 const arrived = []; // events that are not drawn yet
 const rows = new Map(); // by request id, oldest first
 const points = { tokens: [], ttft: [] };
 let isPaused = false;
 
-function make(tag, className, ...children) {
-  const made = document.createElement(tag);
-  if (className) made.className = className;
-  made.append(...children.map((child) => (child instanceof Node ? child : String(child))));
-  return made;
-}
-
-function draw(tag, attributes, text) {
-  const made = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  if (text !== undefined) made.textContent = text;
-  return made;
-}
-
-const count = (n) => Math.round(n).toLocaleString("en");
-const share = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(1)} %` : "–");
-
-function seconds(s) {
-  if (s === null || s === undefined) return "–";
-  if (s < 1) return `${Math.round(1000 * s)} ms`;
-  return s < 60 ? `${s.toFixed(s < 10 ? 2 : 1)} s` : `${Math.floor(s / 60)} min`;
-}
-
-function duration(s) {
-  const [days, hours, minutes] = [s / 86400, (s / 3600) % 24, (s / 60) % 60].map(Math.floor);
-  if (days) return `${days} d ${hours} h`;
-  if (hours) return `${hours} h ${minutes} min`;
-  return minutes ? `${minutes} min` : `${Math.floor(s)} s`;
-}
-
-function bytes(n) {
-  for (const unit of ["B", "kB", "MB"]) {
-    if (n < 1000) return `${n.toPrecision(3)} ${unit}`;
-    n /= 1000;
-  }
-  return `${n.toPrecision(3)} GB`;
-}
-
 function shortName(name) {
   return name.replace(/^https?:\/\//, "");
-}
-
-function showLink(state, text) {
-  byId("link").dataset.state = state;
-  byId("link").textContent = text;
 }
 
 function showStats(stats) {
@@ -154,13 +53,11 @@ function showStats(stats) {
     about.push(`up ${duration(process.uptime_s)}`);
   }
   byId("about").textContent = about.join(" · ");
-  byId("trouble").replaceChildren(...(stats.trouble || []).map((text) => make("li", "", text)));
-  byId("figures").replaceChildren(...figures(stats));
+  fill(byId("trouble"), ...(stats.trouble || []).map((text) => make("li", "", text)));
+  fill(byId("figures"), ...figures(stats));
   const names = Object.keys(stats.workers);
   const most = Math.max(1, ...names.map((name) => stats.workers[name].requests));
-  byId("engines").replaceChildren(
-    ...names.map((name) => engine(name, stats.workers[name], stats, most)),
-  );
+  fill(byId("engines"), ...names.map((name) => engine(name, stats.workers[name], stats, most)));
 }
 
 // -- figures --------------------------------------------------------------------------------------
@@ -210,11 +107,6 @@ function figures(stats) {
   return found;
 }
 
-function figure(title, value, detail) {
-  return make("div", "figure", make("h3", "", title), make("strong", "", value),
-    make("small", "", detail));
-}
-
 // -- engines --------------------------------------------------------------------------------------
 
 function engine(name, worker, stats, most) {
@@ -226,7 +118,7 @@ function engine(name, worker, stats, most) {
   pill.dataset.state = state;
   const load = meter(worker.requests / most, worker.waiting_requests / most);
   const matched = sum(worker.matched_tokens);
-  const card = make("article", "engine",
+  const card = make("article", "card",
     make("header", "", title, pill),
     line("load", `${count(worker.requests)} running, wait ${seconds(worker.wait_s)}`),
     load,
@@ -254,31 +146,17 @@ function holdings(worker, stats) {
   return told.length ? told.join(", ") : "none known";
 }
 
-function line(title, text) {
-  return make("p", "line", make("span", "", title), make("span", "", text));
-}
-
 // A bar of running requests; those before their first token are marked.
 function meter(running, waiting) {
-  const bar = make("div", "bar");
-  bar.append(part("running", running - waiting), part("waiting", waiting));
-  return bar;
+  return bar(["running", "running", running - waiting], ["waiting", "waiting", waiting]);
 }
 
 // A bar of prompt tokens by where they come from.
 function stack(matched, whole) {
-  const bar = make("div", "bar");
-  if (!whole) return bar;
-  for (const tier of TIERS) bar.append(part(tier, ((matched || {})[tier] || 0) / whole));
-  bar.append(part("computed", Math.max(0, 1 - sum(matched) / whole)));
-  return bar;
-}
-
-function part(kind, fraction) {
-  const made = make("span", kind);
-  made.style.width = `${100 * fraction}%`;
-  made.title = `${NAMES[kind] || kind}: ${(100 * fraction).toFixed(1)} %`;
-  return made;
+  if (!whole) return bar();
+  const found = TIERS.map((tier) => [tier, NAMES[tier], ((matched || {})[tier] || 0) / whole]);
+  const computed = Math.max(0, 1 - sum(matched) / whole);
+  return bar(...found, ["computed", NAMES.computed, computed]);
 }
 
 function showLegend() {
@@ -306,7 +184,7 @@ function drawArrived() {
 
 function addRow(event) {
   const row = make("tr", "",
-    make("td", "time", new Date(1000 * event.time).toLocaleTimeString("en-GB")),
+    make("td", "time", clock(event.time)),
     cell("id", event.request_id),
     cell("name", shortName(event.worker), event.worker),
     make("td", "why", event.attempt ? `${event.reason}, try ${event.attempt + 1}` : event.reason),
