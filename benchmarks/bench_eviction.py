@@ -55,9 +55,9 @@ console = Console(width=160)
 
 @dataclass
 class Replayed:
-    """What a tier hit and took."""
+    """What a tier hit, by request, and what it took."""
 
-    hits: int
+    hits: list[int]
     stored: int
 
 
@@ -73,12 +73,12 @@ def replay(
     last = {session: number for number, session in sorted(sessions.items())}
     order = make_policy(policy, STRETCH_TOKENS)
     forecaster = order if isinstance(order, DensityPolicy) else None
-    tier, hits = Tier(TierName.CPU, capacity, order.for_tier(capacity), bypasses=True), 0
+    tier, hits = Tier(TierName.CPU, capacity, order.for_tier(capacity), bypasses=True), []
     for number, request in enumerate(requests):
         keys, outlook = request.keys, None
         tier.advance(request.time_s)
         there = tier.match(keys).num_blocks
-        hits += there
+        hits.append(there)
         if forecaster is not None:
             forecaster.look_up(keys, request.time_s)
             if number in sessions:
@@ -176,14 +176,14 @@ def compare(
     for size in sizes:
         plain = replay(requests, size, "lru")
         bar.advance(task)
-        if size == sizes[0] and plain_lru_hits(requests, size) != plain.hits:
+        if size == sizes[0] and plain_lru_hits(requests, size) != sum(plain.hits):
             raise RuntimeError(f"{name}, {size} blocks: the tier's LRU is not LRU")
         default = replay(requests, size, DEFAULT, sessions)
         bar.advance(task)
         best = optimal_hits(requests, size)
         bar.advance(task)
         for policy, hits in (("lru", plain.hits), ("default", default.hits), ("optimum", best)):
-            result.rates.setdefault(policy, []).append(hits / total if total else 0.0)
+            result.rates.setdefault(policy, []).append(sum(hits) / total if total else 0.0)
         result.written.append(default.stored / plain.stored if plain.stored else 1.0)
     return result
 

@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import search_path  # noqa: F401
 import typer
 from api_server import ApiServer, serving
-from engines import FLEXCACHE, make_prompt
+from engines import FLEXCACHE, has_fast_bf16, make_prompt
 from make_models import make_model
 from paths import MODELS
 from ports import free_port, free_range
@@ -34,7 +34,8 @@ from reporting import Say, run_and_show
 from flexcache.bench.suite import Case, Result
 
 BLOCK, MODEL = 32, "mid"
-FIRST, ANSWER, NEW, TURNS = 800, 300, 100, 3  # tokens of a conversation
+FIRST, ANSWER, NEW, TURNS = 400, 200, 50, 3  # tokens of a conversation
+ATTEMPTS = 10
 NIXL = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
 COMPUTE = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
            "remote_block_ids": None, "remote_host": None, "remote_port": None}  # fmt: skip
@@ -56,7 +57,8 @@ class Pair:
                 "FLEXCACHE_SKIP_SLOW_LOADS": "false", "OMP_NUM_THREADS": "1",
                 "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
             }  # fmt: skip
-            options = ["--max-num-batched-tokens", "512"]
+            dtype = "bfloat16" if has_fast_bf16() else "float32"
+            options = ["--max-num-batched-tokens", "512", "--dtype", dtype]
             self.servers.append(
                 ApiServer(
                     directory / f"log-{transfer['kv_connector']}-{number}",
@@ -64,7 +66,7 @@ class Pair:
                     options,
                     model=MODEL,
                     transfer=transfer,
-                    kv_cache_bytes=160 << 20,
+                    kv_cache_bytes=320 << 20,
                     python_path=packages,
                 )
             )
@@ -85,6 +87,21 @@ class Pair:
             computed.result()
         check(cached, prompt)
         return answer
+
+    def meet(self) -> None:
+        """Ask until the caches are in touch: their workers may still start."""
+        for number in range(ATTEMPTS):
+            prompt = make_prompt(2 * BLOCK, 10_000 + number)
+            self.servers[1].complete(prompt, max_tokens=1)
+            told = {"flexcache_source": self.addresses[1], "flexcache_wait_s": 60}
+            _, there = self.servers[0].complete(prompt, max_tokens=1, kv_transfer_params=told)
+            prompt = make_prompt(2 * BLOCK, 20_000 + number)
+            self.compute(prompt)
+            told = {"flexcache_source": self.addresses[0], "flexcache_wait_s": 60}
+            _, here = self.servers[1].complete(prompt, max_tokens=1, kv_transfer_params=told)
+            if there and here:
+                return
+        raise SystemExit("the caches do not reach each other")
 
     def one_by_one(self, prompt: list[int]) -> None:
         self.compute(prompt)
@@ -161,6 +178,7 @@ def main(
         nixl = None if packages is None else Pair(Path(name), NIXL, (packages,))
         pairs = [pair for pair in (ours, nixl) if pair is not None]
         stack.enter_context(serving(*(each for pair in pairs for each in pair.servers)))
+        ours.meet()
 
         def cases(_: Say) -> dict[str, list[Case]]:
             return {

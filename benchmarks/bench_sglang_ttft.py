@@ -2,6 +2,7 @@
 tree beside HiCache with its own file backend.
 
     .venv-sglang/bin/python benchmarks/bench_sglang_ttft.py [--tokens 1000] [--rounds 5]
+        [--model smollm2] [--json FILE]
 
 The engines run side by side, each in its own process, and take turns: in each round both get the
 same new prompt, first cold, then from the tree, then with GPU memory dropped, then with DRAM
@@ -39,8 +40,8 @@ PAGE = 32
 DRAM_GB, SSD_GB = 1.0, 4.0
 LENGTHS = (1000, 3000)
 ROUNDS = 5
+MODEL = "mid"
 _ENGINE: dict[str, Any] = {
-    "model": "mid",
     "dtype": "float32",  # in bf16 a hit may round to other tokens, with any cache
     "page_size": PAGE,
     "context_length": 4096,
@@ -65,10 +66,10 @@ class System(Protocol):
 
 
 class FlexCacheSystem:
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, model: str, directory: Path) -> None:
         tiers: dict[str, Any] = {"cpu_cache_gb": DRAM_GB, "ssd_cache_gb": SSD_GB}
         self.engine = TinyEngine(
-            **_ENGINE, **linker_options(**tiers, ssd_cache_dirs=[str(directory)])
+            model, **_ENGINE, **linker_options(**tiers, ssd_cache_dirs=[str(directory)])
         )
 
     def settle(self) -> None:
@@ -82,10 +83,11 @@ class FlexCacheSystem:
 
 
 class HiCacheSystem:
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, model: str, directory: Path) -> None:
         self._directory = directory
         os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(directory)
         self.engine = TinyEngine(
+            model,
             **_ENGINE,
             enable_hierarchical_cache=True,
             hicache_size=int(DRAM_GB),
@@ -118,7 +120,7 @@ class HiCacheSystem:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-SYSTEMS: dict[str, Callable[[Path], System]] = {OURS: FlexCacheSystem, PEER: HiCacheSystem}
+SYSTEMS: dict[str, Callable[[str, Path], System]] = {OURS: FlexCacheSystem, PEER: HiCacheSystem}
 
 
 def ask(system: System, tokens: list[int]) -> tuple[float, int, list[int]]:
@@ -154,10 +156,10 @@ def serve_prompt(system: System, tokens: list[int]) -> dict[str, float]:
     return took
 
 
-def drive(pipe: Connection, name: str, directory: Path) -> None:
+def drive(pipe: Connection, name: str, model: str, directory: Path) -> None:
     """Serve prompts that come through a pipe, until it is closed."""
     sys.path.insert(0, str(STAND_INS))
-    system = SYSTEMS[name](directory)
+    system = SYSTEMS[name](model, directory)
     pipe.send({})
     while True:
         try:
@@ -171,11 +173,11 @@ def drive(pipe: Connection, name: str, directory: Path) -> None:
 
 
 @contextmanager
-def running(name: str, directory: Path) -> Iterator[Connection]:
+def running(name: str, model: str, directory: Path) -> Iterator[Connection]:
     directory.mkdir()
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=drive, args=(theirs, name, directory))
+    process = context.Process(target=drive, args=(theirs, name, model, directory))
     process.start()
     theirs.close()
     try:
@@ -228,12 +230,14 @@ def figures(seen: dict[str, dict[str, list[float]]], length: int) -> Iterator[Re
             )  # fmt: skip
 
 
-def run(lengths: Sequence[int], rounds: int, directory: Path, say: Say) -> Iterator[Result]:
+def run(
+    lengths: Sequence[int], rounds: int, model: str, directory: Path, say: Say
+) -> Iterator[Result]:
     with tempfile.TemporaryDirectory(dir=directory) as work_dir, ExitStack() as stack:
         engines = {}
         for name, part in ((OURS, "flexcache"), (PEER, "hicache")):
             say(f"starting {name}")
-            engines[name] = stack.enter_context(running(name, Path(work_dir) / part))
+            engines[name] = stack.enter_context(running(name, model, Path(work_dir) / part))
         for length in lengths:
             yield from figures(measure(engines, length, rounds, say), length)
 
@@ -242,6 +246,7 @@ def main(
     tokens: Annotated[list[int], typer.Option(help="Lengths of prompts.")] = list(LENGTHS),  # noqa: B006
     rounds: Annotated[int, typer.Option(help="After one to warm up.")] = ROUNDS,
     directory: Annotated[Path, typer.Option("--dir", help="For the SSD tiers.")] = Path("."),
+    model: Annotated[str, typer.Option(help="mid, smollm2 or another of `make_models`.")] = MODEL,
     json_file: Annotated[Path | None, typer.Option("--json", help="Keep every sample.")] = None,
 ) -> None:
     paths = os.pathsep.join([str(STAND_INS), *filter(None, sys.path)])
@@ -249,7 +254,8 @@ def main(
     os.environ.update({**ENVIRONMENT, "OMP_NUM_THREADS": num_threads, "PYTHONPATH": paths})
 
     def sections(say: Say) -> dict[str, list[Case]]:
-        return {"SGLang": [Case("136 M model", partial(run, tokens, rounds, directory, say))]}
+        name = "136 M model" if model == MODEL else f"{model} model"
+        return {"SGLang": [Case(name, partial(run, tokens, rounds, model, directory, say))]}
 
     raise typer.Exit(run_and_show(sections, directory, json_file))
 

@@ -4,7 +4,7 @@ Hits of FlexCache also beside the least they take: a hit in vLLM's own GPU cache
 the bytes that are loaded, or one raw read of them.
 
     python benchmarks/bench_ttft.py [--tokens 1000] [--rounds 5] [--system FlexCache]
-        [--venvs DIR] [--json FILE]
+        [--model smollm2] [--venvs DIR] [--json FILE]
 
 The engines run side by side, each in its own process, and take turns: in each round all of them
 get the same new prompt, first cold, then as it is, then with GPU memory dropped, then with DRAM
@@ -20,8 +20,8 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -51,8 +51,12 @@ REACH = {"DRAM": 0.9, "SSD": 1.0}
 BLOCK = 32
 CHUNKS = {"LMCache": 256}  # of tokens, that a system caches; for the others a block
 DRAM_GB = 1.0
+MODEL = "mid"
 LENGTHS = (1000, 4000)
 ROUNDS = 5
+
+Start = Callable[[str, Path], AbstractContextManager[DrivenEngine]]
+"""Runs the engine of a system, with its files in a directory."""
 
 
 @dataclass
@@ -173,7 +177,7 @@ def engine(name: str, work_dir: Path, venvs: Path | None, **changes: Any) -> Ite
     directory, log = work_dir / name.replace(" ", "-"), work_dir / "engine.log"
     directory.mkdir()
     settings = replace(
-        Settings(SYSTEMS[name], "mid", str(directory), DRAM_GB), **(CHANGES.get(name, {}) | changes)
+        Settings(SYSTEMS[name], MODEL, str(directory), DRAM_GB), **(CHANGES.get(name, {}) | changes)
     )
     with ExitStack() as stack:
         python = sys.executable
@@ -192,8 +196,8 @@ def engine(name: str, work_dir: Path, venvs: Path | None, **changes: Any) -> Ite
 
 
 def run(
-    lengths: Sequence[int], rounds: int, systems: Sequence[str], directory: Path,
-    venvs: Path | None, say: Say,
+    lengths: Sequence[int], rounds: int, systems: Sequence[str], directory: Path, start: Start,
+    say: Say,
 ) -> Iterator[Result]:  # fmt: skip
     """The figures of all lengths, on one set of engines."""
     engines, absent = {}, []
@@ -201,7 +205,7 @@ def run(
         for name in systems:
             say(f"starting {name}")
             try:
-                engines[name] = stack.enter_context(engine(name, Path(work_dir), venvs))
+                engines[name] = stack.enter_context(start(name, Path(work_dir)))
             except (DidNotRun, Unsupported, RuntimeError) as error:
                 if SYSTEMS[name] == OURS:
                     raise
@@ -216,9 +220,11 @@ def run(
 
 def cases(
     directory: Path, say: Say, rounds: int = ROUNDS, lengths: Sequence[int] = LENGTHS,
-    venvs: Path | None = None, systems: Sequence[str] = tuple(SYSTEMS),
+    systems: Sequence[str] = tuple(SYSTEMS), *, venvs: Path | None = None, model: str = MODEL,
 ) -> list[Case]:  # fmt: skip
-    return [Case("136 M model", partial(run, lengths, rounds, systems, directory, venvs, say))]
+    start = partial(engine, venvs=venvs, model=model)
+    name = "136 M model" if model == MODEL else f"{model} model"
+    return [Case(name, partial(run, lengths, rounds, systems, directory, start, say))]
 
 
 def main(
@@ -227,13 +233,15 @@ def main(
     system: Annotated[list[str], typer.Option(help="FlexCache and others.")] = list(SYSTEMS),  # noqa: B006
     directory: Annotated[Path, typer.Option("--dir", help="For the SSD tiers.")] = Path("."),
     venvs: Annotated[Path | None, typer.Option(help="Of peers; made where missing.")] = None,
+    model: Annotated[str, typer.Option(help="mid, smollm2 or another of `make_models`.")] = MODEL,
     json_file: Annotated[Path | None, typer.Option("--json", help="Keep every sample.")] = None,
 ) -> None:
     if OURS not in system or not set(system) <= set(SYSTEMS):
         raise typer.BadParameter(f"--system {OURS}, and any of {', '.join(SYSTEMS)}")
 
     def sections(say: Say) -> dict[str, list[Case]]:
-        return {"TTFT": cases(directory, say, rounds, tokens, venvs, system)}
+        made = cases(directory, say, rounds, tokens, system, venvs=venvs, model=model)
+        return {"TTFT": made}
 
     raise typer.Exit(run_and_show(sections, directory, json_file))
 

@@ -177,8 +177,9 @@ def lru_hits(trace: list[Request], capacity: int) -> int:
     return hits
 
 
-def optimal_hits(trace: Sequence[Request], capacity: int) -> int:
-    """Belady: what is needed again last goes first, be it new or old.
+def optimal_hits(trace: Sequence[Request], capacity: int) -> list[int]:
+    """Return the hits of each request by Belady: what is needed again last goes first, be it new
+    or old.
 
     A block is needed no earlier than the one it builds on, so of equals the deeper one goes first
     and the blocks that stay are whole prefixes.
@@ -190,9 +191,9 @@ def optimal_hits(trace: Sequence[Request], capacity: int) -> int:
         upcoming.update(dict.fromkeys(trace[at].hash_ids, at))
     cached: dict[int, int] = {}  # block -> when it is needed again
     queue: list[tuple[int, int, int]] = []  # (-next use, -depth, block), lazily kept
-    hits = 0
+    hits = []
     for request, needed in zip(trace, next_use, strict=True):
-        hits += contiguous(request.hash_ids, cached)
+        hits.append(contiguous(request.hash_ids, cached))
         for depth, (number, again) in enumerate(zip(request.hash_ids, needed, strict=True)):
             cached[number] = again
             heapq.heappush(queue, (-again, -depth, number))
@@ -220,7 +221,7 @@ def compare(title: str, trace: list[Request], sizes: Sequence[int], replay: Repl
         for size in sizes:
             lru = lru_hits(trace, size)
             progress.advance(bar)
-            optimum = optimal_hits(trace, size)
+            optimum = sum(optimal_hits(trace, size))
             progress.advance(bar)
             outcomes = {}
             for policy in POLICIES:

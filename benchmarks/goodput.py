@@ -47,7 +47,8 @@ IN_TIME = 0.95
 SESSIONS_PER_USER = 2
 NUM_UNLOADED = 5
 MAX_LENGTH = 4096  # all turns of a conversation fit
-GPU_BYTES = {"tiny": 17 << 20, "mid": 97 << 20}  # a longest conversation and a spare block in fp32
+# A longest conversation and a spare block in fp32.
+GPU_BYTES = {"tiny": 17 << 20, "mid": 97 << 20, "smollm2": 182 << 20}
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,7 @@ def draw(path: Path, found: Mapping[str, Mapping[str, Sequence[Level]]]) -> None
 
 
 def main(
-    model: Annotated[str, typer.Option(help="tiny, mid.")] = "mid",
+    model: Annotated[str, typer.Option(help=", ".join(GPU_BYTES))] = "mid",
     traffic: Annotated[list[str], typer.Option(help="chat, agents.")] = list(TRAFFIC),  # noqa: B006
     system: Annotated[list[str], typer.Option(help="Of those in the table.")] = list(SYSTEMS),  # noqa: B006
     users: Annotated[list[int] | None, typer.Option(help="Levels; default: the traffic's.")] = None,

@@ -10,8 +10,8 @@ the other: kill -9 of engines, servers, their workers, the router and the store,
 full disk. Every answer is compared with that of an engine without a cache.
 
 The exit status is 1 if a token is wrong, if a request fails that no engine's or router's death
-explains, or if a part ends by itself. `--small-disk` names a directory on a file system of about
-100 MB that you have mounted (`mount -t tmpfs -o size=100m none DIR`).
+explains, if a part ends by itself, or if no cache had a hit. `--small-disk` names a directory on a
+file system of about 100 MB that you have mounted (`mount -t tmpfs -o size=100m none DIR`).
 
 With `--hosts` (as root): hosts in network namespaces instead, each with a vLLM engine and a cache
 server, which read each other's DRAM. The first engine computes prompts for the others. Links are
@@ -27,6 +27,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -40,7 +41,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from soak_faults import Faults, FaultThread, Outage
 from soak_fleet import Fleet
-from soak_parts import Part, Use, answers, asked
+from soak_parts import Part, Use, answers, asked, hit_blocks
 from soak_users import Failure, Seen, Users, ask_all, conversations
 from stores import s3_server
 
@@ -90,7 +91,7 @@ def unexplained(failures: Sequence[Failure], outages: Sequence[Outage]) -> list[
 
 def show(
     console: Console, seen: Seen, thread: FaultThread, lost: Sequence[Failure], took_s: float,
-    uses: dict[str, list[Use]], parts: dict[str, Part], num_scrapes: int,
+    watch: Watch, parts: dict[str, Part],
 ) -> None:  # fmt: skip
     waits = sorted(seen.waits_s) or [0.0]
     console.print(
@@ -99,14 +100,16 @@ def show(
         f"{len(seen.wrong)} wrong; {len(seen.failures)} failed, {len(lost)} of them while all "
         f"that they needed was there; waits: median {waits[len(waits) // 2]:.2f} s, "
         f"longest {waits[-1]:.1f} s; {sum(thread.counts.values())} faults; "
-        f"{num_scrapes:,} scrapes of /metrics"
+        f"{watch.num_scrapes:,} scrapes of /metrics"
     )
+    hits = ", ".join(f"{tier} {count:,}" for tier, count in watch.hits.items())
+    console.print(f"Blocks found: {hits}; {seen.num_divided:,} requests were divided")
     for text in seen.wrong[:5]:
         console.print(f"wrong: {text}", markup=False)
     for failure in lost[:5]:
         console.print(f"failed: {failure}", markup=False)
     table = Table("part", "starts", "MB a minute after", "at the end", "files", "at the end")
-    for name, found in uses.items():
+    for name, found in watch.uses.items():
         first, last = found[min(WARM_UP_LOOKS, len(found) - 1)], found[-1]
         table.add_row(
             name, str(parts[name].num_starts), f"{first.memory_bytes / 1e6:.0f}",
@@ -127,9 +130,12 @@ class Watch(threading.Thread):
         self.uses: dict[str, list[Use]] = {}
         self.died: list[str] = []
         self.num_scrapes = 0
+        self.hits: Counter[str] = Counter()
+        """Blocks that gets have found, by tier."""
         self.is_over = threading.Event()
         self._fleet = fleet
         self._starts: dict[str, int] = {}
+        self._last_hits: dict[str, dict[str, int]] = {}
 
     def run(self) -> None:
         while not self.is_over.wait(LOOK_S):
@@ -143,7 +149,16 @@ class Watch(threading.Thread):
                 self._starts[name] = part.num_starts
                 self.uses[name] = []
             self.uses[name].append(part.use())
-        self.num_scrapes += sum(answers(f"{url}/metrics") for url in self._fleet.http.values())
+        for name, url in self._fleet.http.items():
+            if name == "router":
+                self.num_scrapes += answers(f"{url}/metrics")
+            elif hits := hit_blocks(f"{url}/metrics"):
+                self.num_scrapes += 1
+                before = self._last_hits.get(name, {})
+                for tier, count in hits.items():
+                    since = before.get(tier, 0)
+                    self.hits[tier] += count - since if count >= since else count
+                self._last_hits[name] = hits
 
 
 def main(
@@ -176,7 +191,9 @@ def main(
         url = f"file://{work_dir}/store" if store is None else store.url
         fleet = Fleet(work_dir, sglang_python, url, small_disk, network)
         models = sorted({serving.model for serving in fleet.servings})
-        sessions = {m: conversations(NUM_SESSIONS, seed + i) for i, m in enumerate(models)}
+        # Prompts that no cache has yet are what one engine computes for another.
+        num_sessions = NUM_SESSIONS * max(1, hosts)
+        sessions = {m: conversations(num_sessions, seed + i) for i, m in enumerate(models)}
         expected = references(fleet, sessions, console)
         for part in fleet.parts.values():
             stack.callback(part.end)
@@ -210,8 +227,7 @@ def main(
         progress.stop()
         lost = unexplained(crowd.seen.failures, faults.outages)
         show(
-            console, crowd.seen, thread, lost, time.monotonic() - began, watch.uses, fleet.parts,
-            watch.num_scrapes,
+            console, crowd.seen, thread, lost, time.monotonic() - began, watch, fleet.parts
         )  # fmt: skip
         if thread.error is not None:
             console.print(f"the faults ended: {thread.error}", markup=False)
@@ -221,7 +237,8 @@ def main(
             console.print(f"{left} blocks are lent at the end")
         if json_file is not None:
             json_file.write_text(json.dumps(summary(crowd.seen, thread, lost, watch), indent=1))
-    sys.exit(int(bool(crowd.seen.wrong or lost or watch.died or thread.error or left)))
+    is_idle = not sum(watch.hits.values())
+    sys.exit(int(bool(crowd.seen.wrong or lost or watch.died or thread.error or left or is_idle)))
 
 
 def loans_left(fleet: Fleet) -> int:
@@ -246,6 +263,8 @@ def summary(
         "failed": len(seen.failures),
         "failed_otherwise": [vars(failure) for failure in lost],
         "longest_wait_s": max(seen.waits_s, default=0.0),
+        "divided": seen.num_divided,
+        "hit_blocks": dict(watch.hits),
         "cached_share": seen.num_cached_tokens / max(1, seen.num_prompt_tokens),
         "faults": thread.counts,
         "uses": {name: [vars(use) for use in uses] for name, uses in watch.uses.items()},

@@ -165,7 +165,9 @@ class Fleet:
         settings = {
             "cpu_cache_gb": 0.06, "ssd_cache_gb": 0.16, "ssd_cache_dirs": [str(ssd)],
             "remote_url": f"{self._remote_url}", "http_endpoint": http, "kv_events": True,
-            "kv_events_endpoint": f"tcp://{events}", "kv_events_replay_endpoint": f"tcp://{replay}",
+            # An address that is not of this host's own network namespace would be connected to.
+            "kv_events_endpoint": f"tcp://*:{events.rpartition(':')[2]}",
+            "kv_events_replay_endpoint": f"tcp://{replay}",
             "skip_slow_loads": False, "op_timeout_s": 10.0, "quotas": QUOTAS, "log_format": "json",
             "trace_dir": str(self._directory / f"traces-{serving.name}"), "trace_file_mb": 8,
             **({"kv_events_hashes": "int_first"} if serving.is_sglang else {}),
@@ -210,6 +212,8 @@ class Fleet:
         """Returns the router's table of it."""
         port, events, replay = (free_port() for _ in range(3))
         extra = {"endpoint": self._endpoint(serving), "skip_slow_loads": False}
+        if self.network is not None:
+            extra["curve_keys"] = str(self._directory / "keys")
         publisher = {"endpoint": f"tcp://*:{events}", "replay_endpoint": f"tcp://*:{replay}"}
         options = (_sglang_options if serving.is_sglang else _vllm_options)(extra, publisher)
         log = self._directory / f"{serving.name}.log"

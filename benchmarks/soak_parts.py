@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from prometheus_client.parser import text_string_to_metric_families
+
 TOKEN = "soak"
 READY_S = 900.0  # on a busy machine SGLang takes minutes
 END_S = 30.0
@@ -35,6 +37,16 @@ def answers(url: str) -> bool:
     with contextlib.suppress(OSError), urllib.request.urlopen(asked(url), timeout=5):
         return True
     return False
+
+
+def hit_blocks(url: str) -> dict[str, int]:
+    """Return how many blocks a cache server's gets have found in each tier since its start."""
+    found = {}
+    with contextlib.suppress(OSError), urllib.request.urlopen(asked(url), timeout=5) as response:
+        for family in text_string_to_metric_families(response.read().decode()):
+            if family.name == "flexcache_tier_hit_blocks":
+                found = {each.labels["tier"]: int(each.value) for each in family.samples}
+    return found
 
 
 def asked(url: str) -> urllib.request.Request:

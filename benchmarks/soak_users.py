@@ -46,6 +46,7 @@ class Seen:
     """What users saw. Times are of the monotonic clock."""
 
     num_answers: int = 0
+    num_divided: int = 0
     num_cached_tokens: int = 0
     num_prompt_tokens: int = 0
     waits_s: list[float] = field(default_factory=list)
@@ -132,6 +133,7 @@ class Users:
             return
         seen.waits_s.append(time.monotonic() - began)
         seen.num_answers += 1
+        seen.num_divided += ", " in worker
         seen.num_cached_tokens += cached
         seen.num_prompt_tokens += length
         # Of a divided request the last one answers.

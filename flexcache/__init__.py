@@ -5,8 +5,12 @@ Names are imported on first use: worker processes that do not need torch start w
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+if __spec__.submodule_search_locations is None:  # installed as `flexcache.py` (`setup.py`)
+    __path__ = __spec__.submodule_search_locations = [os.path.splitext(__file__)[0]]
 
 from flexcache.ids import __version__
 

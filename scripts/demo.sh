@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Shows a real engine getting a prompt's KV back from DRAM and from NVMe. Sets itself up.
+# Asks real engines about a text: cold, from DRAM, at another engine, from NVMe after a restart. Sets
+# itself up, with SmolLM2-135M-Instruct (90 MB to fetch), or a random model where that cannot be had.
 #
 #   scripts/demo.sh           vLLM
 #   scripts/demo.sh sglang    SGLang, in an environment of its own

@@ -1,152 +1,232 @@
-"""The story of the demos: one prompt cold, from DRAM, from NVMe; another that shares half of it.
+"""The story of the demos: a question about a text, asked cold, then answered from DRAM, by another
+engine, and from NVMe after a restart of everything.
 
-Exits non-zero unless tokens and KV bytes are equal to the cold run's.
+Exits non-zero unless each tier served what it should, and answers and KV bytes are those of the
+cold run.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import random
-import shutil
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from paths import ROOT
+from paths import MODELS, ROOT, python_path
 
-if TYPE_CHECKING:  # torch must not be imported before the engines' settings are made
-    from flexcache.manager import KVManager
+TEXT = Path(__file__).with_name("demo_text.txt")
+QUESTION = "Who is the keeper of the lighthouse? Answer in one sentence."
+BLOCK, NUM_WARM_UP, NUM_ANSWER = 32, 64, 48
+MAX_PROMPT = 2000  # where the model has few words, a text has many tokens
+PROBES = "rank-0.jsonl"
+"""A JSON row for each block that an engine has stored or loaded: ``event``, ``key``, ``digest``."""
 
-SHARED_TOKENS, OTHER_TOKENS, BLOCK = 2048, 512, 32
-CACHE_GB = {"DRAM": 1.0, "NVMe": 2.0}
 
+class Run(NamedTuple):
+    """Seconds to the first token, the answer's tokens, how many of the prompt each tier had."""
 
-@dataclass
-class Run:
-    name: str
     ttft_s: float
-    tokens: list[int]
-    num_prompt: int
+    answer: list[int]
     from_tier: dict[str, int]
-    moved_bytes: int
-    moved_s: float
 
 
-class Compared(NamedTuple):
-    """Blocks that were loaded, and those of them that differ from what was computed."""
+class Prompt(NamedTuple):
+    """Tokens of text and question, and a function that reads an answer's tokens."""
 
-    num_loaded: int
-    num_different: int
-
-
-class Demo(Protocol):
-    """A running engine with FlexCache in this process, so that its tiers can be cleared one by
-    one."""
-
-    manager: KVManager
-
-    def run(self, name: str, tokens: list[int]) -> Run:
-        """Generate a few tokens."""
-
-    def settle(self) -> None:
-        """Let puts reach every tier."""
-
-    def drop_gpu(self, drop_all: bool = False) -> None:
-        """Empty the engine's own cache, and with ``drop_all`` FlexCache's."""
-
-    def close(self) -> Compared:
-        """End the engine; return what became of the bytes."""
+    tokens: list[int]
+    read: Callable[[list[int]], str]
 
 
-def make_prompt(num_tokens: int, seed: int) -> list[int]:
-    draw = random.Random(seed)
-    return [draw.randrange(3, 500) for _ in range(num_tokens)]
+class Step(NamedTuple):
+    """A run of the story: what is told of it, and the tier that must have the prompt."""
+
+    name: str
+    tier: str | None
+    run: Run
 
 
-def show(engine: str, start: Callable[[Path], Demo]) -> int:
+class Engine(Protocol):
+    """An engine with FlexCache, in a process of its own."""
+
+    def wait_ready(self) -> None:
+        """Wait until it can be asked."""
+
+    def run(self, tokens: list[int], num_generated: int) -> Run:
+        """Ask with the engine's own cache empty; return once every tier has what is stored."""
+
+    def stop(self) -> None:
+        """End the process."""
+
+
+Start = Callable[[Path, str, Path], Engine]
+"""Starts an engine, without waiting for it: of a model's directory, the cache server's endpoint,
+and a directory for `PROBES`."""
+
+
+def show(name: str, start: Start) -> int:
     """Play and report; return the exit status."""
     from rich.console import Console
+    from rich.markup import escape
 
-    console = Console(width=max(130, Console().width))
-    say = console.print
-    work_dir = Path(tempfile.mkdtemp(prefix="flexcache-demo-", dir=ROOT))
-    try:
-        with console.status("making the model (136 M parameters, random)"):
-            from make_models import make_model
+    console, started = Console(width=max(120, Console().width)), time.monotonic()
+    # Beside the repository's files, so on a disk: some machines have /tmp in memory.
+    with tempfile.TemporaryDirectory(prefix=".demo-", dir=ROOT) as directory:
+        with waiting(console, "making the model (once)"):
+            from make_models import make_real_model
 
-            make_model(ROOT / ".models", "mid")
-        say("[green]✓[/] model: 136 M parameters, 12 layers, random weights")
-        with console.status(f"starting {engine} with FlexCache"):
-            demo = start(work_dir)
-        say(f"[green]✓[/] {engine} is up, with FlexCache on DRAM and NVMe")
-        runs = play(demo, say, console)
-        demo.settle()
-        stats = demo.manager.stats()
-        compared = demo.close()
-    finally:
-        shutil.rmtree(work_dir, ignore_errors=True)
-    return report(runs, compared, stats, say)
-
-
-def play(demo: Demo, say: Any, console: Any) -> dict[str, Run]:
-    shared = make_prompt(SHARED_TOKENS + BLOCK // 2, seed=1)  # the last token is always computed
-    other = shared[: SHARED_TOKENS // 2] + make_prompt(OTHER_TOKENS, seed=2)
-    runs: dict[str, Run] = {}
-
-    def step(key: str, name: str, tokens: list[int]) -> None:
-        with console.status(name):
-            runs[key] = demo.run(name, tokens)
-            demo.settle()
-        say(f"[green]✓[/] {name}: first token after {runs[key].ttft_s:.3f} s")
-
-    step("other cold", "the other prompt, cold", other)
-    demo.drop_gpu(drop_all=True)
-    step("cold", "a long prompt, cold", shared)
-    demo.drop_gpu()
-    step("dram", "GPU cache dropped, the same from DRAM", shared)
-    demo.drop_gpu()
-    demo.manager.clear("CPU")
-    step("ssd", "DRAM cleared, the same from NVMe", shared)
-    demo.drop_gpu()
-    step("other", "the other prompt, half of it shared", other)
-    return runs
-
-
-def report(runs: dict[str, Run], compared: Compared, stats: Mapping[str, Any], say: Any) -> int:
-    from rich.table import Table
-
-    table = Table(title="Where the prompt's KV came from")
-    for column in ("run", "prompt", "from DRAM", "from NVMe", "TTFT", "of cold", "moved", "GB/s"):
-        table.add_column(column, justify="left" if column == "run" else "right")
-    colds = {"dram": "cold", "ssd": "cold", "other": "other cold"}
-    for key, run in runs.items():
-        ratio = run.ttft_s / runs[colds[key]].ttft_s if key in colds else 1.0
-        speed = f"{run.moved_bytes / run.moved_s / 1e9:.2f}" if run.moved_bytes else ""
-        table.add_row(
-            run.name,
-            f"{run.num_prompt} tokens",
-            str(run.from_tier["DRAM"] or ""),
-            str(run.from_tier["NVMe"] or ""),
-            f"{run.ttft_s:.3f} s",
-            f"{ratio:.1%}",
-            f"{run.moved_bytes / 1e6:.1f} MB" if run.moved_bytes else "",
-            speed,
-        )
-    say(table)
-    say("GB/s: of the slower leg, host memory to engine or NVMe to host memory, queueing included")
-    written = stats["ops"]["H2DISK"]
-    say(f"written to NVMe: {written['bytes'] / 1e6:.1f} MB in {written['ops']} ops")
-    tokens_equal = all(runs[key].tokens == runs[cold].tokens for key, cold in colds.items())
-    expected = {"dram": ("DRAM", SHARED_TOKENS), "ssd": ("NVMe", SHARED_TOKENS)}
-    served = all(runs[key].from_tier[tier] == count for key, (tier, count) in expected.items())
-    served &= runs["other"].from_tier["DRAM"] == SHARED_TOKENS // 2
-    bytes_equal = compared.num_loaded > 0 and not compared.num_different
+            model, told = make_real_model(MODELS)
+        console.print(f"[green]✓[/] model: {escape(told)}")
+        prompt = make_prompt(model)
+        steps = play(name, start, model, prompt, Path(directory), console)
+        stored, loaded = read_probes(Path(directory) / PROBES)
+    console.print(make_table(steps, prompt))
+    whole = (len(prompt.tokens) - 1) // BLOCK  # blocks; the last token is always computed
+    cold, *hits = (step.run for step in steps)
     checks = {
-        "every tier served what it should": served,
-        "tokens are equal to the cold run's": tokens_equal,
-        f"KV bytes of all {compared.num_loaded} loaded blocks, every layer, are equal": bytes_equal,
+        "every tier served what it should": all(
+            step.run.from_tier
+            == {tier: whole * BLOCK * (tier == step.tier) for tier in step.run.from_tier}
+            for step in steps
+        ),
+        "the answers are the same": all(hit.answer == cold.answer for hit in hits),
+        f"KV bytes of all {len(loaded)} loaded blocks, every layer, are equal": (
+            len(loaded) == whole * len(hits)
+            and all(digest in stored[key] for key, digest in loaded)
+        ),
     }
     for text, holds in checks.items():
-        say(f"[green]✓[/] {text}" if holds else f"[red]✗ NOT: {text}[/]")
+        console.print(f"[green]✓[/] {text}" if holds else f"[red]✗ NOT: {text}[/]")
+    console.print(f"{time.monotonic() - started:.0f} s in all")
     return 0 if all(checks.values()) else 1
+
+
+def make_prompt(model: Path) -> Prompt:
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    asked = f"{TEXT.read_text()}\n{QUESTION}"
+    if tokenizer.chat_template:
+        chat = [{"role": "user", "content": asked}]
+        asked = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    tokens = tokenizer(asked, add_special_tokens=False)["input_ids"]
+
+    def read(answer: list[int]) -> str:
+        end = answer.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in answer else None
+        return " ".join(tokenizer.decode(answer[:end]).split())
+
+    return Prompt(tokens[-MAX_PROMPT:], read)
+
+
+def play(
+    name: str, start: Start, model: Path, prompt: Prompt, directory: Path, console: Any
+) -> list[Step]:
+    steps = []
+
+    def ask(told: str, tier: str | None, engine: Engine) -> None:
+        with waiting(console, told):
+            run = engine.run(prompt.tokens, NUM_ANSWER)
+        steps.append(Step(told, tier, run))
+        console.print(f"[green]✓[/] {told}: first token after {run.ttft_s:.3f} s")
+        console.print("  ", prompt.read(run.answer), style="italic", markup=False)
+
+    def started(told: str, *seeds: int) -> Any:
+        return running(start, model, directory, console, told, seeds)
+
+    with started(f"two {name} engines and their cache server", 1, 2) as (one, other):
+        console.print(f"  {TEXT.name}, {len(prompt.tokens):,} tokens: [bold]{QUESTION}[/]")
+        ask("asked for the first time", None, one)
+        ask("GPU cache emptied, asked again", "DRAM", one)
+        ask("the other engine asked", "DRAM", other)
+    with started("all stopped; an engine and a server started again", 3) as (again,):
+        ask("asked after the restart", "NVMe", again)
+    return steps
+
+
+@contextmanager
+def running(
+    start: Start, model: Path, directory: Path, console: Any, told: str, seeds: tuple[int, ...]
+) -> Iterator[list[Engine]]:
+    """Run a cache server and one engine per seed of a first, short prompt."""
+    environment = {
+        **os.environ, "PYTHONPATH": python_path(ROOT),
+        "FLEXCACHE_CPU_CACHE_GB": "1", "FLEXCACHE_SSD_CACHE_GB": "2",
+        "FLEXCACHE_SSD_CACHE_DIRS": str(directory / "ssd"),
+    }  # fmt: skip
+    with ExitStack() as stack:
+        with waiting(console, told):
+            sockets = stack.enter_context(tempfile.TemporaryDirectory())  # of a short path
+            endpoint = f"ipc://{sockets}/cache.sock"
+            log = stack.enter_context((directory / "server.log").open("ab"))
+            command = [sys.executable, "-m", "flexcache.cli", "server", "--endpoint", endpoint]
+            server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+            stack.callback(server.wait)
+            stack.callback(server.terminate)
+            engines = []
+            for _ in seeds:
+                engines.append(start(model, endpoint, directory))
+                stack.callback(engines[-1].stop)
+            for engine, seed in zip(engines, seeds, strict=True):
+                engine.wait_ready()
+                draw = random.Random(seed)  # the first request of an engine is never typical
+                engine.run([draw.randrange(3, 500) for _ in range(NUM_WARM_UP)], NUM_ANSWER)
+        console.print(f"[green]✓[/] {told}")
+        yield engines
+
+
+@contextmanager
+def waiting(console: Any, told: str) -> Iterator[None]:
+    """Show that something goes on, and for how long."""
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn(told), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        progress.add_task("", total=None)
+        yield
+
+
+def read_tiers(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, int]:
+    """Return the tokens that each tier served between two `KVManager.stats`."""
+    moved = {
+        kind: (after["ops"][kind]["blocks"] - before["ops"][kind]["blocks"]) * BLOCK
+        for kind in ("H2D", "DISK2H")
+    }
+    return {"DRAM": moved["H2D"] - moved["DISK2H"], "NVMe": moved["DISK2H"]}
+
+
+def read_probes(path: Path) -> tuple[dict[str, set[str]], list[tuple[str, str]]]:
+    """Return digests of stored blocks by key, and keys and digests of loaded ones."""
+    stored, loaded = defaultdict(set), []
+    for row in map(json.loads, path.read_text().splitlines()):
+        if row["event"] == "stored":
+            stored[row["key"]].add(row["digest"])
+        else:
+            loaded.append((row["key"], row["digest"]))
+    return stored, loaded
+
+
+def make_table(steps: list[Step], prompt: Prompt) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=f"{QUESTION} ({TEXT.name}, {len(prompt.tokens):,} tokens)", show_lines=True)
+    for column in ("", "KV from", "first token", "sooner"):
+        table.add_column(column, justify="left" if column in ("", "KV from") else "right")
+    table.add_column("answer", ratio=1)
+    for step in steps:
+        ttft_s, cold_s = step.run.ttft_s, steps[0].run.ttft_s
+        table.add_row(
+            step.name,
+            step.tier or "computed",
+            f"{ttft_s:.3f} s",
+            f"{cold_s / ttft_s:.0f} x" if step.tier else "",
+            Text(prompt.read(step.run.answer)),
+        )
+    return table

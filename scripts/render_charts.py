@@ -4,14 +4,19 @@
 
 The figures drawn are also in the text field `Description` of each PNG, so that a test can compare
 them with the tables. Needs matplotlib (the extra `bench`).
+
+From the raw figures of `benchmarks/external/run.py` it makes a chart, `external.png`, and tables,
+`benchmarks/results/external.md`.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +28,11 @@ SYSTEMS = {"LMCache": 5, "vLLM offloading": 4, "FlexCache": 2}  # columns of the
 GPU_LINES = {"computed": 1, "from SSD": 4, "from DRAM": 3, "in the GPU": 2}
 _COLOURS = {"DRAM": "#2a7fb8", "SSD": "#9ecae1", "cold": "#8a8a8a"}
 _AXIS_END_MS = 260.0
+RESULTS = ROOT / "benchmarks" / "results"
+IN_TIME_MS = 2000.0
+"""Time to the first token of a request that counts as answered in time."""
+EXTERNAL = ("prefix-repetition", "timed-trace")
+"""Benchmarks whose samples are times to the first token."""
 
 
 def rows(page: str) -> Iterator[list[str]]:
@@ -109,6 +119,169 @@ def draw_gpu(figures: dict[str, list[list[float]]], path: Path) -> None:
     save(picture, path, figures)
 
 
+@dataclass(frozen=True)
+class Cell:
+    """An arm of an external benchmark at one load: medians over its rounds, and their extremes."""
+
+    benchmark: str
+    load: str
+    arm: str
+    rounds: int
+    p50_ms: tuple[float, float, float]
+    p90_ms: tuple[float, float, float]
+    in_time_per_s: tuple[float, float, float]
+    shares: Mapping[str, float]
+    """Parts of prompt tokens from GPU blocks, DRAM, SSD, or a cache that does not say which."""
+    sizes: str
+
+
+def external_runs(results: Path, benchmark: str) -> list[dict[str, Any]]:
+    """Return the runs of a benchmark that ended well, the last of each place."""
+    path, runs = results / f"external-{benchmark}.jsonl", dict[object, dict[str, Any]]()
+    for line in path.read_text().splitlines() if path.exists() else ():
+        run = json.loads(line) if line.endswith("}") else {"error": "torn"}
+        if "error" not in run:
+            runs[run["round"], run["load"], run["arm"], run["phase"], run["seed"]] = run
+    return list(runs.values())
+
+
+def external_cells(results: Path) -> list[Cell]:
+    cells = []
+    for benchmark in EXTERNAL:
+        places: dict[tuple[float, str, str], list[dict[str, Any]]] = {}
+        for run in external_runs(results, benchmark):
+            places.setdefault((run["load"], run["arm"], run["phase"]), []).append(run)
+        cells += [_cell(runs, phase) for (_, _, phase), runs in places.items()]
+    return cells
+
+
+def _cell(runs: Sequence[Mapping[str, Any]], phase: str) -> Cell:
+    def over_rounds(values: Sequence[float]) -> tuple[float, float, float]:
+        return statistics.median(values), min(values), max(values)
+
+    first, sums = runs[0], {
+        source: sum(run["tokens"][source] for run in runs) for source in runs[0]["tokens"]
+    }  # fmt: skip
+    prompts = sum(sums[source] for source in ("GPU", "cache", "computed")) or 1
+    if sums["DRAM"] + sums["SSD"]:
+        sums["cache"] = 0  # it says which
+    in_time = [sum(ms <= IN_TIME_MS for ms in run["ttft_ms"]) / run["duration_s"] for run in runs]
+    tokens, arm = first["sizes"], first["arm"]
+    sizes = [tokens["gpu"], *([tokens["dram"]] if arm != "no cache" else [])]
+    sizes += [tokens["ssd"]] if arm.endswith("SSD") else []
+    return Cell(
+        first["benchmark"], f"{first['load']:g} {first['unit']}",
+        arm + (", after a restart" if phase == "restart" else ""), len(runs),
+        over_rounds([_quantile(run["ttft_ms"], 0.5) for run in runs]),
+        over_rounds([_quantile(run["ttft_ms"], 0.9) for run in runs]), over_rounds(in_time),
+        {name: sums[name] / prompts for name in ("GPU", "DRAM", "SSD", "cache")},
+        " / ".join(f"{first['working_set_tokens'] / size:.1f}" for size in sizes),
+    )  # fmt: skip
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def external_tables(results: Path) -> Iterator[str]:
+    """Yield the lines of the tables, with the extremes of the rounds in parentheses."""
+
+    def spread(figures: tuple[float, float, float], form: str) -> str:
+        middle, least, most = (format(figure, form) for figure in figures)
+        return f"{middle} ({least} to {most})"
+
+    yield f"In time: a first token within {IN_TIME_MS / 1000:g} s. Shares are of prompt tokens."
+    yield "Working set: tokens of all prompts, shared ones once, over those of GPU / DRAM / SSD."
+    yield ""
+    yield (
+        "| benchmark | load | system | rounds | TTFT p50, ms | TTFT p90, ms | in time, 1/s |"
+        " from GPU | DRAM | SSD | cache | working set |"
+    )
+    yield "| --- | --- | --- |" + " ---: |" * 9
+    for cell in external_cells(results):
+        shares = " | ".join(f"{share:.0%}" for share in cell.shares.values())
+        yield (
+            f"| {cell.benchmark} | {cell.load} | {cell.arm} | {cell.rounds} | "
+            f"{spread(cell.p50_ms, ',.0f')} | {spread(cell.p90_ms, ',.0f')} | "
+            f"{spread(cell.in_time_per_s, '.2f')} | {shares} | {cell.sizes} |"
+        )
+    yield from _pressure_table(external_runs(results, "cache-pressure"))
+    yield from _simulator_table(results / "external-simulator.json")
+
+
+def _pressure_table(runs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    if not runs:
+        return
+    right = {run["round"]: run["needle_answers"] for run in runs if "large GPU" in run["arm"]}
+    yield ""
+    yield (
+        "| cache-pressure: system | round | retained tokens | of its largest tier |"
+        " needle answers as a large GPU's, cold / again | aborts reused | main contexts kept |"
+    )
+    yield "| --- |" + " ---: |" * 6
+    for run in runs:
+        wanted = right.get(run["round"])
+        same = [
+            sum(mine == theirs for mine, theirs in zip(run[name], wanted or (), strict=False))
+            for name in ("needle_answers", "needle_answers_again")
+        ]
+        of = len(run["needle_answers"])
+        aborts = f"{run['abort_ok']} of {len(run['abort_reuse'])}" if "abort_ok" in run else "-"
+        kept = f"{run['agent_finals_kept']} of {run['agent_finals']}" if "abort_ok" in run else "-"
+        yield (
+            f"| {run['arm']} | {run['round'] + 1} | {run['retained_tokens']:,} | "
+            f"{run['retained_tokens'] / run['capacity']:.0%} | {same[0]} / {same[1]} of {of} | "
+            f"{aborts} | {kept} |"
+        )
+
+
+def _simulator_table(path: Path) -> Iterator[str]:
+    if not path.exists():
+        return
+    yield ""
+    yield "| trace | blocks | policy | kvcache-simulator, hit tokens | FlexCache | hit rate |"
+    yield "| --- | ---: | --- | ---: | ---: | ---: |"
+    for row in json.loads(path.read_text()):
+        yield (
+            f"| {row['trace']} | {row['blocks']:,} | {row['policy']} | "
+            f"{row['simulator_hit_tokens']:,} | {row['hit_tokens']:,} | "
+            f"{row['hit_tokens'] / row['of_tokens']:.2%} |"
+        )
+
+
+def draw_external(cells: Sequence[Cell], path: Path) -> None:
+    """Draw p50 and p90 of each arm, a panel per benchmark at its first load."""
+    from matplotlib.figure import Figure
+
+    panels: dict[tuple[str, str], list[Cell]] = {}
+    for cell in cells:
+        panels.setdefault((cell.benchmark, cell.load), []).append(cell)
+    chosen = [next(key for key in panels if key[0] == name) for name in EXTERNAL
+              if any(key[0] == name for key in panels)]  # fmt: skip
+    picture = Figure(figsize=(8, 1.9 * len(chosen) + 0.4), layout="constrained")
+    for axes, (benchmark, load) in zip(
+        picture.subplots(len(chosen), squeeze=False)[:, 0], chosen, strict=True
+    ):
+        shown = panels[benchmark, load]
+        for row, cell in enumerate(shown):
+            colour = _COLOURS["DRAM"] if "FlexCache" in cell.arm else _COLOURS["cold"]
+            axes.barh(row, cell.p90_ms[0], height=0.7, color=colour, alpha=0.35)
+            axes.barh(row, cell.p50_ms[0], height=0.7, color=colour)
+            axes.text(
+                cell.p90_ms[0], row, f"  {cell.p50_ms[0]:,.0f} / {cell.p90_ms[0]:,.0f} ms",
+                va="center", fontsize=8,
+            )  # fmt: skip
+        axes.set_yticks(range(len(shown)), [cell.arm for cell in shown], fontsize=8)
+        axes.invert_yaxis()
+        axes.tick_params(axis="y", length=0)
+        axes.xaxis.set_visible(False)
+        axes.set_xlim(0, 1.25 * max(cell.p90_ms[0] for cell in shown))
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+        axes.set_title(f"{benchmark}, {load}: TTFT, p50 / p90", loc="left", fontsize=10)
+    save(picture, path, {f"{c.benchmark}, {c.load}, {c.arm}": [c.p50_ms[0], c.p90_ms[0]]
+                         for key in chosen for c in panels[key]})  # fmt: skip
+
+
 def new_picture(width: float, height: float) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
@@ -128,3 +301,7 @@ if __name__ == "__main__":
     directory = Path(sys.argv[1]) if len(sys.argv) > 1 else DOCS
     draw_ttft(read_ttft(RECORD.read_text()), directory / "ttft.png")
     draw_gpu(read_gpu((DOCS / "benchmarks.md").read_text()), directory / "gpu.png")
+    if directory == DOCS:
+        (RESULTS / "external.md").write_text("\n".join(external_tables(RESULTS)) + "\n")
+    if external := external_cells(RESULTS):
+        draw_external(external, directory / "external.png")

@@ -11,6 +11,7 @@ if [ ! -e "$SGLANG_STAMP" ]; then
   started=$SECONDS
   echo "setting up $SGLANG_VENV, for SGLang (once; about 2.8 GB)"
   install_pinned "$SGLANG_VENV" "$SGLANG_REQUIREMENTS" || exit 1
+  "$SGLANG_VENV/bin/python" -m pip uninstall -qq -y flexcache  # as in venv.sh
   "$SGLANG_VENV/bin/python" -m pip install -q --no-deps --no-build-isolation -e "$ROOT" || exit 1
   touch "$SGLANG_STAMP"
   echo "  done in $((SECONDS - started)) s"

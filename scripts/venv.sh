@@ -30,6 +30,7 @@ if [ ! -e "$STAMP" ]; then
   # Built here, since the newer wheels need AVX-512. Without it the SSD tier runs on threads.
   "$PYTHON" -m pip install -q liburing==2024.5.3 ||
     echo "  liburing does not build here: the SSD tier will use threads instead of io_uring"
+  "$PYTHON" -m pip uninstall -qq -y flexcache  # its former name, in an environment made before
   "$PYTHON" -m pip install -q --no-deps --no-build-isolation -e "$ROOT" || exit 1
   ldconfig -p | grep -q 'libibverbs\.so\.1' || fetch_verbs > /dev/null 2>&1 ||
     echo "  libibverbs is not installed: Mooncake's tests will be skipped"

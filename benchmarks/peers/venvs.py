@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import sysconfig
-import venv
 from pathlib import Path
 
 from flexcache.bench.suite import Unsupported
@@ -13,8 +13,11 @@ HERE = Path(__file__).parent
 ON_TOP_OF_OURS = {"lmcache-vllm"}  # sees the packages of the environment that runs this
 
 
-def peer_python(venvs: Path, name: str) -> str:
+def peer_python(venvs: Path, name: str, made_with: str = sys.executable) -> str:
     """The interpreter of the environment ``venvs/name``, which is made if it is not there.
+
+    Args:
+        made_with: The interpreter of whose version it is.
 
     Raises:
         Unsupported: ``requirements-<name>.txt`` could not be installed; says why.
@@ -24,7 +27,7 @@ def peer_python(venvs: Path, name: str) -> str:
     requirements = HERE / f"requirements-{name}.txt"
     if stamp.exists() and stamp.read_text() == requirements.read_text():
         return str(python)
-    venv.create(directory, with_pip=True)
+    subprocess.run([made_with, "-m", "venv", str(directory)], check=True)
     if name in ON_TOP_OF_OURS:
         ours = sysconfig.get_path("purelib")
         theirs = subprocess.run(

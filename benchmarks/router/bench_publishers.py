@@ -8,6 +8,10 @@ The router's feed and index run as in a decider, on an event loop that does noth
 the time from a batch's publication until the index has it. The start is from the first connection
 until the index has what every publisher holds.
 
+*Takeover* is the start of a second router while events are published: from what publishers list,
+and from the first router. Publishers may be slow to list (`--slow-ms` for each page), or, as
+engines do, list nothing.
+
 *By runs* is what SSD events cost with `kv_events_runs`, beside the same told block by block.
 """
 
@@ -35,6 +39,7 @@ import numpy as np
 import router_path  # noqa: F401
 import typer
 import zmq
+from ports import free_ports
 from reporting import Say, run_and_show
 
 from flexcache.bench.suite import Case, Result
@@ -55,13 +60,16 @@ from flexcache.events.wire import (
 from flexcache.ids import BlockKey, RootId
 from flexcache.router.feed import Feed, slices
 from flexcache.router.fleet import EventSource, WorkerSpec
+from flexcache.router.peers import LifePublisher
 from flexcache.router.router import KVRouter
 from flexcache.router.service import THREAD_SWITCH_S
+from flexcache.router.takeover import IndexPages, take_over
 
 ANY_PORT = "tcp://127.0.0.1:*"
 TOKENS = 16
 PAGE_BLOCKS = 1024
 NUM_KEPT = 100
+SPREAD = 0x9E3779B97F4A7C15  # names are hashes, and an index relies on it
 WARM_UP_S = 2.0
 PATIENCE_S = 120.0
 SAMPLE_S = 0.005
@@ -90,7 +98,8 @@ class SimulatedHost:
         return self.pub.getsockopt_string(of), self.replay.getsockopt_string(of)
 
     def _stored(self, count: int) -> BlockStored:
-        names: list[int | bytes] = list(range(self._first, self._first + count))
+        numbers = range(self._first, self._first + count)
+        names: list[int | bytes] = [number * SPREAD & (1 << 64) - 1 for number in numbers]
         self._first += count
         tokens = self._rng.integers(0, 1 << 17, count * TOKENS).tolist()
         return BlockStored(names, None, tokens, TOKENS, None, "CPU", None)
@@ -107,11 +116,12 @@ class SimulatedHost:
         self._number += 1
         self.pub.send_multipart([b"kv@host@model", number, payload])
 
-    def answer(self) -> None:
+    def answer(self, slow_s: float) -> None:
         peer, _, request = self.replay.recv_multipart()
         first = int.from_bytes(request, "big")
         cursor = cursor_of(first)
         if cursor is not None:
+            time.sleep(slow_s)
             events = self._pages[cursor : cursor + 1]
             following = cursor + 1 if cursor + 1 < len(self._pages) else None
             page = Page(self._id, self._number, following, encode_batch(time.time(), events))
@@ -125,7 +135,9 @@ class SimulatedHost:
         self.replay.send_multipart([peer, b"", b"", END_OF_REPLAY, b""])
 
 
-def publish(pipe: Connection, numbers: range, rate: float, num_blocks: int, held: int) -> None:
+def publish(
+    pipe: Connection, numbers: range, rate: float, num_blocks: int, held: int, slow_s: float
+) -> None:
     """Publish for some hosts, at even intervals, from the first message of the pipe to the next."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -143,7 +155,7 @@ def publish(pipe: Connection, numbers: range, rate: float, num_blocks: int, held
         is_publishing = due < float("inf")
         for socket, _ in poller.poll(0 if is_publishing else 50):
             if socket in of:
-                of[socket].answer()
+                of[socket].answer(slow_s)
             elif pipe.recv():
                 due = time.monotonic()
             else:
@@ -157,14 +169,15 @@ def publish(pipe: Connection, numbers: range, rate: float, num_blocks: int, held
 
 @contextmanager
 def fleet(
-    count: int, processes: int, rate: float, num_blocks: int, held: int
+    count: int, processes: int, rate: float, num_blocks: int, held: int, slow_s: float = 0.0
 ) -> Iterator[tuple[list[EventSource], list[Connection]]]:
     spawning = multiprocessing.get_context("spawn")
     pipes, children = [], []
     for part in range(processes):
         ours, theirs = spawning.Pipe()
         numbers = range(part, count, processes)
-        child = spawning.Process(target=publish, args=(theirs, numbers, rate, num_blocks, held))
+        parameters = (theirs, numbers, rate, num_blocks, held, slow_s)
+        child = spawning.Process(target=publish, args=parameters)
         child.start()
         pipes.append(ours)
         children.append(child)
@@ -199,9 +212,7 @@ def memory() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
 
-async def follow(
-    sources: list[EventSource], pipes: list[Connection], held: int, seconds: float, say: Say
-) -> list[Result]:
+def before(sources: list[EventSource]) -> KVRouter:
     routing = KVRouter()
     routing.set_workers(
         [
@@ -209,6 +220,13 @@ async def follow(
             for number, source in enumerate(sources)
         ]
     )
+    return routing
+
+
+async def follow(
+    sources: list[EventSource], pipes: list[Connection], held: int, seconds: float, say: Say
+) -> list[Result]:
+    routing = before(sources)
     sink = Lagging(routing)
     feed = Feed(sink, asyncio.get_running_loop())
     before_mib, before_threads = memory(), threading.active_count()
@@ -282,6 +300,130 @@ def measure(
         return asyncio.run(follow(sources, pipes, held, seconds, say))
 
 
+class Lateness:
+    """How late the event loop is, in ms, while it runs."""
+
+    def __init__(self) -> None:
+        self.ms: list[float] = []
+        self._task = asyncio.create_task(self._sample())
+
+    async def _sample(self) -> None:
+        while True:
+            asleep = time.monotonic()
+            await asyncio.sleep(SAMPLE_S)
+            self.ms.append((time.monotonic() - asleep - SAMPLE_S) * 1e3)
+
+    def stop(self) -> list[float]:
+        self._task.cancel()
+        return self.ms
+
+
+def be_neighbour(pipe: Connection, sources: list[EventSource], num_blocks: int, sync: str) -> None:
+    """Follow the sources, and give the index to those that ask, until the pipe says so. For each
+    message before, tell processor time and lateness since the last one, and what it knows."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    sys.setswitchinterval(THREAD_SWITCH_S)
+
+    async def follow_and_give() -> None:
+        routing = before(sources)
+        feed = Feed(routing, asyncio.get_running_loop())
+        feed.set_sources(sources)
+        publisher = LifePublisher(sync, list, IndexPages(feed, routing.holdings).page)
+        publisher.start()
+        while routing.holdings.index.num_blocks < num_blocks:
+            await asyncio.sleep(0.05)
+        pipe.send(True)
+        goes_on = True
+        while goes_on:
+            cpu, lateness = time.process_time(), Lateness()
+            while not pipe.poll():
+                await asyncio.sleep(0.02)
+            goes_on = pipe.recv()
+            its = routing.holdings.index.num_blocks
+            pipe.send((time.process_time() - cpu, lateness.stop(), its))
+        await asyncio.to_thread(publisher.close)
+        feed.close()
+
+    asyncio.run(follow_and_give())
+
+
+@contextmanager
+def neighbour(sources: list[EventSource], num_blocks: int) -> Iterator[tuple[str, Connection]]:
+    spawning = multiprocessing.get_context("spawn")
+    sync = ",".join(f"tcp://127.0.0.1:{port}" for port in free_ports(2))
+    ours, theirs = spawning.Pipe()
+    child = spawning.Process(target=be_neighbour, args=(theirs, sources, num_blocks, sync))
+    child.start()
+    try:
+        assert ours.poll(PATIENCE_S) and ours.recv()
+        yield sync, ours
+    finally:
+        ours.send(False)
+        child.join()
+
+
+async def start(
+    sources: list[EventSource], num_blocks: int, peers: list[str], patience_s: float
+) -> tuple[float, float, float, list[float]]:
+    """Return seconds until 90 % of the blocks are known or patience ends, the part that is known,
+    processor time, and lateness of the loop in ms."""
+    routing, lateness, cpu = before(sources), Lateness(), time.process_time()
+    began = time.monotonic()
+    feed = Feed(routing, asyncio.get_running_loop(), is_held=bool(peers))
+    feed.set_sources(sources)
+    taking = asyncio.create_task(take_over(peers, feed, routing.holdings)) if peers else None
+    index = routing.holdings.index
+    while index.num_blocks < 0.9 * num_blocks and time.monotonic() < began + patience_s:
+        await asyncio.sleep(0.02)
+    figures = time.monotonic() - began, index.num_blocks / num_blocks, time.process_time() - cpu
+    if taking is not None:
+        await taking
+    feed.close()
+    return *figures, lateness.stop()
+
+
+def measure_takeover(
+    publishers: int, processes: int, rate: float, held: int, slow_s: float, say: Say
+) -> Iterator[Result]:
+    """Start a second router in several ways."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    say("starting publishers and the first router")
+    num_blocks = publishers * held
+    with fleet(publishers, processes, rate, 8, held, slow_s) as (sources, pipes):
+        silent = [msgspec.structs.replace(source, replay=None) for source in sources]
+        with neighbour(sources, num_blocks) as (sync, pipe):
+            for each in pipes:
+                each.send(True)
+            time.sleep(2.0 / rate)  # each has published
+            ways: dict[str, tuple[list[EventSource], list[str]]] = {
+                "what publishers list": (sources, []),
+                "from a neighbour": (sources, [sync]),
+                "from a neighbour, publishers list nothing": (silent, [sync]),
+                "publishers list nothing": (silent, []),
+            }
+            found: dict[str, list[tuple[float, float, float, list[float]]]] = {}
+            given: dict[str, list[tuple[float, list[float], int]]] = {}
+            for way in ways:
+                say(way)
+                pipe.send(True)
+                known = pipe.recv()[2]
+                patience_s = 3.0 if way == "publishers list nothing" else PATIENCE_S
+                peers = ways[way][1]
+                asking = start(ways[way][0], known if peers else num_blocks, peers, patience_s)
+                found.setdefault(way, []).append(asyncio.run(asking))
+                pipe.send(True)
+                given.setdefault(way, []).append(pipe.recv())
+    for way, runs in found.items():
+        late = np.concatenate([each[3] for each in runs])
+        its = np.concatenate([each[1] for each in given[way]])
+        yield Result(
+            way, "s", [each[0] for each in runs],
+            note=f"{runs[0][1]:.0%} known, processor time {np.mean([r[2] for r in runs]):.1f} s, "
+            f"of the first router {np.mean([g[0] for g in given[way]]):.1f} s; loop late p99 "
+            f"{np.percentile(late, 99):.1f} ms, of the first router {np.percentile(its, 99):.1f}",
+        )  # fmt: skip
+
+
 def measure_runs(num_prompts: int = 400, num_blocks: int = 250) -> Iterator[Result]:
     """Tell and forget prompts on SSD; processor time a block."""
     costs: dict[bool, dict[tuple[str, str], float]] = {}
@@ -338,12 +480,20 @@ def main(
     blocks: Annotated[int, typer.Option(help="Stored, and removed, by a batch.")] = 8,
     held: Annotated[int, typer.Option(help="Blocks that each has at the start.")] = 1024,
     seconds: Annotated[float, typer.Option(help="To measure.")] = 15.0,
+    slow_ms: Annotated[float, typer.Option(help="Takeover: time to list a page.")] = 0.0,
+    only: Annotated[str, typer.Option(help="One section: runs, publishers, takeover.")] = "",
     json_file: Annotated[Path | None, typer.Option("--json", help="Keep every sample.")] = None,
 ) -> None:
     def sections(say: Say) -> dict[str, list[Case]]:
         title = f"{publishers:,} publishers, {rate:g} batches/s each"
         run = partial(measure, publishers, processes, rate, blocks, held, seconds, say)
-        return {"by runs": [Case("an SSD", measure_runs)], "publishers": [Case(title, run)]}
+        start_two = partial(measure_takeover, publishers, processes, rate, held, slow_ms / 1e3, say)
+        found = {
+            "runs": [Case("by runs: an SSD", measure_runs)],
+            "publishers": [Case(title, run)],
+            "takeover": [Case(f"until 90 % of {publishers * held:,} blocks are known", start_two)],
+        }
+        return {only: found[only]} if only else found
 
     raise typer.Exit(run_and_show(sections, Path("."), json_file))
 

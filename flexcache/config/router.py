@@ -180,7 +180,10 @@ class RouterConfig:
         read=_pair,
     )
     peers: Sequence[str] = setting(
-        (), "`ENDPOINT,REPLAY` of each other router before the engines.", read=_pairs
+        (),
+        "`ENDPOINT,REPLAY` of each other router before the engines. At the start the index is "
+        "taken over from one.",
+        read=_pairs,
     )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = setting(
         "INFO", "Level of the `flexcache` logger."

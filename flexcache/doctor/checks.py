@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
@@ -58,6 +59,14 @@ def check_python(subject: Subject) -> Iterator[Finding]:
         yield warning(
             "no numba: copies between KV tensors and DRAM hold the interpreter lock",
             "pip install '.[cpu]'",
+        )
+    names = sys.modules["flexcache"]
+    if not hasattr(names, "KVManager"):  # the start-up hook of the wheel would have added it
+        yield warning(
+            f"`from flexcache import KVManager` fails: {names.__file__} is another project's; "
+            "commands and engines work",
+            "import from flexcache.manager, flexcache.config and flexcache.client.rank, or let "
+            "pip install FlexCache into site-packages, without -e and --target",
         )
 
 

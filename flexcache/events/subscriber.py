@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
+import xxhash
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
@@ -100,6 +101,20 @@ class Wait(NamedTuple):
         return [socket for socket, _ in found]
 
 
+class Position(NamedTuple):
+    """How far a publisher was followed.
+
+    Attributes:
+        number: Of the next batch.
+        digest: Of the payload of the batch before it: a publisher that has another one there is
+            not the one that was followed.
+    """
+
+    number: int
+    digest: int
+
+
+_digest = xxhash.xxh3_64_intdigest
 _GO_ON = Wait((), 0.0)
 Steps = Generator[Wait, list[Any], T]
 """Work that is interrupted where something must arrive, and between its longer parts. It gets
@@ -197,8 +212,8 @@ class BatchSubscriber(Generic[T]):
         self._covered = 0
         """Batches before this one are in a snapshot, or lost; they may also arrive late."""
         self._next = 0
-        self._last_payload: bytes | None = None
-        """Payload of the batch before ``_next``."""
+        self._last_digest: int | None = None
+        """That of the payload before ``_next``."""
         self._replayed: dict[int, int] = {}
         """Replayed batches, which may also arrive regularly, with their payloads' hashes."""
         self._must_catch_up = False
@@ -269,6 +284,22 @@ class BatchSubscriber(Generic[T]):
             raise
         return True
 
+    @property
+    def position(self) -> Position | None:
+        """What all news up to now tell of; None before the first batch, and while a snapshot is
+        read."""
+        digest = self._last_digest
+        return None if digest is None else Position(self._next, digest)
+
+    def begin_at(self, position: Position | None) -> None:
+        """Begin where another subscriber was, whose caller's knowledge the caller has; None: with
+        nothing. Before the first `step`.
+
+        Should the publisher be another by now, or batches be missing, that is news as ever.
+        """
+        self._next = self._covered = 0 if position is None else position.number
+        self._last_digest = None if position is None else position.digest
+
     def catch_up(self) -> None:
         """Have everything since the last batch requested. Without this call, a batch lost during a
         connection is noticed only when the next one arrives."""
@@ -294,7 +325,7 @@ class BatchSubscriber(Generic[T]):
         while True:
             if self._must_catch_up:
                 self._must_catch_up = False  # first: should this fail, the next connect repeats it
-                if self._last_payload is not None or not (yield from self._read_snapshot()):
+                if self._last_digest is not None or not (yield from self._read_snapshot()):
                     yield from self._take_replay()
                 continue
             ready = yield idle
@@ -303,6 +334,8 @@ class BatchSubscriber(Generic[T]):
                 self.is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
                 self.num_connects += self.is_connected
                 self._must_catch_up |= self.is_connected
+                if self.num_connects > 1 and self._replay_endpoint is None:
+                    self._covered = 0  # numbers alone tell that the publisher restarted
             elif ready:
                 yield from self._take_message(self._socket.recv_multipart())
 
@@ -333,7 +366,7 @@ class BatchSubscriber(Generic[T]):
 
     def _note_restart(self) -> None:
         self.counters.restarts += 1
-        self._next, self._last_payload = 0, None
+        self._next, self._last_digest = 0, None
         self._replayed.clear()
         self._covered = 0
         self.news.append(PublisherRestarted())
@@ -342,7 +375,7 @@ class BatchSubscriber(Generic[T]):
         """Deliver a batch; those between it and the last delivered one are lost."""
         if number > self._next:
             self._lose(number)
-        self._last_payload = payload
+        self._last_digest = _digest(payload)
         batch = self._read(payload, f"batch {number}")
         if batch is None:
             self._lose(number + 1)
@@ -397,7 +430,7 @@ class BatchSubscriber(Generic[T]):
                 if publisher is None:
                     self.counters.snapshots += 1
                     self._next = self._covered = page.number
-                    self._last_payload = None
+                    self._last_digest = None
                     self._replayed.clear()
                 publisher, cursor = page.publisher, page.cursor
         if publisher is None:
@@ -446,7 +479,7 @@ class BatchSubscriber(Generic[T]):
         Returns:
             Whether it did.
         """
-        known = self._last_payload
+        known = self._last_digest
         first = self._next if known is None else self._next - 1
         again, is_whole = yield from self._request_replay(first)
         if known is not None and not self._goes_on(again, is_whole):
@@ -473,7 +506,7 @@ class BatchSubscriber(Generic[T]):
         if not again:
             return not is_whole
         number, _, payload = again[0]
-        return number != self._next - 1 or payload == self._last_payload
+        return number != self._next - 1 or _digest(payload) == self._last_digest
 
     def _request_replay(self, first: int) -> Steps[tuple[list[tuple[int, bytes, bytes]], bool]]:
         """Return number, topic and payload of the kept batches from ``first`` on, and whether the

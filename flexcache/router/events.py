@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
-from itertools import groupby
+from collections.abc import Container, Iterable, Iterator, Mapping
+from itertools import groupby, islice
 from typing import Any
+
+import msgspec
 
 from flexcache.events.wire import (
     BlockHash,
@@ -21,6 +23,7 @@ from flexcache.router.fleet import Tier
 from flexcache.router.index import (
     BlockForm,
     Holder,
+    IndexPart,
     KVIndexer,
     Space,
     chain_of,
@@ -55,7 +58,24 @@ publishes the same names for its own blocks."""
 _UNNAMED_KINDS = frozenset({None, "unknown"})
 _LOW_64_BITS = (1 << 64) - 1
 _MAX_SIZES = 8
+_CURSORS = 1 << 32  # for the blocks of one size
 _MAX_MEDIA, _MAX_MEDIUM = 16, 32
+
+
+class KnownSource(msgspec.Struct, frozen=True, array_like=True):
+    """What a router knows of a source besides its blocks.
+
+    Attributes:
+        source: Its endpoint.
+        places: Rank, medium, whether that is remote, and the tier that it stands for.
+        groups: Which groups of layers need whole prefixes.
+        form: Of its first blocks.
+    """
+
+    source: str
+    places: list[tuple[int | None, str | None, bool, Tier]]
+    groups: dict[int | None, bool]
+    form: BlockForm | None
 
 
 class EventApplier:
@@ -170,6 +190,73 @@ class EventApplier:
         if self.index.sweep(num_blocks):
             return True
         return sum(names.sweep(num_blocks) for names in self._names.values()) > 0
+
+    # -- takeover --------------------------------------------------------------------------------
+
+    def known(self, sources: Iterable[str]) -> list[KnownSource]:
+        """Return what is known of these sources."""
+        places: dict[str, list[tuple[int | None, str | None, bool, Tier]]] = {}
+        for (source, rank, medium, is_remote), holder in self._places.items():
+            places.setdefault(source, []).append((rank, medium, is_remote, holder.tier))
+        return [
+            KnownSource(
+                source, places.get(source, []), self._groups.get(source, {}),
+                self._forms.get(source),
+            )
+            for source in sources
+        ]  # fmt: skip
+
+    @property
+    def runs(self) -> list[BlockForm]:
+        """Forms of runs that were told."""
+        return list(self._runs)
+
+    def begin(self, known: KnownSource, runs: Iterable[BlockForm]) -> None:
+        """Note what another router knows of a source, and the forms of its runs; blocks follow."""
+        self._runs.update(islice(runs, _MAX_SIZES))
+        for rank, medium, is_remote, tier in known.places:
+            holder = Holder(known.source, tier, rank, is_remote)
+            self._places[known.source, rank, medium, is_remote] = holder
+            self._holders.setdefault(known.source, set()).add(holder)
+        self._groups[known.source] = dict(known.groups)
+        if known.form is not None:
+            self._forms[known.source] = known.form
+
+    def part(self, cursor: int, sources: Container[str]) -> tuple[IndexPart | None, int | None]:
+        """Return some blocks of these sources, and where the next ones begin.
+
+        The blocks may change in between: all parts, and then all events since the first one, give
+        what is held then.
+
+        Args:
+            cursor: 0, or what the call before returned.
+
+        Returns:
+            Blocks, if there are any here, and the cursor; None: these were the last.
+        """
+        number, at = divmod(cursor, _CURSORS)
+        if number >= len(self._names):
+            return None, None
+        form, table = list(self._names.items())[number]
+        part, following = table.part(at, sources, form)
+        return part, number * _CURSORS + following if following else (number + 1) * _CURSORS
+
+    def take(self, part: IndexPart, sources: Container[str]) -> Iterator[None]:
+        """Note blocks of these sources that another router knows, a slice at a time.
+
+        Raises:
+            IndexError, ValueError: It makes no sense.
+        """
+        form = part.form
+        if form is None or form.size < 1:
+            raise ValueError("its blocks have no size")
+        if form not in self._names and len(self._names) < _MAX_SIZES:
+            self._names[form] = NamedBlocks(self.index, on_disk=self.on_disk)
+        for holder in part.holders:
+            if holder.source in sources:
+                self._holders.setdefault(holder.source, set()).add(holder)
+        if form in self._names:
+            yield from self._names[form].take(part, sources)
 
     def _stored(self, source: str, rank: int | None, event: BlockStored) -> None:
         names = _low_64_bits(event.block_hashes)

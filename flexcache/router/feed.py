@@ -15,7 +15,7 @@ import contextlib
 import logging
 import select
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from itertools import islice
 from typing import Protocol
@@ -28,6 +28,7 @@ from flexcache.events.subscriber import (
     KVEventSubscriber,
     Lost,
     News,
+    Position,
     PublisherRestarted,
     Received,
     SnapshotPart,
@@ -193,9 +194,12 @@ class FollowedSource:
             holds, since batches are missing for good, it restarted, or it is going to list all that
             it holds.
         num_losses: How often the source's blocks became unknown.
-        last_batch_s: Monotonic time of the last batch; None: there was none.
+        last_batch_s: Monotonic time of the last batch, or of its takeover; None: there was none.
         lag_s: How long after its publication the last batch was applied.
         watched: What the feed's epoll knows the sockets of.
+        position: Up to where all it said is applied, or a little before; None: what it holds is not
+            known.
+        is_taken_over: What is known of it is still coming from another router.
 
     Raises:
         ConfigError: An address cannot be used.
@@ -212,6 +216,8 @@ class FollowedSource:
         self.last_batch_s: float | None = None
         self.lag_s: float | None = None
         self.watched: Wait | None = None
+        self.position: Position | None = None
+        self.is_taken_over = False
         self._num_connects = 0
         try:
             self._open()
@@ -242,6 +248,13 @@ class FollowedSource:
         """Close the sockets. Idempotent."""
         if self.subscriber is not None:
             self.subscriber.close()
+
+    def begin_at(self, position: Position | None) -> None:
+        """Begin with what another router knows of it; None: with nothing, after all."""
+        self.is_taken_over = position is not None and self.subscriber is not None
+        self.last_batch_s = time.monotonic() if self.is_taken_over else None
+        if self.subscriber is not None:
+            self.subscriber.begin_at(position)
 
     def go_on(self) -> bool:
         """Take a message, if there is any; returns whether there was one. `rest` may be new."""
@@ -325,15 +338,18 @@ class Feed:
     Args:
         sink: Called on the event loop.
         loop: The event loop.
+        is_held: Connect only, until `release`: what sources publish waits in their sockets.
     """
 
-    def __init__(self, sink: Sink, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, sink: Sink, loop: asyncio.AbstractEventLoop, *, is_held: bool = False
+    ) -> None:
         self._sink = sink
         self._loop = loop
         self._sources: dict[str, FollowedSource] = {}
         self._ready: dict[FollowedSource, None] = {}
         """Those that may have something, by turns."""
-        self._is_scheduled = False
+        self._is_scheduled = is_held  # `release` has the first turn then
         # To poll thousands of sockets takes as long as a batch; this finds those that have news.
         self._epoll = select.epoll()
         self._of_file: dict[int, FollowedSource] = {}
@@ -386,6 +402,37 @@ class Feed:
                     endpoint=endpoint, hint=_HINTS[alarm],
                     effect="requests do not go where their KV is",
                 )  # fmt: skip
+
+    def positions(self) -> dict[str, Position]:
+        """Return up to where sources were followed, of those whose blocks are known, by
+        endpoint."""
+        return {
+            each.source.endpoint: each.position for each in self._sources.values() if each.position
+        }
+
+    def begin_at(self, positions: Mapping[str, Position]) -> None:
+        """Begin with what another router knows of sources, while the feed is held."""
+        for endpoint, position in positions.items():
+            if endpoint in self._sources:
+                self._sources[endpoint].begin_at(position)
+
+    @property
+    def taken_over(self) -> set[str]:
+        """Endpoints of the sources whose blocks are to come from the other router."""
+        return {each.source.endpoint for each in self._sources.values() if each.is_taken_over}
+
+    def release(self, *, is_whole: bool) -> None:
+        """Follow the sources that were held until now.
+
+        Args:
+            is_whole: Whether the sink has all of what `begin_at` began with.
+        """
+        for source in self._sources.values():
+            if source.is_taken_over and not is_whole:
+                self._forget(source)
+                source.begin_at(None)
+            source.is_taken_over = False
+        self._go_on()
 
     def stats(self) -> dict[str, SourceStats]:
         """Return statistics by endpoint."""
@@ -451,22 +498,25 @@ class Feed:
                 exc_info=True,
             )  # fmt: skip
             source.num_losses += 1
-            self._sink.forget(endpoint)
+            self._forget(source)
             return True
         try:
             return source.go_on()
         except Exception as error:
             source.fail(error)
-            self._sink.forget(endpoint)
+            self._forget(source)
             return False
 
     def _apply(self, source: FollowedSource, content: EventBatch | None) -> None:
-        endpoint = source.source.endpoint
         if content is None:
-            self._sink.forget(endpoint)
+            self._forget(source)
         else:
             source.watch.event()
-            self._sink.apply(endpoint, content)
+            self._sink.apply(source.source.endpoint, content)
+
+    def _forget(self, source: FollowedSource) -> None:
+        source.position = None
+        self._sink.forget(source.source.endpoint)
 
     def _watch(self, source: FollowedSource) -> None:
         """Have a source that has nothing marked when it has.
@@ -475,6 +525,7 @@ class Feed:
         """
         until_s = source.retry_s
         if source.subscriber is not None:
+            source.position = source.subscriber.position
             waits = source.subscriber.waits
             if waits is source.watched:
                 return

@@ -254,8 +254,12 @@ class Holdings:
 
     def apply(self, source: str, batch: EventBatch) -> None:
         """Apply events of a source; those of one that no worker uses are ignored."""
-        if source in self._users:
+        if self.uses(source):
             self.applier.apply(source, batch)
+
+    def uses(self, source: str) -> bool:
+        """Return whether events of a source are applied."""
+        return source in self._users
 
     def only_user(self, source: str, rank: int | None) -> str | None:
         """Return the name of the only worker that has the blocks of a source's rank; None: there

@@ -6,6 +6,7 @@ import sys
 from array import array
 from collections.abc import Container, Iterator, Sequence
 from functools import lru_cache
+from itertools import compress, pairwise
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -297,7 +298,7 @@ Segments = list[tuple[int, Mask]]
 each set is a subset of the one before."""
 
 
-class IndexPart(msgspec.Struct, frozen=True, tag=True):
+class IndexPart(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """A part of an index's snapshot.
 
     Attributes:
@@ -305,12 +306,35 @@ class IndexPart(msgspec.Struct, frozen=True, tag=True):
         sets: Sets of holders.
         keys: Block keys, 8 bytes each.
         set_of: For each key, the position of its set, 4 bytes each.
+        names: For each key, what publishers call the block, 8 bytes each; empty: they are left out,
+            or there is a form, and the keys themselves are names whose keys are unknown.
+        form: What the blocks with these names are.
     """
 
     holders: list[Holder]
     sets: list[list[int]]
     keys: bytes
     set_of: bytes
+    names: bytes = b""
+    form: BlockForm | None = None
+
+    def slices(self, most: int) -> Iterator[tuple[list[Holder], list[int], list[int]]]:
+        """Yield holders, and the names and keys of up to ``most`` blocks that all of them have.
+
+        Raises:
+            IndexError, ValueError: It makes no sense.
+        """
+        set_of = np.frombuffer(self.set_of, np.uint32)
+        order = np.argsort(set_of, kind="stable")
+        names = np.frombuffer(self.names or self.keys, np.uint64)[order].tolist()
+        keys = np.frombuffer(self.keys, np.uint64)[order].tolist()
+        set_of = set_of[order]
+        bounds = [0, *(np.flatnonzero(np.diff(set_of)) + 1).tolist(), len(keys)]
+        for start, stop in pairwise(bounds):
+            holders = [self.holders[at] for at in self.sets[set_of[start]]]
+            for first in range(start, stop, most):
+                last = min(first + most, stop)
+                yield holders, names[first:last], keys[first:last]
 
 
 class KVIndexer:
@@ -530,23 +554,60 @@ class KVIndexer:
         The index may change in between. All parts, and then all changes since the first one, give
         the index as it is then.
         """
-        for shard in filter(None, self._shards):
-            chosen = [holder for holder in self.holders if holder.source in sources]
-            bits = map(self.holders.bit, chosen)
-            wanted = sum(1 << bit for bit in bits if bit is not None)
-            held = {key: mask & wanted for key, mask in shard.items() if mask & wanted}
-            if held:
-                yield self._part(chosen, held)
+        at: int | None = 0
+        while at is not None:
+            part, at = self.part_at(at, sources)
+            if part is not None:
+                yield part
 
-    def _part(self, chosen: list[Holder], held: dict[int, Mask]) -> IndexPart:
-        position = {self.holders.bit(holder): at for at, holder in enumerate(chosen)}
-        sets = {mask: number for number, mask in enumerate(dict.fromkeys(held.values()))}
+    def part_at(
+        self, at: int, sources: Container[str], form: BlockForm | None = None
+    ) -> tuple[IndexPart | None, int | None]:
+        """Return some blocks of some sources, and where the next ones begin; None: these were the
+        last.
+
+        Args:
+            at: 0, or what the call before returned.
+            form: See `IndexPart`.
+        """
+        while at < _NUM_SHARDS:
+            shard, at = self._shards[at], at + 1
+            if shard:
+                chosen = self.holders_of(sources)
+                return self.part(chosen, list(shard), list(shard.values()), form=form), at
+        return None, None
+
+    def holders_of(self, sources: Container[str]) -> list[Holder]:
+        """Return the holders of some sources."""
+        return [holder for holder in self.holders if holder.source in sources]
+
+    def part(
+        self,
+        chosen: Sequence[Holder],
+        keys: Sequence[int],
+        masks: Sequence[Mask],
+        names: Sequence[int] = (),
+        form: BlockForm | None = None,
+    ) -> IndexPart | None:
+        """Return which of some blocks some holders have; None: none.
+
+        Args:
+            masks: Holders of each block, and maybe others.
+            names: See `IndexPart`, as ``form``.
+        """
+        bits = [self.holders.make_bit(holder) for holder in chosen]
+        position = {bit: at for at, bit in enumerate(bits)}
+        wanted = sum(1 << bit for bit in bits)
+        masks = [mask & wanted for mask in masks]
+        sets = {mask: number for number, mask in enumerate(dict.fromkeys(filter(None, masks)))}
         return IndexPart(
-            chosen,
+            list(chosen),
             [[position[int(bit)] for bit in self.holders.positions(mask)] for mask in sets],
-            np.fromiter(held, np.uint64, len(held)).tobytes(),
-            np.fromiter(map(sets.__getitem__, held.values()), np.uint32).tobytes(),
-        )
+            np.fromiter(compress(keys, masks), np.uint64).tobytes(),
+            np.fromiter(map(sets.__getitem__, filter(None, masks)), np.uint32).tobytes(),
+            np.fromiter(compress(names, masks), np.uint64).tobytes(),
+            form,
+        ) if sets else None  # fmt: skip
 
     def check(self) -> None:
         """Raise `InternalError` if masks, counts and shards disagree."""

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from flexcache.errors import InternalError
 from flexcache.router.fleet import Tier
-from flexcache.router.index import Holder, KeyChain, KVIndexer
+from flexcache.router.index import BlockForm, Holder, IndexPart, KeyChain, KVIndexer, Mask
 
 
 class DiskNames:
@@ -60,6 +61,17 @@ class DiskNames:
         """Return the name by which a holder knows a block; None if it is not known."""
         return self._names.get(holder, {}).get(key)
 
+    def masks(self, index: KVIndexer, names: Sequence[int], keys: Sequence[int]) -> list[Mask]:
+        """Return the holders of blocks, without those that are asked for them by other names."""
+        bits = {index.holders.bit(holder): known for holder, known in self._names.items()}
+        asked = sum(1 << bit for bit in bits if bit is not None)
+        masks = [index.mask(key) for key in keys]
+        for at, mask in enumerate(masks):
+            for bit in index.holders.positions(mask & asked).tolist() if mask & asked else ():
+                if bits[bit].get(keys[at]) != names[at]:
+                    masks[at] &= ~(1 << bit)
+        return masks
+
     def check(self) -> None:
         """Raise `InternalError` if names are kept that nothing asks for."""
         for holder in self._names:
@@ -73,6 +85,9 @@ _MASK = _NUM_SHARDS - 1
 _NAME_BYTES = 48
 _SLACK = 10_000
 """Names without blocks that are not worth a sweep."""
+_PART = 1024
+_STAGE = 1 << 20
+_SLICE = 512  # blocks: half a millisecond
 
 
 class NamedRun(NamedTuple):
@@ -216,6 +231,58 @@ class NamedBlocks:
         self._on_disk.forget(holder)
         self._own.pop(holder, None)
         self._has_stale = True
+
+    def part(
+        self, at: int, sources: Container[str], form: BlockForm
+    ) -> tuple[IndexPart | None, int | None]:
+        """Return names, keys and holders of some blocks.
+
+        Args:
+            at: 0, or what the call before returned.
+            sources: Only what these have.
+
+        Returns:
+            They, if there are any, and where the next ones begin; None: these were the last.
+        """
+        stage, at = divmod(at, _STAGE)
+        if stage == 0:
+            names: list[int] = []
+            keys: list[int] = []
+            while at < _NUM_SHARDS and len(names) < _PART:
+                names += self._shards[at]
+                keys += self._shards[at].values()
+                at += 1
+            part = self._part(self._index.holders_of(sources), names, keys, form)
+            return part, at if at < _NUM_SHARDS else _STAGE
+        if stage == 1:
+            part, after = self.waiting.part_at(at, sources, form)
+            return part, 2 * _STAGE if after is None else _STAGE + after
+        own = [(each, n) for each, own in self._own.items() for n in range(0, len(own), _PART)]
+        if at >= len(own):
+            return None, None
+        holder, first = own[at]
+        pairs = dict(islice(self._own[holder].items(), first, first + _PART))
+        chosen = [holder] if holder.source in sources else []
+        return self._part(chosen, list(pairs), list(pairs.values()), form), 2 * _STAGE + at + 1
+
+    def _part(
+        self, chosen: list[Holder], names: list[int], keys: list[int], form: BlockForm
+    ) -> IndexPart | None:
+        masks = self._on_disk.masks(self._index, names, keys)
+        return self._index.part(chosen, keys, masks, names, form)
+
+    def take(self, part: IndexPart, sources: Container[str]) -> Iterator[None]:
+        """Note what a part of another index says of these sources, a slice at a time."""
+        for holders, names, keys in part.slices(_SLICE):
+            for holder in holders:
+                if holder.source not in sources:
+                    continue
+                if not part.names:
+                    self.stored_by_name(holder, names)
+                    continue
+                taken = self._index.stored(holder, keys)
+                self._learn(holder, names[:taken], keys)
+            yield
 
     def _learn(self, holder: Holder, names: Sequence[int], keys: Sequence[int]) -> None:
         """Note the keys of names of blocks that a holder has."""

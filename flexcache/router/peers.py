@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 
 from flexcache.errors import ConfigError
 from flexcache.events.publisher import Address, BatchPublisher
@@ -233,26 +233,47 @@ _GATHER_S = 0.001  # requests that begin together travel together
 _KEPT = 4096  # batches that a follower may ask for again; then the next snapshot must do
 
 
+_PAGE_S = 1.0
+
+Pages = Callable[[int], Coroutine[None, None, tuple[bytes, int | None]]]
+"""Returns a page of the index, and the cursor of the next one, for its own cursor."""
+
+
+class _Sync(BatchPublisher[Life]):
+    """Gives pages of the index besides, from the event loop, to which the index belongs."""
+
+    def __init__(self, address: Address, pages: Pages) -> None:
+        super().__init__(address, encode_life, num_kept=_KEPT, num_queued=_KEPT, gather_s=_GATHER_S)
+        self._pages = pages
+        self._loop = asyncio.get_running_loop()
+
+    def _page(self, cursor: int) -> tuple[bytes, int | None] | None:
+        page = asyncio.run_coroutine_threadsafe(self._pages(cursor), self._loop)
+        try:
+            return page.result(_PAGE_S)
+        except Exception as error:  # a router that starts can do without
+            page.cancel()
+            log_event(logger, logging.WARNING, "index_not_given", cursor=cursor, error=repr(error))
+            return None
+
+
 class LifePublisher:
-    """Publishes at ``ENDPOINT,REPLAY``. Calls take microseconds.
+    """Publishes at ``ENDPOINT,REPLAY``. Calls take microseconds. Make it on the event loop.
 
     Args:
         pair: Both endpoints.
         running: Returns all requests that this router sent and that run.
+        pages: For a router that starts, see `takeover`.
 
     Raises:
         ConfigError: On `start`: an address cannot be used.
     """
 
-    def __init__(self, pair: str, running: Callable[[], list[RunningRequest]]) -> None:
+    def __init__(
+        self, pair: str, running: Callable[[], list[RunningRequest]], pages: Pages
+    ) -> None:
         endpoint, _, replay = pair.partition(",")
-        self._publisher: BatchPublisher[Life] = BatchPublisher(
-            Address(endpoint, replay, TOPIC),
-            encode_life,
-            num_kept=_KEPT,
-            num_queued=_KEPT,
-            gather_s=_GATHER_S,
-        )
+        self._publisher = _Sync(Address(endpoint, replay, TOPIC), pages)
         self._running = running
         self._beat_due = 0.0
         self._snapshot_due = 0.0

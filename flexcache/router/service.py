@@ -35,6 +35,7 @@ from flexcache.router.prober import (
 from flexcache.router.roster import Probe, Roster
 from flexcache.router.settings import cache_headers, engine_headers, listing_of, routing_of
 from flexcache.router.stats import ProcessStats, ProxyStats, RouterStats
+from flexcache.router.takeover import IndexPages, take_over
 from flexcache.router.tokens import Tokenizers
 from flexcache.router.tokens.engines import open_session as open_engine_session
 from flexcache.router.waiting import Turns, is_set_within
@@ -88,7 +89,8 @@ class DeciderService:
         self.decider.on_decision = self._decided
         self.decider.on_models_changed = self._read_models_again
         self.discovery = Discovery(listing, self.roster.set_listed, file=file)
-        self._feed = Feed(self.routing, asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        self._feed = Feed(self.routing, loop, is_held=bool(config.peers))
         self._session = open_engine_session(headers)
         self._prober = Prober(
             self._session,
@@ -99,12 +101,14 @@ class DeciderService:
         self._prefetches = Prefetches(self._cache_session)
         self._publisher: LifePublisher | None = None
         if config.sync_endpoint is not None:
-            self._publisher = LifePublisher(config.sync_endpoint, self._own_requests)
+            pages = IndexPages(self._feed, self.routing.holdings)
+            self._publisher = LifePublisher(config.sync_endpoint, self._own_requests, pages.page)
         self._follower = Follower(config.peers, self.routing)
         self._link_endpoint = link
         self._link: LinkServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._known = asyncio.Event()
+        self._is_taken_over = asyncio.Event()
         self._has_new_caches = asyncio.Event()
         self.count_own_proxy: Callable[[], ProxyCounters] | None = None
 
@@ -133,7 +137,11 @@ class DeciderService:
         ]
         await is_set_within(self._known, 2 * PROBE_TIMEOUT_S)
         self._follower.start()  # now, since requests count at known workers only
-        if not await self._follower.caught_up(_CATCH_UP_S):
+        self._tasks.append(asyncio.create_task(self._run("takeover", self._take_over())))
+        # A large index takes longer, and requests need not wait for all of it.
+        taken_over = is_set_within(self._is_taken_over, _CATCH_UP_S)
+        _, is_caught_up = await asyncio.gather(taken_over, self._follower.caught_up(_CATCH_UP_S))
+        if not is_caught_up:
             log_event(
                 logger, logging.WARNING, "peer_silent", waited_s=_CATCH_UP_S,
                 effect="its requests are unknown until it answers",
@@ -160,6 +168,13 @@ class DeciderService:
         await self._cache_session.close()
         self._feed.close()
         await self.tokenizers.close()
+
+    async def _take_over(self) -> None:
+        try:
+            if self.config.peers:
+                await take_over(self.config.peers, self._feed, self.routing.holdings)
+        finally:
+            self._is_taken_over.set()
 
     # -- what the parts tell each other ------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The example with SGLang runs, on a CPU, with SGLang's own processes."""
+"""The example with SGLang, in SGLang's own processes, and the demo run on a CPU."""
 
 from __future__ import annotations
 
@@ -36,3 +36,12 @@ def test_the_example_loads_what_it_has_computed(tmp_path: Path) -> None:
     )
     assert cold == 0
     assert warm == (total - 1) // 16 * 16  # the last token is left to compute
+
+
+def test_the_demo_gives_the_same_answer_from_every_tier() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "demo_sglang.py"],
+        capture_output=True, text=True, timeout=600,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(STAND_INS), str(ROOT)])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

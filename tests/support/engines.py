@@ -66,7 +66,7 @@ def llm_arguments(settings: Settings) -> dict[str, Any]:
 
     return {
         "model": str(make_model(MODELS, settings.model)),
-        "dtype": "bfloat16" if _has_fast_bf16() else "float32",
+        "dtype": "bfloat16" if has_fast_bf16() else "float32",
         "enforce_eager": True,
         "max_model_len": 8192 if settings.model == "mid" else 4096,
         "max_num_seqs": 8,
@@ -78,7 +78,7 @@ def llm_arguments(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _has_fast_bf16() -> bool:
+def has_fast_bf16() -> bool:
     return "avx512_bf16" in Path("/proc/cpuinfo").read_text()
 
 

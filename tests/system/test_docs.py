@@ -67,7 +67,7 @@ def test_the_routers_file_is_valid(tmp_path: Path) -> None:
 
 
 def test_the_routers_options_exist() -> None:
-    pages = ("guide/router.md", "operate/router.md")
+    pages = ("guide/router.md", "guide/prefill_decode.md", "operate/router.md")
     commands = "\n".join(block for page in pages for block in blocks_of(page, "bash"))
     ours = re.findall(r"flexcache (router(?: simulate)?|status)((?:.|\\\n)*)", commands)
     assert len(ours) > 4

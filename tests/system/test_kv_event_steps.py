@@ -198,3 +198,38 @@ def _do(act: str, publisher: Publisher, reader: Reader) -> None:
             time.sleep(0.002)
         case "settle":
             settle(publisher, reader)
+
+
+@settings(max_examples=40, deadline=None)
+@given(acts, acts, st.booleans(), st.booleans())
+def test_a_subscriber_that_begins_where_another_one_was_ends_up_with_what_is_held(
+    before: Sequence[str], after: Sequence[str], makes_snapshots: bool, has_replay: bool
+) -> None:
+    with zmq.Context() as context, mock.patch.object(held_blocks, "_PAGE_BLOCKS", 2):
+        publisher = Publisher(context, makes_snapshots)
+        endpoint, replay = (
+            socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            for socket in (publisher.pub, publisher.router)
+        )
+        options = {"replay_timeout_s": 0.2, "snapshots": True}
+        with (
+            KVEventSubscriber(endpoint, replay, **options) as first,
+            KVEventSubscriber(endpoint, replay if has_replay else None, **options) as second,
+        ):
+            reader, late = Reader(first), Reader(second)
+            while not first.is_connected:
+                reader.step()
+            for act in before:
+                _do(act, publisher, reader)
+            settle(publisher, reader)
+            second.begin_at(first.position)
+            late.blocks = set(reader.blocks)
+            for act in after:
+                _do(act, publisher, late)
+            settle(publisher, late)
+            held = set(publisher.blocks)
+            assert late.blocks <= held
+            if makes_snapshots and has_replay and not publisher.was_silent:
+                assert late.blocks == held
+        publisher.pub.close(linger=0)
+        publisher.router.close(linger=0)

@@ -90,6 +90,8 @@ def test_blocks_in_dram_of_one_cache_reach_another_byte_for_byte(model: ModelCon
         assert two.read(BLOCKS) == expected
         assert two.manager.stats()["hit_blocks"] == {"PEER": NUM_BLOCKS, "CPU": NUM_BLOCKS}
         until(lambda: peers(one)["open"] == 0)
+        [line] = Operator(two.server).lately().peers
+        assert (line.name, line.state) == (one.config.peer_endpoint, "up"), "not of itself"
 
 
 def test_the_doctor_says_which_peers_answer(model: ModelConfig, tmp_path: Path) -> None:

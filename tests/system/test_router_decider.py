@@ -575,3 +575,30 @@ def test_a_router_that_restarts_forgets_its_requests_everywhere() -> None:
             until(lambda: other.num_reserved() == 0)
             again.post("/reservations", {"isl_tokens": 5})
             until(lambda: other.num_reserved() == 1)
+
+
+def test_a_router_that_starts_has_the_index_of_another_one() -> None:
+    one, two = sync_pairs(2)
+    longer = PROMPT + PROMPT
+
+    def held(router: RouterProcess, prompt: list[int]) -> int:
+        (found,) = router.post("/query", {"token_ids": prompt})["workers"].values()
+        return int(found["gpu"])
+
+    with engines(1, events=True) as (engine,), contextlib.ExitStack() as stack:
+        first = stack.enter_context(RouterProcess([engine], sync_endpoint=one))
+        engine.hold(PROMPT)
+        until(lambda: held(first, PROMPT))
+        # To the others it does not tell again what it told.
+        options = f"--worker={engine.url}", f"--events={engine.url}={engine.events}"
+        alone = stack.enter_context(RouterProcess((), *options))
+        second = stack.enter_context(RouterProcess((), *options, sync_endpoint=two, peers=one))
+        known = held(first, PROMPT)
+        assert held(second, PROMPT) == known, "it is ready only once it has taken over"
+        assert held(alone, PROMPT) == 0
+        engine.hold(longer)  # new blocks follow those that are not told again
+        for router in (first, second):
+            until(lambda router=router: held(router, longer) > known)
+        engine.clear()
+        for router in (first, second):
+            until(lambda router=router: not held(router, PROMPT))

@@ -48,6 +48,7 @@ LAYERS = (
         "logs",
         "terminal",
         "processes",
+        "startup",
         "stats",
     ),
     ("config",),
@@ -73,9 +74,9 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 79_950,
-    "files of the package": 264,
-    "lines of the router": 16_650,
+    "lines of the package": 80_590,
+    "files of the package": 266,
+    "lines of the router": 17_160,
     "modules under 120 lines with one importer": 2,
     "class names that several classes have": 2,
     "functions with too many parameters": 5,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -27,10 +28,11 @@ from flexcache.events.wire import (
     encode_batch,
 )
 from flexcache.ids import BlockKey, RequestInfo
+from flexcache.router import names
 from flexcache.router.events import TIER_OF, EventApplier
 from flexcache.router.fleet import Tier
 from flexcache.router.holdings import find
-from flexcache.router.index import BlockForm, Holder, KeyChain, KVIndexer, Space
+from flexcache.router.index import BlockForm, Holder, IndexPart, KeyChain, KVIndexer, Space
 from flexcache.router.names import NamedBlocks
 
 SIZE = 4
@@ -754,6 +756,196 @@ class EventsMachine(RuleBasedStateMachine):
 
 TestEvents = EventsMachine.TestCase
 TestEvents.settings = settings(stateful_step_count=20)
+
+
+class TakeoverMachine(RuleBasedStateMachine):
+    """A router takes over what another knows, part by part, while events go on: with all events
+    from the beginning of the takeover on, it has what is held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shards = mock.patch.multiple(names, _NUM_SHARDS=4, _MASK=3, _PART=2, _SLICE=2)
+        self.shards.start()
+        self.chain = KeyChain(Space(1))
+        self.first = EventApplier(KVIndexer())
+        self.first.on_disk.keep(ASKED)
+        self.held: dict[tuple[str, str], set[tuple[int, ...]]] = {}
+        self.begin()
+
+    def teardown(self) -> None:
+        self.finish()
+        self.shards.stop()
+
+    def begin(self) -> None:
+        self.second = EventApplier(KVIndexer())
+        self.second.on_disk.keep(ASKED)
+        for known in self.first.known(SOURCES):
+            self.second.begin(known, self.first.runs)
+        self.missed: list[tuple[str, Event | None]] = []
+        self.cursor: int | None = 0
+
+    def tell(self, source: str, event: Event | None) -> None:
+        """Have a source publish; None: it restarts."""
+        self.missed.append((source, event))
+        self.note(self.first, source, event)
+
+    def note(self, applier: EventApplier, source: str, event: Event | None) -> None:
+        if event is None:
+            applier.forget(source)
+        else:
+            applier.apply(source, batch(event))
+
+    @rule(source=some_source, medium=some_medium, path=some_path, start=st.integers(0, 4),
+          has_tokens=st.booleans())  # fmt: skip
+    def store(
+        self, source: str, medium: str, path: list[int], start: int, has_tokens: bool
+    ) -> None:
+        held = self.held.setdefault((source, medium), set())
+        start = min(start, len(path) - 1)
+        event = stored(path, medium, start=start, size=1, seed=SEED[source], has_tokens=has_tokens)
+        self.tell(source, event)
+        held.update(tuple(path[:stop]) for stop in range(start + 1, len(path) + 1))
+
+    @rule(source=some_source, medium=some_medium, path=some_path)
+    def remove(self, source: str, medium: str, path: list[int]) -> None:
+        held = self.held.setdefault((source, medium), set())
+        gone = {each for each in held if each[: len(path)] == tuple(path)}
+        self.tell(source, BlockRemoved([name_of(each, SEED[source]) for each in gone], medium))
+        held -= gone
+
+    @rule(source=some_source)
+    def clear(self, source: str) -> None:
+        self.tell(source, AllBlocksCleared())
+        media = [medium for teller, medium in self.held if teller == source]
+        for medium in ["GPU"] if "GPU" in media else media:
+            self.held[source, medium].clear()
+
+    @rule(source=some_source)
+    def restart(self, source: str) -> None:
+        self.tell(source, None)
+        self.held = {place: paths for place, paths in self.held.items() if place[0] != source}
+
+    @rule(num_blocks=st.sampled_from([1, 100_000]))
+    def sweep(self, num_blocks: int) -> None:
+        self.first.sweep(num_blocks)
+
+    @rule(count=st.integers(1, 6))
+    def take(self, count: int) -> None:
+        for _ in range(count):
+            if self.cursor is None:
+                return
+            part, self.cursor = self.first.part(self.cursor, SOURCES)
+            if part is not None:
+                sent = msgspec.msgpack.decode(msgspec.msgpack.encode(part), type=IndexPart)
+                list(self.second.take(sent, SOURCES))
+        self.second.check()
+
+    @rule()
+    def finish(self) -> None:
+        while self.cursor is not None:
+            self.take(1)
+        for source, event in self.missed:
+            self.note(self.second, source, event)
+        self.second.check()
+        for seed in SEED.values():  # once all tokens are told, every holding is found
+            for number in range(2**5):
+                path = [number >> at & 1 for at in range(5)]
+                self.second.apply("teller", batch(stored(path, size=1, seed=seed)))
+        assert self.second.num_waiting == 0
+        for (source, medium), paths in self.held.items():
+            keys = {self.chain.block_keys(path)[-1] for path in paths}
+            holder = Holder(source, TIER_OF[medium])
+            assert self.keys(self.second, holder) == keys
+            asked = source in ASKED and medium == "STORAGE"
+            for path in paths if asked else ():
+                name = self.second.on_disk.find(holder, self.chain.block_keys(path)[-1])
+                assert name == name_of(path, SEED[source])
+        self.begin()
+
+    @staticmethod
+    def keys(applier: EventApplier, holder: Holder) -> set[int]:
+        bit = applier.index.holders.bit(holder)
+        shards = [] if bit is None else filter(None, applier.index._shards)
+        return {key for shard in shards for key, mask in shard.items() if mask >> (bit or 0) & 1}
+
+
+TestTakeover = TakeoverMachine.TestCase
+TestTakeover.settings = settings(stateful_step_count=20)
+
+
+def taken_over(first: EventApplier, max_blocks: int = 100) -> EventApplier:
+    sources = [holder.source for holder in first.index.holders]
+    second, cursor = EventApplier(KVIndexer(max_blocks)), 0
+    second.on_disk.keep(first.on_disk.sources)
+    for known in first.known(dict.fromkeys(sources)):
+        second.begin(known, first.runs)
+    while cursor is not None:
+        part, cursor = first.part(cursor, sources)
+        for _ in second.take(part, sources) if part else ():
+            second.check()
+    return second
+
+
+def test_names_that_mean_another_block_at_one_source_are_taken_over() -> None:
+    """Two engines call different blocks alike."""
+    first = make(("a", stored(PROMPT)), ("b", stored(PROMPT, lora_name="x")))
+    second = taken_over(first)
+    for applier in (first, second):
+        applier.apply("b", batch(BlockRemoved(list(names_of(PROMPT)[4:]), "GPU")))
+        longer = [*PROMPT[:16], *range(8)]
+        event = stored(longer, start=4, lora_name="x")
+        event.block_hashes[:] = names_of(longer, "b's")[4:]
+        applier.apply("b", batch(event))
+        assert depths(applier, longer, adapter="x") == {("b", "gpu"): 24}
+        assert depths(applier, PROMPT) == {("a", "gpu"): 24}
+        assert depths(applier, PROMPT, adapter="x") == {("b", "gpu"): 16}
+        applier.check()
+
+
+@pytest.mark.parametrize("order", [("engine", "cache"), ("cache", "engine")])
+def test_a_cache_is_asked_for_its_blocks_by_its_own_names(order: tuple[str, str]) -> None:
+    first = EventApplier(KVIndexer())
+    first.on_disk.keep(["cache"])
+    for source in order:
+        medium = "STORAGE" if source == "cache" else "GPU"
+        first.apply(source, batch(stored(PROMPT, medium, seed=source)))
+    second, holder = taken_over(first), Holder("cache", Tier.DISK)
+    keys = KeyChain(Space(SIZE)).block_keys(PROMPT)
+    assert [second.on_disk.find(holder, key) for key in keys] == names_of(PROMPT, "cache")
+    assert depths(second, PROMPT) == {("engine", "gpu"): 24, ("cache", "disk"): 24}
+
+
+def test_what_events_rely_on_is_taken_over() -> None:
+    """Groups of layers, media, block sizes and runs that later events do not tell again."""
+    window = {"group_idx": 0, "kv_cache_spec_kind": "sliding_window"}
+    full = {"group_idx": 1, "kv_cache_spec_kind": "full_attention"}
+    first = make(
+        ("e", stored(PROMPT, **full)), ("e", stored(PROMPT[:8], **window)),
+        ("sglang", stored(PROMPT)), ("sglang", stored(PROMPT, "CPU_PINNED")),
+        ("sglang", stored(PROMPT, "STORAGE")),
+    )  # fmt: skip
+    second = taken_over(first)
+    for applier in (first, second):
+        applier.apply("e", batch(BlockRemoved(list(names_of(PROMPT)[1:]), "GPU", group_idx=0)))
+        applier.apply("e", batch(BlockRemoved(list(names_of(PROMPT)[5:]), "GPU", group_idx=1)))
+        applier.apply("sglang", batch(AllBlocksCleared()))
+        no_size = msgspec.structs.replace(
+            stored(PROMPT, "CPU", has_tokens=False), block_size=0, group_idx=1
+        )
+        applier.apply("e", batch(no_size))
+        assert depths(applier, PROMPT) == {
+            ("e", "gpu"): 20, ("e", "dram"): 24, ("sglang", "disk"): 24,
+        }  # fmt: skip
+        applier.check()
+
+
+def test_a_full_index_takes_no_more_over() -> None:
+    second = taken_over(make(("e", stored(PROMPT))), max_blocks=4)
+    assert second.index.num_blocks == 4 and second.index.num_refused == 2
+    second.forget("e")
+    while second.sweep(100_000):
+        pass
+    assert second.index.num_blocks == 0
 
 
 @pytest.mark.parametrize("locality", [False, True])

@@ -1,4 +1,4 @@
-"""The examples with vLLM run, on a CPU."""
+"""The examples with vLLM and the demo run, on a CPU."""
 
 from __future__ import annotations
 
@@ -75,3 +75,10 @@ def test_conversations_return_to_the_engine_that_has_their_kv() -> None:
         for _, number, _, length, expected, found in mine:
             assert expected == found
             assert number == "1" or int(found) > int(length) / 2
+
+
+def test_the_demo_gives_the_same_answer_from_every_tier() -> None:
+    command = [sys.executable, ROOT / "scripts" / "demo.py"]
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from api_server import ApiServer, serving
+from engines import PROBED_FLEXCACHE, make_prompt
 from paths import MODELS
+from ports import free_range
 from test_processes import _cpu_flags, run
 
 pytestmark = pytest.mark.whole
@@ -77,6 +80,50 @@ def test_each_tensor_parallel_size_reads_what_the_other_has_stored(
         assert len(of_others) == num_blocks * (1 if is_alike else 2)
         assert {key: loaded[key] for key in of_others} == {key: stored[key] for key in of_others}
         stored = {**read_probe(probe_dir, "stored", alike=is_alike), **stored}
+
+
+@pytest.mark.parametrize("model", ["tiny", "mla"])
+def test_each_tensor_parallel_size_reads_the_dram_of_the_other(model: str, tmp_path: Path) -> None:
+    from make_models import make_model
+
+    make_model(MODELS, model)
+    is_alike = model == "mla"
+    block = 16 if is_alike and "amx_tile" not in _cpu_flags() else 32
+    addresses = [f"127.0.0.1:{free_range(2)}" for _ in SIZES[:2]]
+
+    def server(number: int, tp_size: int) -> ApiServer:
+        probe_dir = tmp_path / str(number)
+        probe_dir.mkdir()
+        variables = {
+            "KV_PROBE_DIR": str(probe_dir), "KV_PROBE_HEADS": "1", "FLEXCACHE_CPU_CACHE_GB": "0.3",
+            "FLEXCACHE_PEER_ENDPOINT": f"tcp://{addresses[number]}",
+            "FLEXCACHE_SKIP_SLOW_LOADS": "false",
+            **({} if is_alike else {"FLEXCACHE_STORE_SHARDS": "2"}),
+        }  # fmt: skip
+        return ApiServer(
+            tmp_path / f"log-{number}", variables, ["--tensor-parallel-size", str(tp_size)],
+            model=model, transfer=PROBED_FLEXCACHE, block_size=block,
+        )  # fmt: skip
+
+    servers = [server(*each) for each in enumerate(SIZES[:2])]
+    with serving(*servers):
+        for number, length in enumerate(PROMPTS * 2):
+            there, here = number % 2, (number + 1) % 2
+            prompt = make_prompt(length, number)
+            told = {"flexcache_hands_over": True}
+            servers[there].complete(prompt, max_tokens=1, kv_transfer_params=told)
+            waits = {"flexcache_source": addresses[there], "flexcache_wait_s": 60}
+            _, cached = servers[here].complete(prompt, kv_transfer_params=waits)
+            assert cached == (length - 1) // block * block
+    num_blocks = [
+        sum(length // block for length in (PROMPTS * 2)[first::2]) * (1 if is_alike else 2)
+        for first in (1, 0)
+    ]
+    for number, expected in enumerate(num_blocks):
+        loaded = read_probe(tmp_path / str(number), "loaded", alike=is_alike)
+        stored = read_probe(tmp_path / str(1 - number), "stored", alike=is_alike)
+        assert len(loaded) == expected
+        assert all(stored[key] == digests for key, digests in loaded.items())
 
 
 @pytest.mark.newest

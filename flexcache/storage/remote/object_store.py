@@ -5,7 +5,7 @@ request has the deadline of its batch. A late request is abandoned and cannot wr
 memory any more: only this module's own copy does.
 
 Each block is one request, whatever its size: splitting blocks into ranges or parts gained nothing
-with several in flight (docs/guide/remote.md has the figures).
+with several in flight (benchmarks/results/2026-11-figures.md).
 """
 
 from __future__ import annotations
