@@ -46,7 +46,7 @@ class Prompt(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A run of the story: what is told of it, and the tier that must have the prompt."""
+    """A run of the story: what the output says of it, and the tier that must have the prompt."""
 
     name: str
     tier: str | None

@@ -96,8 +96,8 @@ STILL_UPWARD: dict[str, str] = {}
 
 TEXT_FILES = (".json", ".md", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml", "Dockerfile")
 
-STILL_ODD_LANGUAGE: set[str] = set()
-"""Files that have banned phrases."""
+STILL_ODD_LANGUAGE = {"scripts/demo_text.txt"}
+"""Files that have banned phrases: a story, whose words the answers of the demo depend on."""
 
 
 @pytest.fixture(scope="module")
