@@ -130,8 +130,8 @@ class Accounts:
             ago = int(now // 60) - int((end - _SLICE_S) // 60)
             minute = minutes.setdefault(ago, MinuteStats(minutes_ago=ago))
             minute.missed_blocks += next_missed - missed
-            minute.hit_blocks.update(next_hits)
-            minute.hit_blocks.subtract(hits)
+            for tier, count in next_hits.items():
+                minute.hit_blocks[tier] += count - hits.get(tier, 0)
         return list(minutes.values())
 
     def launched(self, task: Task) -> None:
