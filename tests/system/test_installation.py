@@ -132,10 +132,10 @@ def environment(tmp_path: Path, wheels: Path) -> Environment:
 def test_pip_installs_and_removes_both_in_any_order(environment: Environment) -> None:
     empty = set(environment.site.iterdir())
     installed: set[str] = set()
-    # Each step from each state: installs, upgrades (an old file goes, a new one comes), removals.
     for name, is_wanted in [
-        (OURS, True), (OURS, True), (ANOTHER, True), (ANOTHER, True), (OURS, True), (OURS, False),
-        (ANOTHER, True), (OURS, True), (ANOTHER, False), (OURS, False),
+        (ANOTHER, True), (OURS, True), (OURS, False),  # theirs first, and ours goes
+        (OURS, True), (ANOTHER, True), (OURS, True),  # both upgraded
+        (ANOTHER, False), (OURS, False),
     ]:  # fmt: skip
         if is_wanted:
             environment.install(name)

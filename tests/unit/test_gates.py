@@ -74,8 +74,8 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 80_590,
-    "files of the package": 266,
+    "lines of the package": 80_670,
+    "files of the package": 267,
     "lines of the router": 17_160,
     "modules under 120 lines with one importer": 2,
     "class names that several classes have": 2,
