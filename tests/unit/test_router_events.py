@@ -770,6 +770,9 @@ class TakeoverMachine(RuleBasedStateMachine):
         self.first = EventApplier(KVIndexer())
         self.first.on_disk.keep(ASKED)
         self.held: dict[tuple[str, str], set[tuple[int, ...]]] = {}
+        self.no_gpu: set[str] = set()
+        """Sources that cleared before they told of a GPU: they never do. An event clears the GPU
+        where one is known, and else all; an engine tells of its GPU first."""
         self.begin()
 
     def teardown(self) -> None:
@@ -800,6 +803,8 @@ class TakeoverMachine(RuleBasedStateMachine):
     def store(
         self, source: str, medium: str, path: list[int], start: int, has_tokens: bool
     ) -> None:
+        if medium == "GPU" and source in self.no_gpu:
+            return
         held = self.held.setdefault((source, medium), set())
         start = min(start, len(path) - 1)
         event = stored(path, medium, start=start, size=1, seed=SEED[source], has_tokens=has_tokens)
@@ -817,11 +822,14 @@ class TakeoverMachine(RuleBasedStateMachine):
     def clear(self, source: str) -> None:
         self.tell(source, AllBlocksCleared())
         media = [medium for teller, medium in self.held if teller == source]
+        if "GPU" not in media:
+            self.no_gpu.add(source)
         for medium in ["GPU"] if "GPU" in media else media:
             self.held[source, medium].clear()
 
     @rule(source=some_source)
     def restart(self, source: str) -> None:
+        self.no_gpu.discard(source)
         self.tell(source, None)
         self.held = {place: paths for place, paths in self.held.items() if place[0] != source}
 
