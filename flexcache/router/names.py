@@ -246,6 +246,10 @@ class NamedBlocks:
         """
         stage, at = divmod(at, _STAGE)
         if stage == 0:
+            # First: an event that tells their tokens later moves them to the shards.
+            part, after = self.waiting.part_at(at, sources, form)
+            return part, _STAGE if after is None else after
+        if stage == 1:
             names: list[int] = []
             keys: list[int] = []
             while at < _NUM_SHARDS and len(names) < _PART:
@@ -253,10 +257,7 @@ class NamedBlocks:
                 keys += self._shards[at].values()
                 at += 1
             part = self._part(self._index.holders_of(sources), names, keys, form)
-            return part, at if at < _NUM_SHARDS else _STAGE
-        if stage == 1:
-            part, after = self.waiting.part_at(at, sources, form)
-            return part, 2 * _STAGE if after is None else _STAGE + after
+            return part, _STAGE + at if at < _NUM_SHARDS else 2 * _STAGE
         own = [(each, n) for each, own in self._own.items() for n in range(0, len(own), _PART)]
         if at >= len(own):
             return None, None
@@ -282,6 +283,8 @@ class NamedBlocks:
                     continue
                 taken = self._index.stored(holder, keys)
                 self._learn(holder, names[:taken], keys)
+                if self._loose or self.waiting.num_blocks:
+                    self._settle(zip(names[:taken], keys, strict=False))
             yield
 
     def _learn(self, holder: Holder, names: Sequence[int], keys: Sequence[int]) -> None:
