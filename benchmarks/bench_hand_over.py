@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import search_path  # noqa: F401
 import typer
 from api_server import ApiServer, serving
-from engines import FLEXCACHE, has_fast_bf16, make_prompt
+from engines import FLEXCACHE, fast_dtype, make_prompt
 from make_models import make_model
 from paths import MODELS
 from ports import free_port, free_range
@@ -57,8 +57,7 @@ class Pair:
                 "FLEXCACHE_SKIP_SLOW_LOADS": "false", "OMP_NUM_THREADS": "1",
                 "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
             }  # fmt: skip
-            dtype = "bfloat16" if has_fast_bf16() else "float32"
-            options = ["--max-num-batched-tokens", "512", "--dtype", dtype]
+            options = ["--max-num-batched-tokens", "512", "--dtype", fast_dtype()]
             self.servers.append(
                 ApiServer(
                     directory / f"log-{transfer['kv_connector']}-{number}",
@@ -78,12 +77,9 @@ class Pair:
 
     def at_once(self, prompt: list[int], num_tokens: int = 1, **params: Any) -> list[int]:
         """Hand over, both legs at once; the answer."""
-        told = {"flexcache_source": self.addresses[0], "flexcache_wait_s": 60}
         with ThreadPoolExecutor(1) as pool:
             computed = pool.submit(self.compute, prompt, **params)
-            answer, cached = self.servers[1].complete(
-                prompt, max_tokens=num_tokens, kv_transfer_params=told
-            )
+            answer, cached = self._waiting(1, prompt, num_tokens)
             computed.result()
         check(cached, prompt)
         return answer
@@ -93,21 +89,25 @@ class Pair:
         for number in range(ATTEMPTS):
             prompt = make_prompt(2 * BLOCK, 10_000 + number)
             self.servers[1].complete(prompt, max_tokens=1)
-            told = {"flexcache_source": self.addresses[1], "flexcache_wait_s": 60}
-            _, there = self.servers[0].complete(prompt, max_tokens=1, kv_transfer_params=told)
+            _, there = self._waiting(0, prompt)
             prompt = make_prompt(2 * BLOCK, 20_000 + number)
             self.compute(prompt)
-            told = {"flexcache_source": self.addresses[0], "flexcache_wait_s": 60}
-            _, here = self.servers[1].complete(prompt, max_tokens=1, kv_transfer_params=told)
+            _, here = self._waiting(1, prompt)
             if there and here:
                 return
         raise SystemExit("the caches do not reach each other")
 
     def one_by_one(self, prompt: list[int]) -> None:
         self.compute(prompt)
-        told = {"flexcache_source": self.addresses[0], "flexcache_wait_s": 60}
-        _, cached = self.servers[1].complete(prompt, max_tokens=1, kv_transfer_params=told)
+        _, cached = self._waiting(1, prompt)
         check(cached, prompt)
+
+    def _waiting(
+        self, number: int, prompt: list[int], num_tokens: int = 1
+    ) -> tuple[list[int], int]:
+        """Have an engine answer once it has what the other one has of the prompt."""
+        told = {"flexcache_source": self.addresses[1 - number], "flexcache_wait_s": 60}
+        return self.servers[number].complete(prompt, max_tokens=num_tokens, kv_transfer_params=told)
 
     def by_nixl(self, prompt: list[int]) -> None:
         params = self.servers[0].transferred(prompt, COMPUTE)

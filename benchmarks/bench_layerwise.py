@@ -17,12 +17,11 @@ import itertools
 import os
 import time
 from collections import defaultdict
-from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 import search_path  # noqa: F401
-from engines import make_prompt
+from engines import fast_dtype, make_prompt
 from make_models import make_model
 from paths import MODELS
 
@@ -44,10 +43,9 @@ class Bench:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
-        has_fast_bf16 = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
         self._llm = LLM(
             model=str(make_model(MODELS, "mid")),
-            dtype="bfloat16" if has_fast_bf16 else "float32",
+            dtype=fast_dtype(),
             enforce_eager=True,
             max_model_len=8192,
             max_num_seqs=NUM_REQUESTS,

@@ -21,12 +21,12 @@ cut, too. The exit status is also 1 if a loan is left at the end.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -41,7 +41,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from soak_faults import Faults, FaultThread, Outage
 from soak_fleet import Fleet
-from soak_parts import Part, Use, answers, asked, hit_blocks
+from soak_parts import Part, Use, answers, samples
 from soak_users import Failure, Seen, Users, ask_all, conversations
 from stores import s3_server
 
@@ -152,7 +152,10 @@ class Watch(threading.Thread):
         for name, url in self._fleet.http.items():
             if name == "router":
                 self.num_scrapes += answers(f"{url}/metrics")
-            elif hits := hit_blocks(f"{url}/metrics"):
+                continue
+            with contextlib.suppress(OSError):
+                found = samples(url, "flexcache_tier_hit_blocks")
+                hits = {each.labels["tier"]: int(each.value) for each in found}
                 self.num_scrapes += 1
                 before = self._last_hits.get(name, {})
                 for tier, count in hits.items():
@@ -246,11 +249,8 @@ def loans_left(fleet: Fleet) -> int:
     time.sleep(LOAN_S + GRACE_S)
     total = 0
     for serving in fleet.servings:
-        url = f"{fleet.http[serving.name]}/metrics"
-        with urllib.request.urlopen(asked(url), timeout=10) as response:
-            lines = response.read().decode().splitlines()
-        lent = (line for line in lines if line.startswith("flexcache_peer_lent_blocks"))
-        total += sum(int(float(line.split()[-1])) for line in lent)
+        lent = samples(fleet.http[serving.name], "flexcache_peer_lent_blocks")
+        total += sum(int(each.value) for each in lent)
     return total
 
 

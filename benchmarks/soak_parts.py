@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 TOKEN = "soak"
 READY_S = 900.0  # on a busy machine SGLang takes minutes
@@ -39,14 +40,15 @@ def answers(url: str) -> bool:
     return False
 
 
-def hit_blocks(url: str) -> dict[str, int]:
-    """Return how many blocks a cache server's gets have found in each tier since its start."""
-    found = {}
-    with contextlib.suppress(OSError), urllib.request.urlopen(asked(url), timeout=5) as response:
-        for family in text_string_to_metric_families(response.read().decode()):
-            if family.name == "flexcache_tier_hit_blocks":
-                found = {each.labels["tier"]: int(each.value) for each in family.samples}
-    return found
+def samples(url: str, name: str) -> list[Sample]:
+    """Return a metric of the server at ``url``.
+
+    Raises:
+        OSError: It does not answer.
+    """
+    with urllib.request.urlopen(asked(f"{url}/metrics"), timeout=10) as response:
+        families = list(text_string_to_metric_families(response.read().decode()))
+    return [each for family in families if family.name == name for each in family.samples]
 
 
 def asked(url: str) -> urllib.request.Request:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from api_server import call
-from engines import ENGINE_ENV, FLEXCACHE, OFFLOADING, has_fast_bf16
+from engines import ENGINE_ENV, FLEXCACHE, OFFLOADING, fast_dtype
 from lmcache_server import die_with_parent, running_server
 from paths import ROOT, SUPPORT, python_path
 from ports import free_port
@@ -94,7 +94,7 @@ def kv_bytes_per_token(model: Path) -> int:
     config = json.loads((model / "config.json").read_text())
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-    width = 2 if has_fast_bf16() else 4
+    width = 2 if fast_dtype() == "bfloat16" else 4
     return int(2 * config["num_hidden_layers"] * heads * size * width)
 
 
@@ -139,7 +139,7 @@ def serving(
         options = [
             "--model", str(model), "--served-model-name", SERVED, "--host", "127.0.0.1",
             "--port", str(port), "--enforce-eager", "--block-size", str(BLOCK),
-            "--dtype", "bfloat16" if has_fast_bf16() else "float32",
+            "--dtype", fast_dtype(),
             "--max-model-len", str(sizes.longest), "--max-num-seqs", "8", "--seed", "0",
             "--kv-cache-memory-bytes",
             str((sizes.big_gpu if arm == BIG_GPU else sizes.gpu) * bytes_per_token),

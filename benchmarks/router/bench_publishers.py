@@ -248,12 +248,9 @@ async def follow(
     sink.lags_ms.clear()
     sink.num_blocks = 0
     say("measuring")
-    stalls_ms = []
-    began, cpu = time.monotonic(), time.process_time()
-    while time.monotonic() - began < seconds:
-        asleep = time.monotonic()
-        await asyncio.sleep(SAMPLE_S)
-        stalls_ms.append((time.monotonic() - asleep - SAMPLE_S) * 1e3)
+    began, cpu, lateness = time.monotonic(), time.process_time(), Lateness()
+    await asyncio.sleep(seconds)
+    stalls_ms = lateness.stop()
     wall_s, cpu_s = time.monotonic() - began, time.process_time() - cpu
     lags, num_blocks, stats = list(sink.lags_ms), sink.num_blocks, feed.stats().values()
     extra = memory() - before_mib - routing.holdings.applier.num_bytes / 2**20

@@ -124,6 +124,11 @@ class _Link:
         """Whether it was there, and is not now, or has been silent for too long."""
         return self.is_told_s == math.inf and not (self.is_up or self.is_ourselves)
 
+    def keeps_another(self, own: bytes) -> bool:
+        """Whether it keeps another model or layout than ``own``. No one knows while one keeps
+        none."""
+        return bool(own and self.kept) and self.kept != own
+
     def ask(self, message: FindBlocks, now: float) -> bool:
         """Whether it is there."""
         try:
@@ -327,7 +332,7 @@ class PeerLinks:
             own = self._kept
             lost = (
                 name for name, link in self._links.items()
-                if link.is_lost or (own and link.kept and link.kept != own)
+                if link.is_lost or link.keeps_another(own)
             )  # fmt: skip
             tier.lost = frozenset((*lost, *self._unusable))
         tasks.loans.counters.up = num_up
@@ -348,7 +353,7 @@ class PeerLinks:
             if link.is_ourselves:
                 continue
             state = "up" if link.is_up else "does not answer" if link.is_lost else "not heard"
-            if own and link.kept and link.kept != own:
+            if link.keeps_another(own):
                 state = "keeps another model"
             reason = "" if link.breaker.is_closed else link.breaker.last_reason
             line = PeerLine(name=link.name, state=state, reason=reason, answer_s=link.answer_s)
@@ -489,7 +494,7 @@ class PeerLinks:
         if kept == link.kept or not (kept and own):
             return  # one of the two has no engine yet
         link.kept = kept
-        if kept != own:
+        if link.keeps_another(own):
             log_event(
                 logger, logging.WARNING, "peer_keeps_another_model", peer=link.name,
                 effect="nothing that it has is found: its model, or the layout of it, is another",

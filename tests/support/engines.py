@@ -66,7 +66,7 @@ def llm_arguments(settings: Settings) -> dict[str, Any]:
 
     return {
         "model": str(make_model(MODELS, settings.model)),
-        "dtype": "bfloat16" if has_fast_bf16() else "float32",
+        "dtype": fast_dtype(),
         "enforce_eager": True,
         "max_model_len": 8192 if settings.model == "mid" else 4096,
         "max_num_seqs": 8,
@@ -78,8 +78,9 @@ def llm_arguments(settings: Settings) -> dict[str, Any]:
     }
 
 
-def has_fast_bf16() -> bool:
-    return "avx512_bf16" in Path("/proc/cpuinfo").read_text()
+def fast_dtype() -> str:
+    """Return bfloat16 where the processor computes with it fast, and else float32."""
+    return "bfloat16" if "avx512_bf16" in Path("/proc/cpuinfo").read_text() else "float32"
 
 
 def _connector(settings: Settings) -> dict[str, Any]:
