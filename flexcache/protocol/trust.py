@@ -336,7 +336,7 @@ class Doorkeeper:
     def _look_at(self, door: _Door, fd: int, endpoint: str) -> None:
         """Find out whose a new connection is, and count it or close it."""
         try:
-            with socket.socket(fileno=os.dup(fd)) as connection:  # ours stays what it is
+            with _socket_at(fd) as connection:
                 if not _leads_to(connection, endpoint):
                     return  # it is closed, and the descriptor serves something else
                 door.open[fd] = os.fstat(connection.fileno()).st_ino
@@ -404,6 +404,20 @@ def describe_stranger(uid: int) -> str:
         f"the client belongs to {whose}, the server to {user_name(os.geteuid())}: run both as one "
         "user, or set curve_keys on both sides"
     )
+
+
+def _socket_at(fd: int) -> socket.socket:
+    """Return what a descriptor refers to, under one of its own: it stays what it is.
+
+    Raises:
+        OSError: It is closed, or serves something else than a socket.
+    """
+    ours = os.dup(fd)
+    try:
+        return socket.socket(fileno=ours)
+    except OSError:
+        os.close(ours)  # a pipe's reader would wait for its end for ever
+        raise
 
 
 def _leads_to(connection: socket.socket, endpoint: str) -> bool:

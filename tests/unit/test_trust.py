@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,12 +16,15 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from queue import Queue
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 import zmq
 from ports import free_port
+from zmq.utils.monitor import recv_monitor_message
 
 from flexcache import CacheConfig, KVManager, KVTPClient, ModelConfig
 from flexcache.client.link import read_status
@@ -376,6 +381,37 @@ def test_another_users_idle_connections_do_not_shut_the_owner_out() -> None:
             is_over.set()
             process.join(60)
             doorkeeper.close()
+
+
+def test_a_pipe_where_a_connection_was_ends_when_its_writer_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    accepted: Queue[int] = Queue()
+    goes_on = threading.Event()
+
+    def read_late(monitor: Any) -> Any:
+        event = recv_monitor_message(monitor)
+        if event["event"] == zmq.EVENT_ACCEPTED:
+            accepted.put(event["value"])
+            assert goes_on.wait(60)
+        return event
+
+    monkeypatch.setattr(trust, "recv_monitor_message", read_late)
+    reader, writer = os.pipe()
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as door:
+        doorkeeper = Doorkeeper([door], 16)
+        port = door.bind_to_random_port("tcp://127.0.0.1")
+        with socket.create_connection(("127.0.0.1", port)):
+            connection = accepted.get(timeout=60)
+        until(lambda: not Path(f"/proc/self/fd/{connection}").exists())
+        os.dup2(writer, connection)  # as a child's output may be
+        goes_on.set()
+        doorkeeper.close()
+    os.close(writer)
+    os.close(connection)
+    assert select.select([reader], [], [], 60)[0], "something holds the other end"
+    assert os.read(reader, 1) == b""
+    os.close(reader)
 
 
 @pytest.mark.parametrize(
