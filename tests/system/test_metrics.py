@@ -280,17 +280,21 @@ def ask_for_replay(endpoint: str) -> None:
 def hold_the_publisher_up(cluster: Cluster, server: Server) -> None:
     publisher = cluster.server._observers._publisher
     assert publisher is not None
-    encode, gate = publisher._encode, threading.Event()
+    encode, is_there, gate = publisher._encode, threading.Event(), threading.Event()
 
     def wait(*arguments: Any) -> bytes:
+        is_there.set()
         gate.wait()
         return encode(*arguments)
 
     publisher._encode = wait
     try:
+        cluster.put(TOKENS + 500, BLOCKS)
+        assert is_there.wait(60)
         for prompt in range(1, 2_000):  # what waits is gathered into few batches
             cluster.put(TOKENS + 1_000 * prompt, BLOCKS)
-            if publisher.stats()["dropped_batches"]:
+            stats = publisher.stats()
+            if stats["dropped_batches"] and stats["queued_batches"]:
                 break
         server.look()
     finally:
