@@ -378,6 +378,11 @@ class KVIndexer:
         """Return the holders of a block."""
         return self._shards[key >> _SHIFT].get(key, 0) & self.holders.alive
 
+    def masks(self, keys: Sequence[int]) -> list[Mask]:
+        """Return the holders of each block."""
+        shards, alive = self._shards, self.holders.alive
+        return [shards[key >> _SHIFT].get(key, 0) & alive for key in keys]
+
     def num_held(self, holder: Holder) -> int:
         """Return how many blocks a holder has."""
         bit = self.holders.bit(holder)

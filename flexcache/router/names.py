@@ -65,7 +65,7 @@ class DiskNames:
         """Return the holders of blocks, without those that are asked for them by other names."""
         bits = {index.holders.bit(holder): known for holder, known in self._names.items()}
         asked = sum(1 << bit for bit in bits if bit is not None)
-        masks = [index.mask(key) for key in keys]
+        masks = index.masks(keys)
         for at, mask in enumerate(masks):
             for bit in index.holders.positions(mask & asked).tolist() if mask & asked else ():
                 if bits[bit].get(keys[at]) != names[at]:
@@ -85,7 +85,7 @@ _MASK = _NUM_SHARDS - 1
 _NAME_BYTES = 48
 _SLACK = 10_000
 """Names without blocks that are not worth a sweep."""
-_PART = 1024
+_PART = 2048  # names: what holds for a page, its holders, is made once for so many
 _STAGE = 1 << 20
 _SLICE = 512  # blocks: half a millisecond
 
