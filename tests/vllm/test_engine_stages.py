@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import urllib.request
 from collections.abc import Iterator
@@ -49,7 +50,11 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Se
             server = ApiServer(log, settings, options, transfer=FLEXCACHE, kv_cache_bytes=8 << 20)
             found.append((server, address))
         stack.enter_context(serving(*(server for server, _ in found)))
-        yield found[0], found[1]
+        pools = found[0], found[1]
+        seeds = itertools.count(10_000)
+        # Engines do not wait at their start for the worker that reads from peers.
+        until(lambda: hand_over(pools, make_prompt(SIZE, next(seeds)))[1][1] > 0)
+        yield pools
 
 
 def hand_over(pools: tuple[Server, Server], prompt: list[int], **decode: Any) -> tuple[Any, Any]:
