@@ -76,6 +76,7 @@ _UNHEARD_S = 10.0
 _SILENCE_S = 1.0
 """A peer that says nothing for this long to what it was asked fails. One that answers later than a
 match waits is busy, say: that is no failure."""
+_BUSY_S = 1.0  # so much longer a request waits for one that it needs: computing may keep it busy
 _TRY_S = 0.5  # a peer that is not there
 _RESOLVE_S = 10.0
 _MAX_PEERS = 256
@@ -110,6 +111,8 @@ class _Link:
         """How long its answers took lately, at most; it wears off."""
         self.fails_s = math.inf
         """When it has been silent for too long; never, if nothing was asked since it was heard."""
+        self.waited_for_s = 0.0
+        """Until when requests wait for it that need it, though it is silent."""
         self.unsent: dict[int, FindBlocks] = {}
         """Questions for when it has answered for the first time."""
         self.zmq_socket = connect_peer(context, name, curve_keys, is_watched=True)
@@ -123,6 +126,10 @@ class _Link:
     def is_lost(self) -> bool:
         """Whether it was there, and is not now, or has been silent for too long."""
         return self.is_told_s == math.inf and not (self.is_up or self.is_ourselves)
+
+    def has_failed(self, now: float) -> bool:
+        """Whether it is lost for requests that wait for what it computes, too."""
+        return self.is_lost and not (self.has_answered and now < self.waited_for_s)
 
     def keeps_another(self, own: bytes) -> bool:
         """Whether it keeps another model or layout than ``own``. No one knows while one keeps
@@ -332,7 +339,7 @@ class PeerLinks:
             own = self._kept
             lost = (
                 name for name, link in self._links.items()
-                if link.is_lost or link.keeps_another(own)
+                if link.has_failed(now) or link.keeps_another(own)
             )  # fmt: skip
             tier.lost = frozenset((*lost, *self._unusable))
         tasks.loans.counters.up = num_up
@@ -465,6 +472,8 @@ class PeerLinks:
             self._heard(link, found, now)
         if now >= link.fails_s:
             link.fails_s = math.inf
+            if link.is_up:
+                link.waited_for_s = now + _BUSY_S
             self._link_failed(link, f"silent for {_SILENCE_S:g} s", now, is_over=True)
 
     def _heard(self, link: _Link, found: FoundBlocks, now: float) -> None:

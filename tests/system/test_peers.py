@@ -29,6 +29,7 @@ from flexcache.doctor.subject import Level, Subject
 from flexcache.ids import HandOver
 from flexcache.protocol.messages import FindBlocks, FoundBlocks, TakeBlocks, TookBlocks
 from flexcache.protocol.trust import make_keys
+from flexcache.server import peers as server_peers
 from flexcache.server.operator import Operator
 from flexcache.server.peer_worker import connect_peer
 
@@ -220,6 +221,24 @@ def test_a_get_does_not_wait_for_an_engine_that_is_gone(model: ModelConfig) -> N
         with one:
             until(lambda: handed_over(reader, own[0]) is None and peers(reader)["up"] == 1)
         until(lambda: handed_over(reader, own[0]) is not None)
+
+
+@pytest.mark.parametrize("busy_s", [600.0, 0.0])
+def test_a_get_waits_a_while_for_an_engine_that_is_silent(
+    model: ModelConfig, monkeypatch: pytest.MonkeyPatch, busy_s: float
+) -> None:
+    monkeypatch.setattr(server_peers, "_BUSY_S", busy_s)
+    with caches(model) as (one, two):
+        source = one.manager.cache_config.peer_endpoint
+        with one.server.lock:  # it answers no one
+            until(lambda: handed_over(two, source) is not None or not peers(two)["up"])
+            if not busy_s:
+                until(lambda: handed_over(two, source) is not None)
+                return
+            assert handed_over(two, source) is None
+        one.put(TOKENS, BLOCKS)
+        until(lambda: handed_over(two, source) is not None)
+        assert handed_over(two, source)[1].all()
 
 
 def test_a_request_names_a_peer_that_the_settings_do_not(model: ModelConfig) -> None:
