@@ -195,4 +195,5 @@ def test_a_lane_ends_if_its_output_cannot_be_passed_on(monkeypatch: pytest.Monke
         sys, "stdout", SimpleNamespace(buffer=None, write=len, flush=list, isatty=bool)
     )
     endless = "while True: print('x' * 4096)"
-    assert run_tests.run("unit", [sys.executable, "-c", endless]).word == "failed (1)"
+    # 1 where it notices at a print, 120 where Python does at its end.
+    assert run_tests.run("unit", [sys.executable, "-c", endless]).word.startswith("failed")
