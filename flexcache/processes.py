@@ -1,4 +1,4 @@
-"""Processes: descriptors, forks, threads whose end is waited for, children that are restarted."""
+"""Processes: descriptors, forks, threads and ZMQ contexts that end, children that are restarted."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import IO, Any, Protocol
 
 import msgspec
+import zmq
 
 from flexcache.logs import log_event
 
@@ -95,6 +96,25 @@ class ServiceThread(threading.Thread):
         In a child of a fork there is no such thread.
         """
         return os.getpid() != self._pid or self._over.wait(timeout)
+
+
+_END_S = 5.0
+
+
+def end_context(context: zmq.Context[Any]) -> None:
+    """Terminate a context whose sockets are closed, without waiting for ever.
+
+    Where connections end while a ROUTER socket is closed, libzmq 4.3.5 sometimes never returns. Its
+    threads are then left behind; they hold no address.
+    """
+    ending = ServiceThread(context.term, "zmq-end")
+    try:
+        ending.start()
+    except RuntimeError:  # the interpreter ends, or there may be no more threads
+        context.term()
+        return
+    if not ending.wait(_END_S):
+        log_event(logger, logging.WARNING, "zmq_context_left", waited_s=_END_S)
 
 
 # A worker that fails at its start must not take a processor with its restarts.

@@ -38,6 +38,7 @@ from flexcache.events.wire import (
     encode_batch,
 )
 from flexcache.logs import log_event
+from flexcache.processes import end_context
 from flexcache.protocol.endpoints import listen_privately
 from flexcache.protocol.trust import Doorkeeper
 
@@ -246,7 +247,7 @@ class BatchPublisher(Generic[Item]):
         for socket in (self._pub, self._router):
             if socket is not None:
                 socket.close(linger=_LINGER_MS)
-        self._context.term()  # the addresses are free after this
+        end_context(self._context)  # the addresses are free after this
         for path in self._socket_files:
             path.unlink(missing_ok=True)
         self._socket_files.clear()

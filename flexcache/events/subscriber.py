@@ -295,8 +295,15 @@ class BatchSubscriber(Generic[T]):
         """Begin where another subscriber was, whose caller's knowledge the caller has; None: with
         nothing. Before the first `step`.
 
-        Should the publisher be another by now, or batches be missing, that is news as ever.
+        Should the publisher be another by now, or batches be missing, that is news as ever. Without
+        replay one that is not connected yet begins with nothing: it may restart until it is.
         """
+        while self._monitor.poll(0):
+            self._note_connection()
+        if self._must_catch_up:
+            self.catch_up()
+        if self._replay_endpoint is None and not self.is_connected:
+            position = None
         self._next = self._covered = 0 if position is None else position.number
         self._last_digest = None if position is None else position.digest
 
@@ -330,14 +337,18 @@ class BatchSubscriber(Generic[T]):
                 continue
             ready = yield idle
             if self._monitor in ready:
-                event = recv_monitor_message(self._monitor)["event"]
-                self.is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-                self.num_connects += self.is_connected
-                self._must_catch_up |= self.is_connected
-                if self.num_connects > 1 and self._replay_endpoint is None:
-                    self._covered = 0  # numbers alone tell that the publisher restarted
+                self._note_connection()
             elif ready:
                 yield from self._take_message(self._socket.recv_multipart())
+
+    def _note_connection(self) -> None:
+        event = recv_monitor_message(self._monitor)["event"]
+        self.is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        self.num_connects += self.is_connected
+        self._must_catch_up |= self.is_connected
+        if self.is_connected and self.num_connects > 1 and self._replay_endpoint is None:
+            # Numbers alone tell that the publisher restarted; until they do, it is not known.
+            self._covered, self._last_digest = 0, None
 
     # -- numbers ---------------------------------------------------------------------------------
 

@@ -251,10 +251,10 @@ class FollowedSource:
 
     def begin_at(self, position: Position | None) -> None:
         """Begin with what another router knows of it; None: with nothing, after all."""
-        self.is_taken_over = position is not None and self.subscriber is not None
-        self.last_batch_s = time.monotonic() if self.is_taken_over else None
         if self.subscriber is not None:
             self.subscriber.begin_at(position)
+        self.is_taken_over = self.subscriber is not None and self.subscriber.position is not None
+        self.last_batch_s = time.monotonic() if self.is_taken_over else None
 
     def go_on(self) -> bool:
         """Take a message, if there is any; returns whether there was one. `rest` may be new."""

@@ -19,6 +19,7 @@ import zmq.asyncio
 
 from flexcache.errors import UntrustedError
 from flexcache.logs import log_event
+from flexcache.processes import end_context
 from flexcache.protocol.endpoints import listen_privately
 from flexcache.protocol.trust import find_listener
 from flexcache.router.chooser import (
@@ -110,7 +111,7 @@ class LinkServer:
         for identity in list(self._proxies):
             self._lose(identity, "closed")
         self._socket.close()
-        self._context.term()
+        end_context(self._context)
         Path(self._endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
     @property

@@ -68,8 +68,8 @@ class IndexPages:
     def __init__(self, feed: Feed, holdings: Holdings) -> None:
         self._feed = feed
         self._holdings = holdings
-        self._sources: dict[str, Position] = {}
-        """Those of the last heading: to look at thousands for each page takes longer than it."""
+        self._sources: set[str] = set()
+        """Those of all headings: to look at thousands for each page takes longer than it."""
 
     async def page(self, cursor: int) -> tuple[bytes, int | None]:
         """Return a page, and the cursor of the next one; None: it was the last.
@@ -88,11 +88,12 @@ class IndexPages:
         if cursor:
             part, following = applier.part(cursor - 1, self._sources)
             return _encode(part), None if following is None else following + 1
-        positions = self._sources = {
+        positions = {
             source: position
             for source, position in self._feed.positions().items()
             if self._holdings.uses(source)
         }
+        self._sources |= positions.keys()
         known = zip(applier.known(positions), positions.values(), strict=True)
         heading = Heading(VERSION, applier.index.num_blocks, applier.runs, list(known))
         return _encode(heading), 1

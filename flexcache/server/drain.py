@@ -92,7 +92,7 @@ class Drain:
         """When it is over, whatever is open still."""
         self._why: DrainState = "done"
         self._ping_due_s = 0.0
-        self._is_there = False
+        self._is_there = self._has_lent = False
         self._open: dict[int, Portion] = {}
         self._num_arrived = 0
         """Blocks that the peer has now, of the portions that it has answered."""
@@ -144,9 +144,8 @@ class Drain:
                 self._end("failed", now, loans, "that is this host itself")
             else:
                 self._is_there = True
-        if now - self._heard_s > _SILENCE_S:
-            remedy = "see its address, its curve_keys and firewalls"
-            self._end("failed", now, loans, f"the peer does not answer: {remedy}")
+        if error := self._failure(cache, now):
+            self._end("failed", now, loans, error)
         elif now - self._began_s >= self._seconds:
             self.stop("time")
         if not self.is_over:
@@ -154,6 +153,16 @@ class Drain:
             if not self._open or now >= self._ends_s:
                 self._end_if_due(now, loans)
         self.progress.seconds = now - self._began_s
+
+    def _failure(self, cache: ServedCache, now: float) -> str:
+        """Why no more can be moved, if so."""
+        lends = cache.tasks.executors.is_up(PEER)
+        if self._has_lent and not lends:
+            return "the peer worker of this host is not up"
+        self._has_lent |= lends  # it may still start
+        if now - self._heard_s > _SILENCE_S:
+            return "the peer does not answer: see its address, its curve_keys and firewalls"
+        return ""
 
     def _ask(self, cache: ServedCache, now: float) -> None:
         """Hand over more, as long as few portions are open."""
@@ -332,7 +341,10 @@ def _refusal(asked: TakeBlocks, cache: ServedCache | None, peer: str | None) -> 
     if not cache.sizes.keeps_on_host:
         return "it keeps nothing in DRAM"
     if peer is None:
-        return "it does not read from this host: add it to its setting peers"
+        return (
+            "it is not in touch with this host: try again in some seconds, or add this host to its "
+            "setting peers"
+        )
     if not tasks.executors.is_up(PEER):
         return "its peer worker is not up"
     return "" if tasks.loans.is_shared(RootId(asked.root)) else "its weights have another name"

@@ -19,7 +19,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -35,6 +35,7 @@ from flexcache.config.values import is_address, is_loopback, split_tcp
 from flexcache.errors import ConfigError
 from flexcache.ids import MAX_KEY_BYTES, ROOT_BYTES, BlockKey, BreakerState, RootId
 from flexcache.logs import log_event
+from flexcache.processes import end_context
 from flexcache.protocol.messages import (
     AskLoan,
     FindBlocks,
@@ -76,7 +77,8 @@ _UNHEARD_S = 10.0
 _SILENCE_S = 1.0
 """A peer that says nothing for this long to what it was asked fails. One that answers later than a
 match waits is busy, say: that is no failure."""
-_BUSY_S = 1.0  # so much longer a request waits for one that it needs: computing may keep it busy
+_AWAITED_S = 2.0
+"""So long a request bears the silence of one that computes for it: that may keep it busy."""
 _TRY_S = 0.5  # a peer that is not there
 _RESOLVE_S = 10.0
 _MAX_PEERS = 256
@@ -111,8 +113,10 @@ class _Link:
         """How long its answers took lately, at most; it wears off."""
         self.fails_s = math.inf
         """When it has been silent for too long; never, if nothing was asked since it was heard."""
-        self.waited_for_s = 0.0
-        """Until when requests wait for it that need it, though it is silent."""
+        self.is_heard = True
+        """Whether nothing was asked since it was."""
+        self.quiet_s = 0.0
+        """Since when it is silent: it was asked, or, if nothing was asked since, heard."""
         self.unsent: dict[int, FindBlocks] = {}
         """Questions for when it has answered for the first time."""
         self.zmq_socket = connect_peer(context, name, curve_keys, is_watched=True)
@@ -129,12 +133,22 @@ class _Link:
 
     def has_failed(self, now: float) -> bool:
         """Whether it is lost for requests that wait for what it computes, too."""
-        return self.is_lost and not (self.has_answered and now < self.waited_for_s)
+        return self.is_lost and not (self.has_answered and now < self.quiet_s + _AWAITED_S)
 
     def keeps_another(self, own: bytes) -> bool:
         """Whether it keeps another model or layout than ``own``. No one knows while one keeps
         none."""
         return bool(own and self.kept) and self.kept != own
+
+    def due_times(self, now: float) -> Iterator[float]:
+        """Yield when there is something to do though nothing is heard."""
+        if self.is_lost and now < self.quiet_s + _AWAITED_S:
+            yield self.quiet_s + _AWAITED_S
+        if self.fails_s < math.inf:
+            yield self.fails_s
+        elif not self.is_ourselves:
+            retry = self.breaker.next_deadline()
+            yield self.ping_due_s if retry is None else min(retry, self.ping_due_s)
 
     def ask(self, message: FindBlocks, now: float) -> bool:
         """Whether it is there."""
@@ -142,6 +156,8 @@ class _Link:
             self.zmq_socket.send(msgspec.msgpack.encode(message), zmq.NOBLOCK)
         except zmq.Again:
             return False
+        if self.is_heard:
+            self.is_heard, self.quiet_s = False, now
         self.fails_s = min(self.fails_s, now + _SILENCE_S)
         self.ping_due_s = now + _PING_S
         return True
@@ -472,8 +488,6 @@ class PeerLinks:
             self._heard(link, found, now)
         if now >= link.fails_s:
             link.fails_s = math.inf
-            if link.is_up:
-                link.waited_for_s = now + _BUSY_S
             self._link_failed(link, f"silent for {_SILENCE_S:g} s", now, is_over=True)
 
     def _heard(self, link: _Link, found: FoundBlocks, now: float) -> None:
@@ -482,6 +496,7 @@ class PeerLinks:
             took_s = now - (link.fails_s - _SILENCE_S)  # also if it came too late for its match
             link.answer_s = max(took_s, _KEEP * link.answer_s + (1 - _KEEP) * took_s)
         link.fails_s = math.inf
+        link.is_heard, link.quiet_s = True, now
         self._link_is_well(link, now)
         link.cache = found.cache
         # By what it says, not by its address: this host may have several, and names in between.
@@ -650,11 +665,7 @@ class PeerLinks:
         drain_s = None if self.drain is None else self.drain.next_due()
         times += [due for due in (drain_s, self._takeovers.next_due) if due is not None]
         for link in self._links.values():
-            if link.fails_s < math.inf:
-                times.append(link.fails_s)
-            elif not link.is_ourselves:
-                retry = link.breaker.next_deadline()
-                times.append(link.ping_due_s if retry is None else min(retry, link.ping_due_s))
+            times += link.due_times(now)
         if self._socket is not None and self._socket.has_unsent:
             times.append(now + FLUSH_INTERVAL_S)
         return min(times, default=None)
@@ -673,7 +684,7 @@ class PeerLinks:
             self._socket.close()
         if self._listener is not None:
             self._listener.close()
-        self._context.term()
+        end_context(self._context)
 
 
 def _read_keys(root: bytes, keys: bytes, key_bytes: int) -> PackedBlockKeys:

@@ -19,6 +19,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from flexcache.errors import ConfigError
 from flexcache.logs import log_event
+from flexcache.processes import end_context
 from flexcache.protocol.endpoints import EndpointLock, listen_privately
 from flexcache.protocol.messages import MAX_FRAME_BYTES, Refused
 from flexcache.protocol.trust import Doorkeeper, describe_stranger, secure_server, stranger_of
@@ -368,7 +369,7 @@ class Endpoint:
             self._authenticator.stop()
             self._authenticator = None
         self.socket.close()
-        self.context.term()
+        end_context(self.context)
 
     def unlock(self) -> None:
         """Let another server have the address. Idempotent."""

@@ -18,7 +18,7 @@ from flexcache.cache.store_plan import DirectStores
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.cache.tiers import IndexedKeys, find_chain
-from flexcache.ids import BlockKey, OpKind, RootId, SessionId, TaskKind, TierName
+from flexcache.ids import BlockKey, HandOver, OpKind, RootId, SessionId, TaskKind, TierName
 from flexcache.tasks.executors import Executors
 from flexcache.tasks.instructions import PEER, Instruction
 from flexcache.tasks.lookups import RemoteLookUps
@@ -113,6 +113,8 @@ class Matcher:
         Returns:
             The questions to wait for.
         """
+        if self._is_lost(prompt.hand_over):
+            prompt = msgspec.structs.replace(prompt, hand_over=HandOver())
         keys, stop = prompt.keys, prompt.stop
         asked = self._asked(owner, prompt, now)
         if not asked:
@@ -286,7 +288,7 @@ class Matcher:
             return False
         self._roots.place(keys)
         have = self._cache.tiers.most_cached(keys)
-        if is_awaited and (tier is None or awaited.source not in tier.lost):
+        if is_awaited and not self._is_lost(awaited):
             if self._is_there(prompt, have):
                 return False
             self._load_ahead(owner, prompt, have, now)
@@ -298,6 +300,11 @@ class Matcher:
         return since is not None and now < since + load_patience_s(
             prompt.stop - have, rate, _LONGEST_WAIT_S
         )
+
+    def _is_lost(self, awaited: HandOver) -> bool:
+        """Whether the peer that a request waits for will not have its prompt."""
+        tier = self._cache.tiers.peer
+        return bool(awaited.source) and (tier is None or awaited.source in tier.lost)
 
     def _is_there(self, prompt: Prompt, have: int) -> bool:
         """Whether tiers have all that can be loaded of a prompt, ``have`` of its blocks."""

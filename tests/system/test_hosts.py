@@ -214,6 +214,19 @@ def test_a_drain_to_a_host_that_is_killed_fails(pair: list[HostCache]) -> None:
     assert found["left_blocks"] == COUNT
 
 
+def test_a_drain_of_a_host_whose_own_worker_dies_fails(pair: list[HostCache]) -> None:
+    one, two = pair
+    one.do("put", prompt=0, count=COUNT)
+    two.signal(signal.SIGSTOP, "peer")
+    drain(one)
+    one.signal(signal.SIGKILL, "peer")
+    found = until_drained(one)
+    two.signal(signal.SIGCONT, "peer")
+    assert found["state"] == "failed"
+    assert "worker of this host" in found["error"]
+    assert found["left_blocks"] == COUNT
+
+
 def test_a_host_that_is_killed_while_it_is_drained_leaves_what_was_moved(
     pair: list[HostCache],
 ) -> None:

@@ -212,7 +212,8 @@ def test_a_get_waits_no_longer_than_it_is_told(model: ModelConfig) -> None:
         assert handed_over(two, wait_s=0)[1].sum() == 16
 
 
-def test_a_get_does_not_wait_for_an_engine_that_is_gone(model: ModelConfig) -> None:
+@pytest.mark.parametrize("step_s", [0.0, 0.1])
+def test_a_get_does_not_wait_for_an_engine_that_is_gone(model: ModelConfig, step_s: float) -> None:
     own = [f"tcp://127.0.0.1:{free_range(2)}" for _ in range(2)]
     one, two = (
         running_cluster(model=model, peer_endpoint=each, num_cpu_blocks=256) for each in own
@@ -220,25 +221,36 @@ def test_a_get_does_not_wait_for_an_engine_that_is_gone(model: ModelConfig) -> N
     with two as reader:
         with one:
             until(lambda: handed_over(reader, own[0]) is None and peers(reader)["up"] == 1)
-        until(lambda: handed_over(reader, own[0]) is not None)
+
+        def ask_after_a_step() -> Any:
+            time.sleep(step_s)
+            return handed_over(reader, own[0])
+
+        until(lambda: ask_after_a_step() is not None)
 
 
-@pytest.mark.parametrize("busy_s", [600.0, 0.0])
+@pytest.mark.parametrize("busy_s", [600.0, 0.5])
 def test_a_get_waits_a_while_for_an_engine_that_is_silent(
     model: ModelConfig, monkeypatch: pytest.MonkeyPatch, busy_s: float
 ) -> None:
-    monkeypatch.setattr(server_peers, "_BUSY_S", busy_s)
+    monkeypatch.setattr(server_peers, "_AWAITED_S", busy_s)
     with caches(model) as (one, two):
         source = one.manager.cache_config.peer_endpoint
         with one.server.lock:  # it answers no one
             until(lambda: handed_over(two, source) is not None or not peers(two)["up"])
-            if not busy_s:
+            if busy_s < 1.0:
                 until(lambda: handed_over(two, source) is not None)
                 return
             assert handed_over(two, source) is None
         one.put(TOKENS, BLOCKS)
         until(lambda: handed_over(two, source) is not None)
         assert handed_over(two, source)[1].all()
+
+
+def test_a_cache_without_peers_does_not_wait_for_one(model: ModelConfig) -> None:
+    with running_cluster(model=model) as alone:
+        assert handed_over(alone, "tcp://127.0.0.1:9600") is not None
+        assert handed_over(alone) is None  # another engine of this cache may have it soon
 
 
 def test_a_request_names_a_peer_that_the_settings_do_not(model: ModelConfig) -> None:
@@ -337,7 +349,7 @@ def test_a_drain_ends_with_its_bytes_and_can_be_refused(model: ModelConfig) -> N
     ):
         one.put(prompt_of(0), BLOCKS)
         found = drained(port, "--to", address_of(third), status=1)
-        assert "add it to its setting peers" in found["error"]
+        assert "add this host to its setting peers" in found["error"]
 
 
 def test_ctrl_c_stops_a_drain(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:

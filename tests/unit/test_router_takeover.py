@@ -52,9 +52,9 @@ class Engine:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._context = context
         self.source = EventSource(f"tcp://127.0.0.1:{free_ports(1)[0]}")
-        self._begin()
+        self.begin()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         self._socket = self._context.socket(zmq.XPUB)
         self._socket.xpub_verbose = True
         deadline = time.monotonic() + PATIENCE_S
@@ -84,7 +84,7 @@ class Engine:
     async def restart(self) -> None:
         """Begin again, for two followers."""
         self.close()
-        self._begin()
+        self.begin()
         await self.is_followed()
         await self.is_followed()
 
@@ -211,6 +211,37 @@ def test_what_was_taken_over_is_forgotten_as_soon_as_it_may_be_wrong(
     run(test)
 
 
+@pytest.mark.parametrize("is_back_before", [True, False])
+def test_what_an_engine_stores_after_a_restart_is_known_to_a_router_that_starts(
+    is_back_before: bool,
+) -> None:
+    async def test() -> None:
+        with engine() as one:
+            async with routing(one.source) as first:
+                await one.is_followed()
+                one.publish(stored(PROMPTS[0]))
+                one.publish(stored(PROMPTS[1]))
+                await until(lambda: first.known == [20, 20, 0])
+                one.close()
+                if is_back_before:
+                    one.begin()
+                    await one.is_followed()
+                    await until(lambda: first.known == [0, 0, 0])
+                async with routing(one.source, is_held=True) as second:
+                    if is_back_before:
+                        await one.is_followed()
+                    await second.take_over(first.sync)
+                    if not is_back_before:
+                        one.begin()
+                        await one.is_followed()
+                        await one.is_followed()
+                    one.publish(stored(PROMPTS[2]))
+                    for router in (first, second):
+                        await until(lambda router=router: router.known == [0, 0, 20])
+
+    run(test)
+
+
 def test_an_index_that_does_not_fit_is_not_taken_over(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         with engine() as one:
@@ -253,7 +284,7 @@ def test_a_router_that_knows_nothing_is_passed_over(monkeypatch: pytest.MonkeyPa
 
 def test_a_source_that_leaves_and_returns_meanwhile_begins_with_nothing() -> None:
     async def test() -> None:
-        source = EventSource("tcp://127.0.0.1:9")
+        source = EventSource("tcp://127.0.0.1:9", "tcp://127.0.0.1:10")
         feed = Feed(KVRouter(), asyncio.get_running_loop(), is_held=True)
         feed.set_sources([source])
         feed.begin_at({source.endpoint: Position(7, 1), "tcp://127.0.0.1:10": Position(7, 1)})

@@ -55,6 +55,7 @@ from flexcache.integration.vllm.engine import (
 from flexcache.integration.vllm.groups import refuse_hisparse
 from flexcache.integration.vllm.weights import read_model_id
 from flexcache.logs import log_event
+from flexcache.processes import end_context
 from flexcache.protocol.endpoints import EndpointLock, private_endpoint
 from flexcache.server.outbox import WorkerInstruction
 from flexcache.server.reactor import Reactor
@@ -219,7 +220,7 @@ class TierHost:
         if self._thread.is_alive():
             self._thread.join()
         self._pool.close()
-        self._context.term()
+        end_context(self._context)
         self._reactor.close()
         self._store.close()
         self._lock.release()
