@@ -180,6 +180,7 @@ class BatchPublisher(Generic[Item]):
                 self._router.sndhwm = _ANSWERS_ON_THEIR_WAY
                 replay_endpoint = _open(self._router, replay_endpoint, bind=True)
                 self._poller.register(self._router, zmq.POLLIN)
+            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         except BaseException:
             self._close_sockets()
             raise
@@ -188,7 +189,6 @@ class BatchPublisher(Generic[Item]):
             if bound.startswith("ipc://"):
                 self._socket_files.append(Path(bound.removeprefix("ipc://")))
                 self._socket_files[-1].chmod(0o600)  # where ZMQ has chosen the path
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wake, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, name="flexcache-events", daemon=True)
         self._thread.start()
