@@ -133,7 +133,9 @@ def test_each_block_is_counted_once_whatever_the_peer_takes_at_a_time(
     drain = Drain("a peer", b"one", hot_blocks(cache), 1, 60.0)
     drain._line = peer  # type: ignore[assignment]
     loans = SimpleNamespace(counters=LoanStats())
-    served: Any = SimpleNamespace(kept=b"model", tasks=SimpleNamespace(loans=loans))
+    workers = SimpleNamespace(is_up=lambda _: True)
+    tasks = SimpleNamespace(loans=loans, executors=workers)
+    served: Any = SimpleNamespace(kept=b"model", tasks=tasks)
     now = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("flexcache.server.drain.PORTION_BYTES", float(most))
