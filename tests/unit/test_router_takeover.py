@@ -147,6 +147,18 @@ async def routing(source: EventSource, **options: Any) -> AsyncIterator[Router]:
         await router.close()
 
 
+@asynccontextmanager
+async def known(*prompts: range) -> AsyncIterator[tuple[Engine, Router]]:
+    """Run an engine that has stored prompts, and a router that knows it."""
+    with engine() as one:
+        async with routing(one.source) as first:
+            await one.is_followed()
+            for prompt in prompts:
+                one.publish(stored(prompt))
+            await until(lambda: first.known == [20 * (each in prompts) for each in PROMPTS])
+            yield one, first
+
+
 async def until(holds: Callable[[], bool]) -> None:
     deadline = asyncio.get_running_loop().time() + PATIENCE_S
     while not holds():
@@ -194,19 +206,16 @@ def test_what_was_taken_over_is_forgotten_as_soon_as_it_may_be_wrong(
     happens: Callable[[Engine], Awaitable[None]],
 ) -> None:
     async def test() -> None:
-        with engine() as one:
-            async with routing(one.source) as first:
-                await one.is_followed()
-                one.publish(stored(PROMPTS[0]))
-                one.publish(stored(PROMPTS[1]))
-                await until(lambda: first.known == [20, 20, 0])
-                async with routing(one.source, is_held=True) as second:
-                    await one.is_followed()
-                    await second.take_over(first.sync)
-                    assert second.known == [20, 20, 0]
-                    await happens(one)
-                    one.publish(stored(PROMPTS[2]))
-                    await until(lambda: second.known == [0, 0, 20])
+        async with (
+            known(*PROMPTS[:2]) as (one, first),
+            routing(one.source, is_held=True) as second,
+        ):
+            await one.is_followed()
+            await second.take_over(first.sync)
+            assert second.known == [20, 20, 0]
+            await happens(one)
+            one.publish(stored(PROMPTS[2]))
+            await until(lambda: second.known == [0, 0, 20])
 
     run(test)
 
@@ -216,43 +225,36 @@ def test_what_an_engine_stores_after_a_restart_is_known_to_a_router_that_starts(
     is_back_before: bool,
 ) -> None:
     async def test() -> None:
-        with engine() as one:
-            async with routing(one.source) as first:
+        async with known(*PROMPTS[:2]) as (one, first):
+            one.close()
+            if is_back_before:
+                one.begin()
                 await one.is_followed()
-                one.publish(stored(PROMPTS[0]))
-                one.publish(stored(PROMPTS[1]))
-                await until(lambda: first.known == [20, 20, 0])
-                one.close()
+                await until(lambda: first.known == [0, 0, 0])
+            async with routing(one.source, is_held=True) as second:
                 if is_back_before:
+                    await one.is_followed()
+                await second.take_over(first.sync)
+                if not is_back_before:
                     one.begin()
                     await one.is_followed()
-                    await until(lambda: first.known == [0, 0, 0])
-                async with routing(one.source, is_held=True) as second:
-                    if is_back_before:
-                        await one.is_followed()
-                    await second.take_over(first.sync)
-                    if not is_back_before:
-                        one.begin()
-                        await one.is_followed()
-                        await one.is_followed()
-                    one.publish(stored(PROMPTS[2]))
-                    for router in (first, second):
-                        await until(lambda router=router: router.known == [0, 0, 20])
+                    await one.is_followed()
+                one.publish(stored(PROMPTS[2]))
+                for router in (first, second):
+                    await until(lambda router=router: router.known == [0, 0, 20])
 
     run(test)
 
 
 def test_an_index_that_does_not_fit_is_not_taken_over(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
-        with engine() as one:
-            async with routing(one.source) as first:
-                await one.is_followed()
-                one.publish(stored(PROMPTS[0]))
-                await until(lambda: first.known == [20, 0, 0])
-                async with routing(one.source, is_held=True, max_blocks=19) as second:
-                    await second.take_over(first.sync)
-                    assert second.known == [0, 0, 0]
-                    assert "are more than max_blocks" in caplog.text
+        async with (
+            known(PROMPTS[0]) as (one, first),
+            routing(one.source, is_held=True, max_blocks=19) as second,
+        ):
+            await second.take_over(first.sync)
+            assert second.known == [0, 0, 0]
+            assert "are more than max_blocks" in caplog.text
 
     run(test)
 
@@ -262,22 +264,18 @@ def test_a_router_that_knows_nothing_is_passed_over(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(takeover, "_ANSWER_S", 0.2)
 
     async def test() -> None:
-        with engine() as one:
-            async with routing(one.source) as first:
-                await one.is_followed()
-                one.publish(stored(PROMPTS[0]))
-                await until(lambda: first.known == [20, 0, 0])
-                async with (
-                    routing(one.source, is_held=True) as other,
-                    routing(one.source, is_held=True) as second,
-                ):
-                    await one.is_followed()
-                    await one.is_followed()
-                    await second.take_over(pair(), other.sync, first.sync)
-                    assert second.known == [20, 0, 0]
-                    await other.take_over(pair())
-                    one.publish(stored(PROMPTS[1]))
-                    await until(lambda: other.known == [0, 20, 0])
+        async with (
+            known(PROMPTS[0]) as (one, first),
+            routing(one.source, is_held=True) as other,
+            routing(one.source, is_held=True) as second,
+        ):
+            await one.is_followed()
+            await one.is_followed()
+            await second.take_over(pair(), other.sync, first.sync)
+            assert second.known == [20, 0, 0]
+            await other.take_over(pair())
+            one.publish(stored(PROMPTS[1]))
+            await until(lambda: other.known == [0, 20, 0])
 
     run(test)
 
