@@ -93,7 +93,7 @@ class TierStats(Counters):
     )] = 0  # fmt: skip
     hit_blocks: Annotated[int, counter(
         "tier_hit_blocks",
-        "Blocks that gets found in this tier, also if a load failed or was cancelled.",
+        "Blocks that gets found in this tier, counted when their load begins.",
     )] = 0  # fmt: skip
     miss_blocks: int = 0
     stored_blocks: Annotated[int, counter(

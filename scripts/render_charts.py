@@ -31,7 +31,7 @@ _AXIS_END_MS = 260.0
 RESULTS = ROOT / "benchmarks" / "results"
 IN_TIME_MS = 2000.0
 """Time to the first token of a request that counts as answered in time."""
-EXTERNAL = ("prefix-repetition", "timed-trace")
+EXTERNAL = ("prefix-repetition", "timed-trace", "aiperf-agents", "aiperf-mooncake")
 """Benchmarks whose samples are times to the first token."""
 
 

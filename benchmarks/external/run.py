@@ -4,6 +4,8 @@
     python benchmarks/external/run.py prefix-repetition --venvs DIR
     python benchmarks/external/run.py timed-trace --trace FILE --venvs DIR
     python benchmarks/external/run.py cache-pressure --venvs DIR
+    python benchmarks/external/run.py aiperf-agents --venvs DIR
+    python benchmarks/external/run.py aiperf-mooncake --trace FILE --venvs DIR
 
 Each run has a server of its own, and the arms take turns within a round, so that a machine that
 becomes slower does so for all. Each run adds a line of JSON to ``external-NAME.jsonl``. What is
@@ -17,6 +19,7 @@ Lengths are about 1/16 of what the tools are used with on GPUs. The conversation
 from __future__ import annotations
 
 import json
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -34,7 +37,7 @@ from venvs import peer_python
 from flexcache.bench.suite import Unsupported
 
 RESULTS = ROOT / "benchmarks" / "results"
-NAMES = ("prefix-repetition", "timed-trace", "cache-pressure")
+NAMES = ("aiperf-agents", "aiperf-mooncake", "prefix-repetition", "timed-trace", "cache-pressure")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -63,21 +66,22 @@ def command(name: str) -> None:
         directory: Annotated[Path, typer.Option("--dir", help="For SSD tiers.")] = Path("."),
         results: Results = RESULTS,
     ) -> None:
-        venvs = venvs.resolve()
-        where = make_model(MODELS, "smollm2") if model is None else model.resolve()
-        trace = None if trace is None else trace.resolve()
-        try:
-            task = task_of(name, limit_s, seed, trace, venvs)
-        except (Unsupported, DidNotRun) as error:
-            console.print(f"{name}: {error}")
-            raise typer.Exit(1) from None
-        if load:
-            task = replace(task, loads=load)
-        extra = [each for each in task.arms if each not in ARMS] if len(arm) > 2 else []
-        raw = RawFigures(results / f"external-{name}.jsonl")
-        left = run_all(
-            task, raw, [*extra, *arm], rounds, seed, minutes, where, venvs, directory.resolve()
-        )
+        with tempfile.TemporaryDirectory(dir=directory) as work_dir:
+            venvs = venvs.resolve()
+            where = make_model(MODELS, "smollm2") if model is None else model.resolve()
+            trace = None if trace is None else trace.resolve()
+            try:
+                task = task_of(name, limit_s, seed, trace, venvs, Path(work_dir).resolve())
+            except (Unsupported, DidNotRun) as error:
+                console.print(f"{name}: {error}")
+                raise typer.Exit(1) from None
+            if load:
+                task = replace(task, loads=load)
+            extra = [each for each in task.arms if each not in ARMS] if len(arm) > 2 else []
+            raw = RawFigures(results / f"external-{name}.jsonl")
+            left = run_all(
+                task, raw, [*extra, *arm], rounds, seed, minutes, where, venvs, directory.resolve()
+            )
         console.print(f"{raw.path}: " + (f"{left} runs are left" if left else "complete"))
         raise typer.Exit(int(bool(left)))
 

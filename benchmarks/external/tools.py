@@ -13,12 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from arms import ARMS, BIG_GPU, SERVED, DidNotRun, Server, Sizes
+from arms import ARMS, BIG_GPU, BLOCK, SERVED, DidNotRun, Server, Sizes
 from simulator import write_prompts
 from traffic import scaled, working_set
 from venvs import peer_python
 
 from flexcache.bench.suite import Unsupported
+from flexcache.replay.traces import read_requests
 
 HERE = Path(__file__).parent
 ANSWER = 8
@@ -46,15 +47,17 @@ class Task:
 
 
 def call_tool(
-    command: Sequence[object], limit_s: float, work_dir: Path, may_fail: bool = False
-) -> None:
-    """Run a tool without our packages on its path.
+    command: Sequence[object], limit_s: float, work_dir: Path, may_fail: bool = False,
+    **extra: str,
+) -> None:  # fmt: skip
+    """Run a tool without our packages on its path, with ``extra`` variables.
 
     Raises:
         DidNotRun: It fails or takes too long.
     """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0", "VLLM_NO_USAGE_STATS": "1"}
+    environment |= extra
     log = work_dir / "tool.log"
     with log.open("w") as output:
         try:
@@ -83,7 +86,7 @@ def prefix_repetition(limit_s: float, seed: int) -> Task:
         return _vllm_bench(server, options, limit_s, seed, work_dir)
 
     tokens = prefixes * (length + times * suffix)
-    return Task("prefix-repetition", "requests/s", (0.8, 1.6), ask, tokens)
+    return Task("prefix-repetition", "requests/s", (1.6,), ask, tokens)
 
 
 def timed_trace(limit_s: float, seed: int, trace: Path) -> Task:
@@ -104,7 +107,7 @@ def timed_trace(limit_s: float, seed: int, trace: Path) -> Task:
         ]  # fmt: skip
         return _vllm_bench(server, options, limit_s, seed, work_dir)
 
-    return Task("timed-trace", "requests/s", (0.8,), ask, working_set(lines))
+    return Task("timed-trace", "requests/s", (1.6,), ask, working_set(lines))
 
 
 def _vllm_bench(
@@ -125,6 +128,85 @@ def _vllm_bench(
         "failed": len(found["ttfts"]) - len(answered),
         "duration_s": round(found["duration"], 2),
     }
+
+
+def aiperf_agents(limit_s: float, seed: int, venvs: Path, work_dir: Path) -> Task:
+    """AIPerf's agentic sessions: shared instructions, tool outputs, pauses, resets."""
+    python = peer_python(venvs, "aiperf")
+    config = HERE / "agents.json"
+    command = [python, "-m", "aiperf", "synthesize", "agentic-code", "--num-sessions", 40,
+               "--config", config, "--seed", seed, "--output", work_dir]  # fmt: skip
+    call_tool(command, limit_s, work_dir)
+    (dataset,) = work_dir.glob("*/dataset.jsonl")
+
+    def ask(server: Server, users: float, work_dir: Path) -> dict[str, Any]:
+        options = ["--input-file", dataset, "--concurrency", f"{users:g}",
+                   "--dataset-sampling-strategy", "sequential",
+                   "--benchmark-duration", 100, "--benchmark-grace-period", 30]  # fmt: skip
+        return _aiperf(python, server, options, limit_s, seed, work_dir)
+
+    lines = list(read_requests(dataset))
+    return Task("aiperf-agents", "users", (8,), ask, working_set(lines))
+
+
+def aiperf_mooncake(limit_s: float, seed: int, trace: Path, venvs: Path) -> Task:
+    """AIPerf's replay of conversations of a Mooncake trace, scaled, at their times."""
+    python = peer_python(venvs, "aiperf")
+    lines = scaled(trace, 2560, 120, 1.6, ANSWER, seed)
+
+    def ask(server: Server, _: float, work_dir: Path) -> dict[str, Any]:
+        prompts = work_dir / "trace.jsonl"
+        write_prompts(prompts, lines)
+        options = ["--input-file", prompts, "--fixed-schedule"]
+        return _aiperf(python, server, options, limit_s, seed, work_dir)
+
+    return Task("aiperf-mooncake", "requests/s", (1.6,), ask, working_set(lines))
+
+
+def _aiperf(
+    python: str, server: Server, options: Sequence[object], limit_s: float, seed: int,
+    work_dir: Path,
+) -> dict[str, Any]:  # fmt: skip
+    found = work_dir / "aiperf"
+    command = [
+        python, "-m", "aiperf", "profile", "--model", SERVED, "--tokenizer", SERVED,
+        "--url", server.url, "--endpoint-type", "chat", "--streaming",
+        "--custom-dataset-type", "mooncake_trace", "--isl-block-size", BLOCK,
+        "--extra-inputs", "ignore_eos:true", "--extra-inputs", "temperature:0",
+        "--random-seed", seed, "--artifact-dir", found, "--export-level", "records",
+        "--ui", "none", "--no-server-metrics", "--no-gpu-telemetry", "--use-server-token-count",
+        *options,
+    ]  # fmt: skip
+    call_tool(command, limit_s, work_dir, HF_HUB_CACHE=str(_as_cached(server.model, work_dir)))
+    (records,) = found.rglob("profile_export.jsonl")
+    lines = [json.loads(line) for line in records.read_text().splitlines()]
+    asked = [line for line in lines if line["metadata"].get("benchmark_phase") != "warmup"]
+    answered = [line for line in asked if not line.get("error")]
+    if not answered:
+        raise DidNotRun("no request was answered")
+    starts = [line["metadata"]["request_start_ns"] for line in answered]
+    ends = [line["metadata"]["request_end_ns"] for line in answered]
+    return {
+        "ttft_ms": [round(line["metrics"]["time_to_first_token"]["value"], 1) for line in answered],
+        "failed": len(asked) - len(answered),
+        "duration_s": round((max(ends) - min(starts)) / 1e9, 2),
+    }
+
+
+def _as_cached(model: Path, work_dir: Path) -> Path:
+    """Return a directory in which the hub's client finds the model under the name `SERVED`.
+
+    AIPerf 0.13 takes a directory for a name of the hub where it loads a tokenizer offline
+    (github.com/ai-dynamo/aiperf/pull/1339).
+    """
+    hub, revision = work_dir / "hub", "0" * 40
+    place = hub / f"models--{SERVED}"
+    if not place.exists():
+        (place / "refs").mkdir(parents=True)
+        (place / "refs" / "main").write_text(revision)
+        (place / "snapshots").mkdir()
+        (place / "snapshots" / revision).symlink_to(model)
+    return hub
 
 
 def cache_pressure(limit_s: float, seed: int, venvs: Path) -> Task:
@@ -200,8 +282,13 @@ def cache_pressure_python(venvs: Path) -> tuple[str, bool]:
     return peer_python(venvs, "cache-pressure"), False
 
 
-def task_of(name: str, limit_s: float, seed: int, trace: Path | None, venvs: Path) -> Task:
-    """Make a task by its name; one needs a trace.
+def task_of(
+    name: str, limit_s: float, seed: int, trace: Path | None, venvs: Path, work_dir: Path
+) -> Task:
+    """Make a task by its name; some need a trace.
+
+    Args:
+        work_dir: Of what a tool makes beforehand, until the task's last run.
 
     Raises:
         Unsupported: A tool does not install, or there is no trace.
@@ -209,9 +296,12 @@ def task_of(name: str, limit_s: float, seed: int, trace: Path | None, venvs: Pat
     makers: Mapping[str, Callable[[], Task]] = {
         "prefix-repetition": lambda: prefix_repetition(limit_s, seed),
         "cache-pressure": lambda: cache_pressure(limit_s, seed, venvs),
+        "aiperf-agents": lambda: aiperf_agents(limit_s, seed, venvs, work_dir),
     }
     if name in makers:
         return makers[name]()
     if trace is None:
         raise Unsupported("it needs --trace, a conversation trace in Mooncake's format")
-    return timed_trace(limit_s, seed, trace)
+    if name == "timed-trace":
+        return timed_trace(limit_s, seed, trace)
+    return aiperf_mooncake(limit_s, seed, trace, venvs)

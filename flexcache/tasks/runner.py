@@ -60,6 +60,7 @@ class TaskRunner:
         """Start a task whose graph is complete."""
         if task.early:
             self._cache.early.use(task.early, now)
+        self._count_get(task, now)
         self._submit(task, now)
         self.follow(now)
         if not task.plan.graph.ops:  # a prefetch of what the host tier has
@@ -100,8 +101,9 @@ class TaskRunner:
         self._accounts.answered(task, now)
         self._finish(task, now, notify_ranks=task.gated)
 
-    def end_empty(self, task: Task) -> None:
+    def end_empty(self, task: Task, now: float) -> None:
         """End a task without blocks. Its caller knows already."""
+        self._count_get(task, now)
         result = TaskResult(KVStatus.NOT_FOUND, task.plan.offset, 0, task.num_tokens)
         task.end(result.status)
         self._accounts.ended(task, result)
@@ -178,6 +180,11 @@ class TaskRunner:
         self._scheduler.check()
 
     # -- what follows from them ------------------------------------------------------------------
+
+    def _count_get(self, task: Task, now: float) -> None:
+        if task.plan.kind is TaskKind.GET:
+            self._cache.loads.count_get(task.plan)
+            self._accounts.got(task, now)
 
     def _submit(self, task: Task, now: float) -> None:
         self._accounts.launched(task)

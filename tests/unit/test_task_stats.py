@@ -77,8 +77,21 @@ def test_the_recent_hit_rate_is_of_the_blocks_that_were_asked_for() -> None:
     world = World()
     world.put("ab")
     world.finish_all()
-    world.match(TaskKind.GET, "abcd", start=1)
+    world.get("abcd", start=1)
     assert world.stats().hit_rate["1m"] == HitRateStats(asked_blocks=3, hit_blocks=1, rate=1 / 3)
+
+
+def test_a_prompt_that_is_matched_again_and_again_counts_once() -> None:
+    world = World()
+    world.put("ab")
+    world.finish_all()
+    for _ in range(3):  # an engine has no room for its blocks
+        world.cancel(world.match(TaskKind.GET, "abcd"))
+    world.get("abcd")
+    tier = world.stats().tiers["CPU"]
+    assert (tier.hit_blocks, tier.miss_blocks) == (2, 2)
+    totals = world.stats().totals
+    assert (totals.hit_blocks["CPU"], totals.missed_blocks) == (2, 2)
 
 
 @given(
@@ -96,7 +109,8 @@ def test_hits_by_minute_and_by_window_are_those_of_the_last_hour(
         world.tick(pause)
         word = "abc"[:num_found] + "xyz"[:num_missed]
         if word:
-            world.match(TaskKind.GET, word)
+            world.get(word)
+            world.finish_all()
             asked.append((world.now, num_found, num_missed))
     world.now += rest
     now, minutes = world.now, dict[int, tuple[int, int]]()
