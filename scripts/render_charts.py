@@ -5,8 +5,8 @@
 The figures drawn are also in the text field `Description` of each PNG, so that a test can compare
 them with the tables. Needs matplotlib (the extra `bench`).
 
-From the raw figures of `benchmarks/external/run.py` it makes a chart, `external.png`, and tables,
-`benchmarks/results/external.md`.
+From the raw figures of `benchmarks/external/run.py` it makes a chart, `external.png`, the table in
+docs/benchmarks.md and longer ones, `benchmarks/results/external.md`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-RECORD = ROOT / "benchmarks" / "results" / "2026-11-figures.md"
-NUM_TOKENS = 4000
-SYSTEMS = {"LMCache": 5, "vLLM offloading": 4, "FlexCache": 2}  # columns of the table
 GPU_LINES = {"computed": 1, "from SSD": 4, "from DRAM": 3, "in the GPU": 2}
 _COLOURS = {"DRAM": "#2a7fb8", "SSD": "#9ecae1", "cold": "#8a8a8a"}
-_AXIS_END_MS = 260.0
 RESULTS = ROOT / "benchmarks" / "results"
 IN_TIME_MS = 2000.0
 """Time to the first token of a request that counts as answered in time."""
-EXTERNAL = ("prefix-repetition", "timed-trace", "aiperf-agents", "aiperf-mooncake")
-"""Benchmarks whose samples are times to the first token."""
+EXTERNAL = {
+    "prefix-repetition": "vllm bench serve, prefix repetition",
+    "timed-trace": "vllm bench serve, Mooncake's conversations",
+    "aiperf-agents": "AIPerf, coding agents",
+    "aiperf-mooncake": "AIPerf, Mooncake's conversations",
+}
+"""Benchmarks whose samples are times to the first token, and their names for readers."""
+BEGIN, END = "<!-- written by scripts/render_charts.py -->\n", "<!-- end -->"
 
 
 def rows(page: str) -> Iterator[list[str]]:
@@ -45,16 +47,6 @@ def numbers(cell: str) -> list[float]:
     return [float(text.replace(",", "")) for text in re.findall(r"\d[\d,]*(?:\.\d+)?", cell)]
 
 
-def read_ttft(page: str) -> dict[str, dict[str, float]]:
-    """Return milliseconds by run (cold, DRAM, SSD) and system."""
-    table = page[page.index("| tokens | run | FlexCache") :].split("\n\n")[0]
-    return {
-        cells[1]: {system: numbers(cells[column])[0] for system, column in SYSTEMS.items()}
-        for cells in rows(table)
-        if cells[0] == str(NUM_TOKENS)
-    }
-
-
 def read_gpu(page: str) -> dict[str, list[list[float]]]:
     """Return tokens and milliseconds of each line of the chart."""
     table = page[page.index("| prompt | computed") :].split("\n\n")[0]
@@ -62,37 +54,6 @@ def read_gpu(page: str) -> dict[str, list[list[float]]]:
     return {
         name: [[cells[0], cells[column]] for cells in figures] for name, column in GPU_LINES.items()
     }
-
-
-def draw_ttft(figures: dict[str, dict[str, float]], path: Path) -> None:
-    picture, axes = new_picture(8, 3.1)
-    recompute_ms = min(figures["cold"].values())
-    axes.barh(0, _AXIS_END_MS, height=0.5, color=_COLOURS["cold"])
-    for x in (0.90, 0.915):  # the bar goes on beyond the axis
-        axes.plot([x * _AXIS_END_MS, (x + 0.02) * _AXIS_END_MS], [0.34, -0.34], color="white", lw=3)
-    axes.text(
-        0.87 * _AXIS_END_MS, 0, f"{recompute_ms:,.0f} ms",
-        va="center", ha="right", color="white", fontweight="bold",
-    )  # fmt: skip
-    for row, system in enumerate(SYSTEMS, start=1):
-        for offset, run in ((-0.19, "DRAM"), (0.19, "SSD")):
-            milliseconds = figures[run][system]
-            axes.barh(
-                row + offset, milliseconds, height=0.36, color=_COLOURS[run],
-                label=f"cached in {run}" if row == 1 else None,
-            )  # fmt: skip
-            axes.text(milliseconds + 3, row + offset, f"{milliseconds:.0f} ms", va="center")
-    axes.set_yticks(range(len(SYSTEMS) + 1), ["no cache", *SYSTEMS])
-    axes.get_yticklabels()[-1].set_fontweight("bold")
-    axes.set_xlim(0, _AXIS_END_MS)
-    axes.xaxis.set_visible(False)
-    axes.spines["bottom"].set_visible(False)
-    axes.legend(loc="center right", frameon=False, bbox_to_anchor=(1.0, 0.35))
-    axes.set_title(
-        f"Time to first token of a {NUM_TOKENS:,}-token prompt (136 M model, 2 CPU cores)",
-        loc="left", fontsize=11,
-    )  # fmt: skip
-    save(picture, path, figures)
 
 
 def draw_gpu(figures: dict[str, list[list[float]]], path: Path) -> None:
@@ -163,8 +124,10 @@ def _cell(runs: Sequence[Mapping[str, Any]], phase: str) -> Cell:
         source: sum(run["tokens"][source] for run in runs) for source in runs[0]["tokens"]
     }  # fmt: skip
     prompts = sum(sums[source] for source in ("GPU", "cache", "computed")) or 1
-    if sums["DRAM"] + sums["SSD"]:
-        sums["cache"] = 0  # it says which
+    if below := sums["DRAM"] + sums["SSD"]:  # the cache says which; the engine, how many in all
+        for name in ("DRAM", "SSD"):
+            sums[name] *= sums["cache"] / below
+        sums["cache"] = 0
     in_time = [sum(ms <= IN_TIME_MS for ms in run["ttft_ms"]) / run["duration_s"] for run in runs]
     tokens, arm = first["sizes"], first["arm"]
     sizes = [tokens["gpu"], *([tokens["dram"]] if arm != "no cache" else [])]
@@ -181,6 +144,32 @@ def _cell(runs: Sequence[Mapping[str, Any]], phase: str) -> Cell:
 
 def _quantile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def page_table(cells: Sequence[Cell]) -> str:
+    """Return the table of docs/benchmarks.md: medians of the rounds, an arm a row."""
+    places = list(dict.fromkeys((cell.benchmark, cell.load) for cell in cells))
+    found = {(cell.benchmark, cell.load, cell.arm): cell for cell in cells}
+    names = [f"{EXTERNAL[benchmark]}, {load}" for benchmark, load in places]
+    lines = ["| TTFT p50 / p90, ms (computed) | " + " | ".join(names) + " |",
+             "| --- |" + " ---: |" * len(places)]  # fmt: skip
+    for arm in dict.fromkeys(cell.arm for cell in cells):
+        row = [_brief(found.get((*place, arm))) for place in places]
+        lines.append(f"| {arm} | " + " | ".join(row) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _brief(cell: Cell | None) -> str:
+    if cell is None:
+        return ""
+    computed = 1 - sum(cell.shares.values())
+    return f"{cell.p50_ms[0]:,.0f} / {cell.p90_ms[0]:,.0f} ({computed:.0%})"
+
+
+def write_page(page: str, cells: Sequence[Cell]) -> str:
+    """Return the page with its table of external benchmarks replaced."""
+    head, _, rest = page.partition(BEGIN)
+    return head + BEGIN + "\n" + page_table(cells) + "\n" + END + rest.partition(END)[2]
 
 
 def external_tables(results: Path) -> Iterator[str]:
@@ -250,36 +239,38 @@ def _simulator_table(path: Path) -> Iterator[str]:
 
 
 def draw_external(cells: Sequence[Cell], path: Path) -> None:
-    """Draw p50 and p90 of each arm, a panel per benchmark at its first load."""
+    """Draw p50 and p90 of each arm with the extremes of p50, a panel per benchmark and load."""
     from matplotlib.figure import Figure
 
     panels: dict[tuple[str, str], list[Cell]] = {}
     for cell in cells:
         panels.setdefault((cell.benchmark, cell.load), []).append(cell)
-    chosen = [next(key for key in panels if key[0] == name) for name in EXTERNAL
-              if any(key[0] == name for key in panels)]  # fmt: skip
-    picture = Figure(figsize=(8, 1.9 * len(chosen) + 0.4), layout="constrained")
-    for axes, (benchmark, load) in zip(
-        picture.subplots(len(chosen), squeeze=False)[:, 0], chosen, strict=True
+    picture = Figure(figsize=(8, 1.7 * len(panels) + 0.3), layout="constrained")
+    for axes, ((benchmark, load), shown) in zip(
+        picture.subplots(len(panels), squeeze=False)[:, 0], panels.items(), strict=True
     ):
-        shown = panels[benchmark, load]
         for row, cell in enumerate(shown):
             colour = _COLOURS["DRAM"] if "FlexCache" in cell.arm else _COLOURS["cold"]
+            middle, least, most = cell.p50_ms
             axes.barh(row, cell.p90_ms[0], height=0.7, color=colour, alpha=0.35)
-            axes.barh(row, cell.p50_ms[0], height=0.7, color=colour)
+            axes.barh(row, middle, height=0.7, color=colour)
+            axes.plot([least, most], [row, row], color="black", lw=1)
             axes.text(
-                cell.p90_ms[0], row, f"  {cell.p50_ms[0]:,.0f} / {cell.p90_ms[0]:,.0f} ms",
+                max(cell.p90_ms[0], most), row, f"  {middle:,.0f} / {cell.p90_ms[0]:,.0f} ms",
                 va="center", fontsize=8,
             )  # fmt: skip
         axes.set_yticks(range(len(shown)), [cell.arm for cell in shown], fontsize=8)
         axes.invert_yaxis()
         axes.tick_params(axis="y", length=0)
         axes.xaxis.set_visible(False)
-        axes.set_xlim(0, 1.25 * max(cell.p90_ms[0] for cell in shown))
+        axes.set_xlim(0, 1.25 * max(max(cell.p90_ms[0], cell.p50_ms[2]) for cell in shown))
         axes.spines[["top", "right", "bottom"]].set_visible(False)
-        axes.set_title(f"{benchmark}, {load}: TTFT, p50 / p90", loc="left", fontsize=10)
+        axes.set_title(f"{EXTERNAL[benchmark]}, {load}", loc="left", fontsize=9)
+    picture.suptitle(
+        "Time to first token, p50 (dark) and p90; SmolLM2-135M, two CPU cores", fontsize=10
+    )
     save(picture, path, {f"{c.benchmark}, {c.load}, {c.arm}": [c.p50_ms[0], c.p90_ms[0]]
-                         for key in chosen for c in panels[key]})  # fmt: skip
+                         for c in cells})  # fmt: skip
 
 
 def new_picture(width: float, height: float) -> tuple[Any, Any]:
@@ -299,9 +290,10 @@ def save(picture: Any, path: Path, figures: object) -> None:
 
 if __name__ == "__main__":
     directory = Path(sys.argv[1]) if len(sys.argv) > 1 else DOCS
-    draw_ttft(read_ttft(RECORD.read_text()), directory / "ttft.png")
-    draw_gpu(read_gpu((DOCS / "benchmarks.md").read_text()), directory / "gpu.png")
+    page = DOCS / "benchmarks.md"
+    draw_gpu(read_gpu(page.read_text()), directory / "gpu.png")
+    external = external_cells(RESULTS)
     if directory == DOCS:
         (RESULTS / "external.md").write_text("\n".join(external_tables(RESULTS)) + "\n")
-    if external := external_cells(RESULTS):
-        draw_external(external, directory / "external.png")
+        page.write_text(write_page(page.read_text(), external))
+    draw_external(external, directory / "external.png")

@@ -144,6 +144,8 @@ def serving(
             "--kv-cache-memory-bytes",
             str((sizes.big_gpu if arm == BIG_GPU else sizes.gpu) * bytes_per_token),
             "--enable-prompt-tokens-details",
+            # Equal prompts get equal answers, whatever was asked before.
+            "--override-generation-config", '{"temperature": 0}',
         ]  # fmt: skip
         if transfer is not None:
             options += ["--kv-transfer-config", json.dumps({**transfer, "kv_role": "kv_both"})]

@@ -153,5 +153,9 @@ def test_tables_have_medians_and_extremes_of_the_rounds(tmp_path: Path) -> None:
     assert "| 2.0 / 0.5 / 0.0 |" in text
     assert "| 50 | 50% | 2 / 1 of 2 | - | - |" in text
     assert "| t | 1,000 | lru | 5 | 5 | 50.00% |" in text
+    page = charts["write_page"](f"a\n{charts['BEGIN']}old\n{charts['END']}\nz\n", [cell])
+    assert page.startswith("a\n") and page.endswith("\nz\n") and "old" not in page
+    assert f"| {ARMS[-1]} | 200 / 1,000 (30%) |" in page
+    assert charts["write_page"](page, [cell]) == page
     charts["draw_external"]([cell], tmp_path / "external.png")
     assert (tmp_path / "external.png").stat().st_size > 1000
