@@ -204,7 +204,7 @@ class TotalsStats(Counters):
     """By tier."""
     missed_blocks: Annotated[int, counter(
         "missed_blocks",
-        "Blocks requested by gets that were in no tier: the engine computes them.",
+        "Blocks that gets asked for and did not find: the engine computes them.",
     )] = 0  # fmt: skip
     dropped_blocks: Annotated[dict[str, int], counter(
         "dropped_blocks",

@@ -91,6 +91,7 @@ class Cell:
     p50_ms: tuple[float, float, float]
     p90_ms: tuple[float, float, float]
     in_time_per_s: tuple[float, float, float]
+    failed: int
     shares: Mapping[str, float]
     """Parts of prompt tokens from GPU blocks, DRAM, SSD, or a cache that does not say which."""
     sizes: str
@@ -112,7 +113,8 @@ def external_cells(results: Path) -> list[Cell]:
         places: dict[tuple[float, str, str], list[dict[str, Any]]] = {}
         for run in external_runs(results, benchmark):
             places.setdefault((run["load"], run["arm"], run["phase"]), []).append(run)
-        cells += [_cell(runs, phase) for (_, _, phase), runs in places.items()]
+        by_load = sorted(places.items(), key=lambda item: item[0][0])
+        cells += [_cell(runs, phase) for (_, _, phase), runs in by_load]
     return cells
 
 
@@ -137,8 +139,11 @@ def _cell(runs: Sequence[Mapping[str, Any]], phase: str) -> Cell:
         arm + (", after a restart" if phase == "restart" else ""), len(runs),
         over_rounds([_quantile(run["ttft_ms"], 0.5) for run in runs]),
         over_rounds([_quantile(run["ttft_ms"], 0.9) for run in runs]), over_rounds(in_time),
+        sum(run["failed"] for run in runs),
         {name: sums[name] / prompts for name in ("GPU", "DRAM", "SSD", "cache")},
-        " / ".join(f"{first['working_set_tokens'] / size:.1f}" for size in sizes),
+        # For a time only some of AIPerf's sessions are asked.
+        "" if first["unit"] == "users"
+        else " / ".join(f"{first['working_set_tokens'] / size:.1f}" for size in sizes),
     )  # fmt: skip
 
 
@@ -150,7 +155,11 @@ def page_table(cells: Sequence[Cell]) -> str:
     """Return the table of docs/benchmarks.md: medians of the rounds, an arm a row."""
     places = list(dict.fromkeys((cell.benchmark, cell.load) for cell in cells))
     found = {(cell.benchmark, cell.load, cell.arm): cell for cell in cells}
-    names = [f"{EXTERNAL[benchmark]}, {load}" for benchmark, load in places]
+    rounds = {
+        place: min(cell.rounds for cell in cells if (cell.benchmark, cell.load) == place)
+        for place in places
+    }
+    names = [f"{EXTERNAL[place[0]]}, {place[1]}; rounds: {rounds[place]}" for place in places]
     lines = ["| TTFT p50 / p90, ms (computed) | " + " | ".join(names) + " |",
              "| --- |" + " ---: |" * len(places)]  # fmt: skip
     for arm in dict.fromkeys(cell.arm for cell in cells):
@@ -180,19 +189,20 @@ def external_tables(results: Path) -> Iterator[str]:
         return f"{middle} ({least} to {most})"
 
     yield f"In time: a first token within {IN_TIME_MS / 1000:g} s. Shares are of prompt tokens."
+    yield "DRAM and SSD share what was loaded in the proportion of the look-ups in them."
     yield "Working set: tokens of all prompts, shared ones once, over those of GPU / DRAM / SSD."
     yield ""
     yield (
         "| benchmark | load | system | rounds | TTFT p50, ms | TTFT p90, ms | in time, 1/s |"
-        " from GPU | DRAM | SSD | cache | working set |"
+        " failed | from GPU | DRAM | SSD | cache | working set |"
     )
-    yield "| --- | --- | --- |" + " ---: |" * 9
+    yield "| --- | --- | --- |" + " ---: |" * 10
     for cell in external_cells(results):
         shares = " | ".join(f"{share:.0%}" for share in cell.shares.values())
         yield (
             f"| {cell.benchmark} | {cell.load} | {cell.arm} | {cell.rounds} | "
             f"{spread(cell.p50_ms, ',.0f')} | {spread(cell.p90_ms, ',.0f')} | "
-            f"{spread(cell.in_time_per_s, '.2f')} | {shares} | {cell.sizes} |"
+            f"{spread(cell.in_time_per_s, '.2f')} | {cell.failed} | {shares} | {cell.sizes} |"
         )
     yield from _pressure_table(external_runs(results, "cache-pressure"))
     yield from _simulator_table(results / "external-simulator.json")
@@ -205,7 +215,7 @@ def _pressure_table(runs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield ""
     yield (
         "| cache-pressure: system | round | retained tokens | of its largest tier |"
-        " needle answers as a large GPU's, cold / again | aborts reused | main contexts kept |"
+        " needle answers as a large GPU's, cold / again | aborts reused | finals reused |"
     )
     yield "| --- |" + " ---: |" * 6
     for run in runs:

@@ -66,6 +66,7 @@ def command(name: str) -> None:
         directory: Annotated[Path, typer.Option("--dir", help="For SSD tiers.")] = Path("."),
         results: Results = RESULTS,
     ) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory) as work_dir:
             venvs = venvs.resolve()
             where = make_model(MODELS, "smollm2") if model is None else model.resolve()

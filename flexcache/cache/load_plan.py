@@ -236,12 +236,11 @@ class LoadPlanner:
         plan = Plan(TaskKind.GET, keys.root, start, start, may_go_direct=may_go_direct)
         plan.prefill_blocks_per_s = prefill_blocks_per_s
         self._fill(plan, keys, start, stop)
-        plan.num_missed = stop - plan.stop
         return plan
 
     def count_get(self, plan: Plan) -> None:
         """Count a get once, as its load begins or if it found nothing: an engine without room asks
-        for a waiting prompt again and again."""
+        for a waiting prompt again and again, and may load less than was found."""
         last = self._tiers.last
         for tier in self._tiers:
             num_hits = plan.sources.get(tier.name, 0)

@@ -91,7 +91,7 @@ class Accounts:
             self.recorder.matched(task, prompt)
 
     def got(self, task: Task, now: float) -> None:
-        """The load of a get begins, or it has found nothing (`LoadPlanner.count_get`)."""
+        """Count a get, as `LoadPlanner.count_get` says."""
         plan = task.plan
         self._begin_slice(now)
         for totals in (self.totals, task.owner.totals):

@@ -60,7 +60,8 @@ class TaskRunner:
         """Start a task whose graph is complete."""
         if task.early:
             self._cache.early.use(task.early, now)
-        self._count_get(task, now)
+        if not task.is_promised:  # it may be taken back, and promised again with the next step
+            self._count_get(task, now)
         self._submit(task, now)
         self.follow(now)
         if not task.plan.graph.ops:  # a prefetch of what the host tier has
@@ -257,6 +258,8 @@ class TaskRunner:
     def _finish(self, task: Task, now: float, notify_ranks: bool) -> None:
         """Every op of the task has ended, or none was ever started."""
         self._cache.finish(task.plan)
+        if task.is_promised and not task.state.is_cancelled:
+            self._count_get(task, now)
         if task.plan.kind is TaskKind.PUT:
             self._cache.sessions.put_ended(task.session_id)
         elif task.plan.kind is TaskKind.PREFETCH:

@@ -107,12 +107,19 @@ def test_the_functions_that_the_pages_name_exist() -> None:
             scope = found[0]
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_between_the_pages_resolve() -> None:
     for page in [path for pattern in PAGES for path in ROOT.glob(pattern)]:
-        for target in re.findall(r"\]\((?!https?:)([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
-            assert (page.parent / target).exists() or (page.parent / f"{target}.md").exists(), (
-                f"{page.name}: {target}"
-            )
+        for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text()):
+            target = page if not link else page.parent / link
+            assert target.exists(), f"{page.name}: {link}"
+            if anchor and target.suffix == ".md":
+                assert anchor in anchors(target), f"{page.name}: {link}#{anchor}"
 
 
 @pytest.mark.whole

@@ -81,17 +81,34 @@ def test_the_recent_hit_rate_is_of_the_blocks_that_were_asked_for() -> None:
     assert world.stats().hit_rate["1m"] == HitRateStats(asked_blocks=3, hit_blocks=1, rate=1 / 3)
 
 
-def test_a_prompt_that_is_matched_again_and_again_counts_once() -> None:
+@pytest.mark.parametrize("by_promise", [False, True])
+def test_a_prompt_that_is_matched_again_and_again_counts_once(by_promise: bool) -> None:
     world = World()
     world.put("ab")
     world.finish_all()
-    for _ in range(3):  # an engine has no room for its blocks
-        world.cancel(world.match(TaskKind.GET, "abcd"))
-    world.get("abcd")
+    for is_promised in (False, True, False, True):  # an engine has no room for its blocks
+        task_id = world.match(TaskKind.GET, "abcd")
+        assert not is_promised or world.engine.promise(task_id, world.now)
+        world.cancel(task_id)
+    assert world.stats().totals.missed_blocks == 0
+    if by_promise:
+        assert world.promise(world.match(TaskKind.GET, "abcd"))
+        world.finish_all()
+    else:
+        world.get("abcd")
     tier = world.stats().tiers["CPU"]
     assert (tier.hit_blocks, tier.miss_blocks) == (2, 2)
     totals = world.stats().totals
     assert (totals.hit_blocks["CPU"], totals.missed_blocks) == (2, 2)
+
+
+def test_what_a_get_may_not_look_for_is_missed() -> None:
+    world = World()
+    world.put("ab")
+    world.finish_all()
+    world.dispute("an engine", True)
+    world.match(TaskKind.GET, "abc")
+    assert world.stats().totals.missed_blocks == 3
 
 
 @given(
