@@ -60,7 +60,8 @@ class TaskRunner:
         """Start a task whose graph is complete."""
         if task.early:
             self._cache.early.use(task.early, now)
-        if not task.is_promised:  # it may be taken back, and promised again with the next step
+        # A promise may be taken back, and made again with the next step.
+        if task.plan.kind is TaskKind.GET and not task.is_promised:
             self._count_get(task, now)
         self._submit(task, now)
         self.follow(now)
@@ -104,7 +105,8 @@ class TaskRunner:
 
     def end_empty(self, task: Task, now: float) -> None:
         """End a task without blocks. Its caller knows already."""
-        self._count_get(task, now)
+        if task.plan.kind is TaskKind.GET:
+            self._count_get(task, now)
         result = TaskResult(KVStatus.NOT_FOUND, task.plan.offset, 0, task.num_tokens)
         task.end(result.status)
         self._accounts.ended(task, result)
@@ -183,9 +185,8 @@ class TaskRunner:
     # -- what follows from them ------------------------------------------------------------------
 
     def _count_get(self, task: Task, now: float) -> None:
-        if task.plan.kind is TaskKind.GET:
-            self._cache.loads.count_get(task.plan)
-            self._accounts.got(task, now)
+        self._cache.loads.count_get(task.plan)
+        self._accounts.got(task, now)
 
     def _submit(self, task: Task, now: float) -> None:
         self._accounts.launched(task)
