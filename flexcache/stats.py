@@ -93,7 +93,7 @@ class TierStats(Counters):
     )] = 0  # fmt: skip
     hit_blocks: Annotated[int, counter(
         "tier_hit_blocks",
-        "Blocks that gets found in this tier, counted when their load begins.",
+        "Blocks that gets found in this tier, also if a load failed or was cancelled.",
     )] = 0  # fmt: skip
     miss_blocks: int = 0
     stored_blocks: Annotated[int, counter(
@@ -204,7 +204,7 @@ class TotalsStats(Counters):
     """By tier."""
     missed_blocks: Annotated[int, counter(
         "missed_blocks",
-        "Blocks that gets asked for and did not find: the engine computes them.",
+        "Blocks requested by gets that were in no tier: the engine computes them.",
     )] = 0  # fmt: skip
     dropped_blocks: Annotated[dict[str, int], counter(
         "dropped_blocks",

@@ -236,19 +236,15 @@ class LoadPlanner:
         plan = Plan(TaskKind.GET, keys.root, start, start, may_go_direct=may_go_direct)
         plan.prefill_blocks_per_s = prefill_blocks_per_s
         self._fill(plan, keys, start, stop)
-        return plan
-
-    def count_get(self, plan: Plan) -> None:
-        """Count a get once, as its load begins or if it found nothing: an engine without room asks
-        for a waiting prompt again and again, and may load less than was found."""
         last = self._tiers.last
         for tier in self._tiers:
             num_hits = plan.sources.get(tier.name, 0)
-            num_missed = plan.num_missed + (tier is not last) * (plan.num_blocks - num_hits)
+            num_missed = stop - (plan.stop if tier is last else start + num_hits)
             tier.counters.hit_blocks += num_hits
             tier.counters.miss_blocks += num_missed
             if tier.quotas is not None:
-                tier.quotas.count_get(plan.root, num_hits, num_missed)
+                tier.quotas.count_get(keys.root, num_hits, num_missed)
+        return plan
 
     def plan_prefetch(
         self, prompt: Prompt, prefill_blocks_per_s: float = 0.0, terms: EarlyTerms | None = None

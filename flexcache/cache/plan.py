@@ -134,7 +134,6 @@ class Plan:
         staging: The lease on the host tier for blocks from a lower tier or from the GPU.
         stores: Leases on the tiers below the host that a put writes through to.
         sources: For a get, how many of the blocks each tier supplies, in order.
-        num_missed: For a get, how many more were asked for, whatever the reason.
         dropped: Blocks that a put could not store, by reason.
         skipped: Blocks that are cached and deliberately not loaded, by reason.
         load_keys: Keys of the blocks that are read from below the host, from position
@@ -167,7 +166,6 @@ class Plan:
     remote_root: bytes = b""
     pins: list[tuple[Tier, PrefixMatch]] = field(default_factory=list)
     sources: dict[TierName, int] = field(default_factory=dict)
-    num_missed: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)
     load_keys: Sequence[BlockKey] = ()

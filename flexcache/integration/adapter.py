@@ -284,10 +284,10 @@ class PrefillRate:
 
 
 COUNTERS = {
-    "dram_hit_tokens": "Prompt tokens whose KV came from DRAM.",
-    "ssd_hit_tokens": "Prompt tokens whose KV came from SSD.",
-    "peer_hit_tokens": "Prompt tokens whose KV came from another host's DRAM.",
-    "remote_hit_tokens": "Prompt tokens whose KV came from the remote store.",
+    "dram_hit_tokens": "Prompt tokens found in DRAM, at each look-up.",
+    "ssd_hit_tokens": "Prompt tokens found on SSD, at each look-up.",
+    "peer_hit_tokens": "Prompt tokens found in another host's DRAM, at each look-up.",
+    "remote_hit_tokens": "Prompt tokens found in the remote store, at each look-up.",
     "missed_tokens": "Prompt tokens that were looked up and not found.",
     "stored_tokens": "Tokens whose KV was copied off the GPU.",
     "loaded_bytes": "Bytes copied to the GPU.",

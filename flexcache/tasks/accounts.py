@@ -76,31 +76,26 @@ class Accounts:
 
     # -- tasks -----------------------------------------------------------------------------------
 
-    def matched(self, task: Task, prompt: Prompt) -> None:
-        """Blocks of a prompt were asked for or offered."""
+    def matched(self, task: Task, prompt: Prompt, now: float) -> None:
+        """Blocks of a prompt were asked for or offered; ``task.plan`` is what came of it."""
         plan = task.plan
+        is_get = plan.kind is TaskKind.GET
+        if is_get:
+            self._begin_slice(now)
         for totals in (self.totals, task.owner.totals):
             # Most plans have neither: a loop over an empty table takes as long as to count.
             if plan.dropped:
                 for reason, count in plan.dropped.items():
                     totals.dropped_blocks[reason] += count
-            if plan.skipped and plan.kind is not TaskKind.GET:
-                for reason, count in plan.skipped.items():
-                    totals.skipped_blocks[reason] += count
-        if self.recorder is not None:
-            self.recorder.matched(task, prompt)
-
-    def got(self, task: Task, now: float) -> None:
-        """Count a get, as `LoadPlanner.count_get` says."""
-        plan = task.plan
-        self._begin_slice(now)
-        for totals in (self.totals, task.owner.totals):
             if plan.skipped:
                 for reason, count in plan.skipped.items():
                     totals.skipped_blocks[reason] += count
-            for tier, count in plan.sources.items():
-                totals.hit_blocks[tier] += count
-            totals.missed_blocks += plan.num_missed
+            if is_get:
+                for tier, count in plan.sources.items():
+                    totals.hit_blocks[tier] += count
+                totals.missed_blocks += prompt.stop - plan.stop
+        if self.recorder is not None:
+            self.recorder.matched(task, prompt)
 
     def _begin_slice(self, now: float) -> None:
         slices = self._recent

@@ -523,13 +523,13 @@ class KVTaskEngine:
                 cache.sessions.used(session_id, keys, plan)
             if kind is TaskKind.GET:
                 task.early = cache.early.find(keys)
-            self.accounts.matched(task, prompt)
+            self.accounts.matched(task, prompt, now)
             if not plan.is_empty:
                 self.sessions.open(task)
                 self._deadlines.matched(task_id, now)
                 return plan
             cache.finish(plan)
-            self._runner.end_empty(task, now)
+            self._runner.end_empty(task)
             # DRAM lacks nothing of it, but a tier below may: it evicted blocks, or was away.
             stores_below = kind is TaskKind.PUT and has_blocks and not plan.dropped
             if stores_below and cache.tiers.written:

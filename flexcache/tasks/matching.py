@@ -180,7 +180,6 @@ class Matcher:
         else:
             plan = self._cache.plan_nothing(kind, keys, prompt.start, prompt.stop, reason)
         plan.num_before = prompt.num_before
-        plan.num_missed = prompt.stop - plan.stop
         if kind is TaskKind.GET and prompt.start < prompt.stop and self._cache.reuse is not None:
             self._cache.reuse.looked_up(keys, plan, prompt.stop)
         return prompt, plan

@@ -60,9 +60,6 @@ class TaskRunner:
         """Start a task whose graph is complete."""
         if task.early:
             self._cache.early.use(task.early, now)
-        # A promise may be taken back, and made again with the next step.
-        if task.plan.kind is TaskKind.GET and not task.is_promised:
-            self._count_get(task, now)
         self._submit(task, now)
         self.follow(now)
         if not task.plan.graph.ops:  # a prefetch of what the host tier has
@@ -103,10 +100,8 @@ class TaskRunner:
         self._accounts.answered(task, now)
         self._finish(task, now, notify_ranks=task.gated)
 
-    def end_empty(self, task: Task, now: float) -> None:
+    def end_empty(self, task: Task) -> None:
         """End a task without blocks. Its caller knows already."""
-        if task.plan.kind is TaskKind.GET:
-            self._count_get(task, now)
         result = TaskResult(KVStatus.NOT_FOUND, task.plan.offset, 0, task.num_tokens)
         task.end(result.status)
         self._accounts.ended(task, result)
@@ -184,10 +179,6 @@ class TaskRunner:
 
     # -- what follows from them ------------------------------------------------------------------
 
-    def _count_get(self, task: Task, now: float) -> None:
-        self._cache.loads.count_get(task.plan)
-        self._accounts.got(task, now)
-
     def _submit(self, task: Task, now: float) -> None:
         self._accounts.launched(task)
         task.launch(now)
@@ -259,8 +250,6 @@ class TaskRunner:
     def _finish(self, task: Task, now: float, notify_ranks: bool) -> None:
         """Every op of the task has ended, or none was ever started."""
         self._cache.finish(task.plan)
-        if task.is_promised and not task.state.is_cancelled:
-            self._count_get(task, now)
         if task.plan.kind is TaskKind.PUT:
             self._cache.sessions.put_ended(task.session_id)
         elif task.plan.kind is TaskKind.PREFETCH:

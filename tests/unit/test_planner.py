@@ -130,8 +130,6 @@ class World:
         cached = max(self.num_cached(tier, word, root) for tier in self.tiers)
         keys = prompt(word, root)
         task = self._open(self.cache.loads.plan_get(get_of(keys, start)), keys)
-        task.plan.num_missed = len(word) - task.plan.stop
-        self.cache.loads.count_get(task.plan)
         self._check_load(task, start, cached)
         covered = [p for op in task.ops(OpKind.H2D) for p in self._positions(op)]
         assert covered == list(range(start, task.plan.stop))

@@ -77,38 +77,8 @@ def test_the_recent_hit_rate_is_of_the_blocks_that_were_asked_for() -> None:
     world = World()
     world.put("ab")
     world.finish_all()
-    world.get("abcd", start=1)
+    world.match(TaskKind.GET, "abcd", start=1)
     assert world.stats().hit_rate["1m"] == HitRateStats(asked_blocks=3, hit_blocks=1, rate=1 / 3)
-
-
-@pytest.mark.parametrize("by_promise", [False, True])
-def test_a_prompt_that_is_matched_again_and_again_counts_once(by_promise: bool) -> None:
-    world = World()
-    world.put("ab")
-    world.finish_all()
-    for is_promised in (False, True, False, True):  # an engine has no room for its blocks
-        task_id = world.match(TaskKind.GET, "abcd")
-        assert not is_promised or world.engine.promise(task_id, world.now)
-        world.cancel(task_id)
-    assert world.stats().totals.missed_blocks == 0
-    if by_promise:
-        assert world.promise(world.match(TaskKind.GET, "abcd"))
-        world.finish_all()
-    else:
-        world.get("abcd")
-    tier = world.stats().tiers["CPU"]
-    assert (tier.hit_blocks, tier.miss_blocks) == (2, 2)
-    totals = world.stats().totals
-    assert (totals.hit_blocks["CPU"], totals.missed_blocks) == (2, 2)
-
-
-def test_what_a_get_may_not_look_for_is_missed() -> None:
-    world = World()
-    world.put("ab")
-    world.finish_all()
-    world.dispute("an engine", True)
-    world.match(TaskKind.GET, "abc")
-    assert world.stats().totals.missed_blocks == 3
 
 
 @given(
@@ -126,8 +96,7 @@ def test_hits_by_minute_and_by_window_are_those_of_the_last_hour(
         world.tick(pause)
         word = "abc"[:num_found] + "xyz"[:num_missed]
         if word:
-            world.get(word)
-            world.finish_all()
+            world.match(TaskKind.GET, word)
             asked.append((world.now, num_found, num_missed))
     world.now += rest
     now, minutes = world.now, dict[int, tuple[int, int]]()
