@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import statistics
 import sys
 import threading
 import time
@@ -24,6 +25,7 @@ import flexcache
 
 PACKAGE = str(Path(flexcache.__file__).parent)
 TRIES = 5
+ROUTED_TRIES = 31
 PATIENCE_S = 60.0
 
 
@@ -119,7 +121,7 @@ def trace_routed() -> dict[str, int]:
                     traces.append(trace.calls_of(ask))
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
-            traces[:] = [trace.calls_of(ask) for _ in range(TRIES)]
+            traces[:] = [trace.calls_of(ask) for _ in range(ROUTED_TRIES)]
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -127,7 +129,9 @@ def trace_routed() -> dict[str, int]:
         threading.Thread(target=ask_and_stop, daemon=True).start()
         arguments = [f"--worker={engine.url}", f"--port={port}", f"--control-port={control_port}"]
         app(["router", *arguments], standalone_mode=False)
-    return least(traces)
+    # Not the least: the end of one request may be counted with the next.
+    totals = [sum(calls.values()) for calls in traces]
+    return traces[totals.index(statistics.mode(totals))]
 
 
 def main(what: str) -> None:
