@@ -131,7 +131,7 @@ def _cell(runs: Sequence[Mapping[str, Any]], phase: str) -> Cell:
             sums[name] *= sums["cache"] / below
         sums["cache"] = 0
     in_time = [sum(ms <= IN_TIME_MS for ms in run["ttft_ms"]) / run["duration_s"] for run in runs]
-    tokens, arm = first["sizes"], first["arm"]
+    tokens, arm, working_set = first["sizes"], first["arm"], first["working_set_tokens"]
     sizes = [tokens["gpu"], *([tokens["dram"]] if arm != "no cache" else [])]
     sizes += [tokens["ssd"]] if arm.endswith("SSD") else []
     return Cell(
@@ -141,9 +141,7 @@ def _cell(runs: Sequence[Mapping[str, Any]], phase: str) -> Cell:
         over_rounds([_quantile(run["ttft_ms"], 0.9) for run in runs]), over_rounds(in_time),
         sum(run["failed"] for run in runs),
         {name: sums[name] / prompts for name in ("GPU", "DRAM", "SSD", "cache")},
-        # For a time only some of AIPerf's sessions are asked.
-        "" if first["unit"] == "users"
-        else " / ".join(f"{first['working_set_tokens'] / size:.1f}" for size in sizes),
+        " / ".join(f"{working_set / size:.1f}" for size in sizes if working_set),
     )  # fmt: skip
 
 

@@ -13,13 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from arms import ARMS, BIG_GPU, BLOCK, SERVED, DidNotRun, Server, Sizes
+from msgspec.structs import replace
 from simulator import write_prompts
 from traffic import scaled, working_set
 from venvs import peer_python
 
 from flexcache.bench.suite import Unsupported
+from flexcache.replay.traces import MooncakeRequest
 
 HERE = Path(__file__).parent
 ANSWER = 8
@@ -91,7 +92,7 @@ def prefix_repetition(limit_s: float, seed: int) -> Task:
 
 def timed_trace(limit_s: float, seed: int, trace: Path) -> Task:
     """vLLM's own benchmark: conversations of a production trace, scaled."""
-    lines = scaled(trace, 2560, 120, 0.8, ANSWER, seed)
+    lines = _conversations(trace, seed)
 
     def ask(server: Server, rate: float, work_dir: Path) -> dict[str, Any]:
         prompts = work_dir / "trace.jsonl"
@@ -99,7 +100,7 @@ def timed_trace(limit_s: float, seed: int, trace: Path) -> Task:
         options = [
             "--dataset-name", "timed_trace", "--dataset-path", prompts, "--num-prompts", len(lines),
             "--timed-trace-chunk-hash-size", lines[0].tokens_per_id,
-            "--timed-trace-sec-multiplier", 0.001 * 0.8 / rate,
+            "--timed-trace-sec-multiplier", 0.001 / rate,
             "--timed-trace-label-timestamp", "timestamp",
             "--timed-trace-label-input-length", "input_length",
             "--timed-trace-label-output-length", "output_length",
@@ -108,6 +109,11 @@ def timed_trace(limit_s: float, seed: int, trace: Path) -> Task:
         return _vllm_bench(server, options, limit_s, seed, work_dir)
 
     return Task("timed-trace", "requests/s", (2.4, 3.2), ask, working_set(lines))
+
+
+def _conversations(trace: Path, seed: int) -> list[MooncakeRequest]:
+    """Return the requests of both tools that replay a trace, one a second."""
+    return scaled(trace, 2560, 120, 1.0, ANSWER, seed)
 
 
 def _vllm_bench(
@@ -151,18 +157,16 @@ def aiperf_agents(limit_s: float, seed: int, venvs: Path, work_dir: Path) -> Tas
 def aiperf_mooncake(limit_s: float, seed: int, trace: Path, venvs: Path) -> Task:
     """AIPerf's replay of conversations of a Mooncake trace, scaled, at their times."""
     python = peer_python(venvs, "aiperf")
-    usual = 3.2
-    lines = scaled(trace, 2560, 120, usual, ANSWER, seed)
+    lines = _conversations(trace, seed)
 
     def ask(server: Server, rate: float, work_dir: Path) -> dict[str, Any]:
         prompts = work_dir / "trace.jsonl"
-        stretched = [msgspec.structs.replace(each, timestamp=each.timestamp * usual / rate)
-                     for each in lines]  # fmt: skip
-        write_prompts(prompts, stretched)
+        at_rate = [replace(line, timestamp=line.timestamp / rate) for line in lines]
+        write_prompts(prompts, at_rate)
         options = ["--input-file", prompts, "--fixed-schedule"]
         return _aiperf(python, server, options, limit_s, seed, work_dir)
 
-    return Task("aiperf-mooncake", "requests/s", (usual,), ask, working_set(lines))
+    return Task("aiperf-mooncake", "requests/s", (3.2,), ask, working_set(lines))
 
 
 def _aiperf(
