@@ -196,8 +196,8 @@ def test_a_get_waits_for_what_another_engine_computes_and_loads_what_is_there(
 
         until(has_half)
         one.put(TOKENS, BLOCKS)
-        until(lambda: handed_over(two, source) is not None)
-        assert handed_over(two, source)[2] == {"CPU": half * 16, "PEER": half * 16}
+        expected = {"CPU": half * 16, "PEER": half * 16}
+        until(lambda: (found := handed_over(two, source)) is not None and found[2] == expected)
         two.wipe(BLOCKS)
         assert two.get(TOKENS, BLOCKS).mask.all()
         assert two.read(BLOCKS) == one.read(BLOCKS)
@@ -209,7 +209,7 @@ def test_a_get_waits_no_longer_than_it_is_told(model: ModelConfig) -> None:
         ends_s = time.monotonic() + 0.5
         until(lambda: handed_over(two, wait_s=ends_s - time.monotonic()) is not None)
         assert time.monotonic() >= ends_s
-        assert handed_over(two, wait_s=0)[1].sum() == 16
+        until(lambda: (found := handed_over(two, wait_s=0)) is not None and found[1].sum() == 16)
 
 
 @pytest.mark.parametrize("step_s", [0.0, 0.1])
@@ -243,8 +243,7 @@ def test_a_get_waits_a_while_for_an_engine_that_is_silent(
                 return
             assert handed_over(two, source) is None
         one.put(TOKENS, BLOCKS)
-        until(lambda: handed_over(two, source) is not None)
-        assert handed_over(two, source)[1].all()
+        until(lambda: (found := handed_over(two, source)) is not None and found[1].all())
 
 
 def test_a_cache_without_peers_does_not_wait_for_one(model: ModelConfig) -> None:
@@ -264,8 +263,8 @@ def test_a_request_names_a_peer_that_the_settings_do_not(model: ModelConfig) -> 
         )
         one.put(TOKENS, BLOCKS)
         until(lambda: "PEER" in one.manager.stats()["tiers"])
-        until(lambda: (found := handed_over(two, own[0])) is not None and found[1].all())
-        assert handed_over(two, own[0])[2] == {"PEER": len(TOKENS)}
+        expected = {"PEER": len(TOKENS)}
+        until(lambda: (found := handed_over(two, own[0])) is not None and found[2] == expected)
         assert handed_over(two, "tcp://192.0.2.7:9600", wait_s=0) is not None, "without keys"
         assert peers(two)["up"] == 1
 
