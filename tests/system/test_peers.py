@@ -315,10 +315,9 @@ def test_a_peer_keeps_what_it_used_later_than_what_it_is_handed(model: ModelConf
     settings = {"num_cpu_blocks": 3 * NUM_BLOCKS, "eviction_policy": "lru"}
     first = {"http_endpoint": str(port), "num_cpu_blocks": 256}
     with caches(model, first=first, **settings) as (one, two):
-        one.put(prompt_of(0), BLOCKS)
-        two.put(prompt_of(1), BLOCKS)
-        one.put(prompt_of(2), BLOCKS)
-        two.put(prompt_of(3), BLOCKS)
+        for number, cluster in enumerate((one, two, one, two)):
+            cluster.put(prompt_of(number), BLOCKS)
+            time.sleep(1.0)  # what is handed over seems younger by the time of a message
         two.put(prompt_of(4), BLOCKS[: NUM_BLOCKS // 2])
         found = drained(port, "--to", address_of(two))
         # Of what both have used the last stays: 4, 3, 2 and half of 1.
