@@ -427,6 +427,9 @@ def test_what_is_ignored_is_logged_once_as_a_warning(caplog: pytest.LogCaptureFi
 def test_any_counters_of_an_interval_can_be_reduced(gains: dict[str, int]) -> None:
     reduced = FlexCacheStats(dict(gains)).reduce()
     assert all(math.isfinite(value) and value >= 0 for value in reduced.values())
+    found = sum(count for name, count in gains.items() if "hit_tokens" in name)
+    asked = found + gains.get("missed_tokens", 0)
+    assert reduced["external_hit_rate"] == (round(found / asked, 4) if asked else 0.0)
 
 
 # -- hooks -----------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ class FlexCacheStats(KVConnectorStats):  # type: ignore[misc]
 
     def reduce(self) -> dict[str, int | float]:
         data = self.data
-        hits = sum(data.get(f"{tier}_hit_tokens", 0) for tier in ("dram", "ssd", "remote"))
+        hits = sum(value for name, value in data.items() if name.endswith("_hit_tokens"))
         looked_up = hits + data.get("missed_tokens", 0)
         shown = {k: round(v, 4) for k, v in data.items() if not k.endswith(("_bytes", "_seconds"))}
         shown["external_hit_rate"] = round(hits / looked_up, 4) if looked_up else 0.0
