@@ -36,7 +36,9 @@ _WHY_REJECTED = (
     "malformed", "oversized", "misplaced", "without_session", "version", "crowded",
     "unknown_worker",
 )  # fmt: skip
-_WHY_SKIPPED = ("ssd_slower_than_recompute", "remote_slower_than_recompute", "host_worth_less")
+_WHY_SKIPPED = (
+    *(f"{tier}_slower_than_recompute" for tier in ("ssd", "peer", "remote")), "host_worth_less",
+)  # fmt: skip
 _WHY_UNPINNED = ("expired", "unpinned", "deleted", "cleared", "weights", "layout", "lost")
 _ENDS = tuple(
     f"{kind.value}_{status.value}"
