@@ -108,6 +108,7 @@ def _pieces(event: Event) -> Iterator[Event]:
 SILENT_REQUESTS = 50
 SILENT_TOKENS = 20_000
 """Computed by that many requests at least: prompts shorter than a block store nothing."""
+UNREACHED_REQUESTS = 3
 UNMATCHED_REQUESTS = 20
 UNMATCHED_TOKENS = 64
 """Cached tokens from which a report counts."""
@@ -116,6 +117,7 @@ UNMATCHED_TOKENS = 64
 class Alarm(str, Enum):
     """What is wrong with a source."""
 
+    UNREACHED = "unreached"
     SILENT = "silent"
     UNMATCHED = "unmatched"
 
@@ -124,8 +126,9 @@ class SourceWatch:
     """Watches one source.
 
     A router that hears nothing, or hears of blocks under other tokens than it sees in requests,
-    still routes, by load: nothing fails, only the gain is gone. Hence two rules:
+    still routes, by load: nothing fails, only the gain is gone. Hence three rules:
 
+    * *unreached*: workers answered prompts, and there is no connection to the publisher.
     * *silent*: workers computed many prompts since the publisher's last event, although each new
       block is an event.
     * *unmatched*: the engine reports cached tokens time after time, and the index predicted none.
@@ -136,25 +139,33 @@ class SourceWatch:
 
     def __init__(self) -> None:
         self.alarms: set[Alarm] = set()
+        self._num_unreached = 0
         self._num_requests = 0
         self._num_tokens = 0
         self._num_unmatched = 0
 
     def event(self) -> None:
         """Note that the publisher said something."""
-        self._num_requests = self._num_tokens = 0
-        self.alarms.discard(Alarm.SILENT)
+        self._num_requests = self._num_tokens = self._num_unreached = 0
+        self.alarms -= {Alarm.SILENT, Alarm.UNREACHED}
 
     def answered(
-        self, num_tokens: int, predicted_tokens: int, cached_tokens: int | None
-    ) -> Alarm | None:
+        self, num_tokens: int, predicted_tokens: int, cached_tokens: int | None,
+        is_connected: bool = True,
+    ) -> Alarm | None:  # fmt: skip
         """Note that a worker of this source answered a prompt; return an alarm that is new.
 
         Args:
             num_tokens: Length of the prompt.
             predicted_tokens: What the index said was cached.
             cached_tokens: What the engine said was cached; None if it did not say.
+            is_connected: Whether there is a connection to the publisher.
         """
+        self._num_unreached = 0 if is_connected else self._num_unreached + 1
+        if is_connected:
+            self.alarms.discard(Alarm.UNREACHED)
+        if self._num_unreached >= UNREACHED_REQUESTS:
+            return self._raise(Alarm.UNREACHED)
         self._note_computed(num_tokens - max(predicted_tokens, cached_tokens or 0))
         if predicted_tokens > 0:
             self._num_unmatched = 0
@@ -249,6 +260,10 @@ class FollowedSource:
         if self.subscriber is not None:
             self.subscriber.close()
 
+    @property
+    def is_connected(self) -> bool:
+        return self.subscriber is not None and self.subscriber.is_connected
+
     def begin_at(self, position: Position | None) -> None:
         """Begin with what another router knows of it; None: with nothing, after all."""
         if self.subscriber is not None:
@@ -313,6 +328,8 @@ class FollowedSource:
 
 _SLICE_S = 0.001  # so long may events hold requests up at a time
 _HINTS = {
+    Alarm.UNREACHED: "check the address, and that the engine publishes KV events "
+    "(vLLM, SGLang: --kv-events-config)",
     Alarm.SILENT: "check the endpoint, the topic, and that the engine publishes KV events",
     Alarm.UNMATCHED: "check tokenizer, chat template and model of the router",
 }
@@ -395,7 +412,9 @@ class Feed:
             source = self._sources.get(endpoint)
             if source is None:
                 continue
-            alarm = source.watch.answered(num_tokens, predicted_tokens, cached_tokens)
+            alarm = source.watch.answered(
+                num_tokens, predicted_tokens, cached_tokens, source.is_connected
+            )
             if alarm is not None:
                 log_event(
                     logger, logging.WARNING, f"kv_events_source_{alarm.value}",
@@ -542,7 +561,7 @@ class Feed:
 def _stats_of(source: FollowedSource, now: float) -> SourceStats:
     counters, last, alarms = source.counters, source.last_batch_s, source.watch.alarms
     return SourceStats(
-        is_connected=source.subscriber is not None and source.subscriber.is_connected,
+        is_connected=source.is_connected,
         is_silent=Alarm.SILENT in alarms,
         is_unmatched=Alarm.UNMATCHED in alarms,
         last_batch_age_s=None if last is None else max(0.0, now - last),

@@ -550,7 +550,10 @@ def _of_workers(stats: RouterStats) -> Iterator[str]:
 def _of_sources(stats: RouterStats) -> Iterator[str]:
     for endpoint, source in stats.sources.items():
         if not source.is_connected:
-            yield f"Publisher {endpoint} cannot be reached, so its blocks are unknown."
+            yield (
+                f"Publisher {endpoint} cannot be reached, so its blocks are unknown: check the "
+                "address, and that its engine publishes KV events (--kv-events-config)."
+            )
         elif source.is_silent:
             yield (
                 f"Publisher {endpoint} is silent although its engines answer requests: check its "

@@ -6,6 +6,7 @@ from flexcache.router.feed import (
     SILENT_REQUESTS,
     SILENT_TOKENS,
     UNMATCHED_REQUESTS,
+    UNREACHED_REQUESTS,
     Alarm,
     SourceWatch,
 )
@@ -56,3 +57,14 @@ def test_an_engine_that_reports_nothing_or_little_does_not_count_as_unmatched() 
         assert watch.answered(PROMPT, 0, None) is None
         assert watch.answered(PROMPT, 0, 16) is None
     assert watch.alarms == set()
+
+
+def test_a_publisher_out_of_reach_is_reported_once_until_it_is_there() -> None:
+    watch = SourceWatch()
+    for _ in range(2):
+        found = [watch.answered(PROMPT, 0, None, is_connected=False) for _ in range(1000)]
+        assert found[:UNREACHED_REQUESTS] == [None] * (UNREACHED_REQUESTS - 1) + [Alarm.UNREACHED]
+        assert watch.alarms == {Alarm.UNREACHED}
+        assert set(found[UNREACHED_REQUESTS:]) == {None}
+        assert watch.answered(PROMPT, PROMPT, None) is None
+        assert watch.alarms == set()
