@@ -450,6 +450,8 @@ class CacheStats(Counters):
     peers: LoanStats | None = None
     load_cost: dict[str, LoadCostStats] | None = None
     """By tier, and ``SSD past DRAM``."""
+    failing: dict[str, str] = {}
+    """Why ops of SSD and store failed in the last minute, by kind."""
 
 
 class EngineStats(Counters):
@@ -607,6 +609,12 @@ _WITHOUT_WORKER = {
     "peer worker": "Nothing is read from other hosts.",
 }
 
+_FAILING = {
+    "H2DISK": "Writes to SSD", "DISK2H": "Reads from SSD", "D2DISK": "Writes past DRAM to SSD",
+    "DISK2D": "Reads past DRAM from SSD", "COMMIT": "Records of blocks on SSD",
+    "H2REMOTE": "Writes to the remote store", "REMOTE2H": "Reads from the remote store",
+}  # fmt: skip
+
 
 def find_trouble(stats: Stats) -> Iterator[str]:
     """Yield a sentence for each thing that costs hits now."""
@@ -623,8 +631,12 @@ def _of_tiers(cache: CacheStats) -> Iterator[str]:
     host = cache.tiers.get(TierName.CPU.value)
     if host is not None and host.leased > _NEARLY_ALL * host.capacity:
         yield "Running tasks hold nearly all of DRAM: new blocks find no room."
-    if cache.remote is not None and cache.remote.breaker.state is not BreakerState.CLOSED:
+    is_cut_off = cache.remote is not None and cache.remote.breaker.state is not BreakerState.CLOSED
+    if cache.remote is not None and is_cut_off:
         yield f"The remote store is cut off: {cache.remote.breaker.last_reason}."
+    for kind, error in cache.failing.items():
+        if not (is_cut_off and "REMOTE" in kind):
+            yield f"{_FAILING[kind]} failed in the last minute: {error}."
     if cache.peers is not None and not cache.peers.up:
         yield "No other host's cache answers."
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from flexcache.ids import TierName
+from flexcache.ids import OpKind, TierName
 from flexcache.logs import log_event
 from flexcache.server.hub import Hub
 from flexcache.server.outbox import (
@@ -289,10 +289,15 @@ class IdleExit:
         return now - self._idle_since >= (0.0 if last_left_orderly else self._patience_s)
 
 
+_SAY_AGAIN_S = 60.0
+
+
 class AvailabilityLog:
-    """Logs each change once. A failed trial of the store is no change."""
+    """Logs each change once, and failing ops once a minute. A failed trial of the store is no
+    change."""
 
     def __init__(self) -> None:
+        self._failures_said: dict[OpKind, float] = {}
         self._breaker_was_closed = True
         self._unavailable: set[TierName] | None = None
 
@@ -305,6 +310,14 @@ class AvailabilityLog:
                 log_event(logger, logging.INFO, "breaker_closed")
             else:
                 log_event(logger, logging.WARNING, "breaker_opened", reason=outage)
+        for kind, failure in tasks.accounts.failures.items():
+            said_s = self._failures_said.get(kind, -math.inf)
+            if failure.at_s > said_s + _SAY_AGAIN_S and (outage is None or "REMOTE" not in kind):
+                self._failures_said[kind] = failure.at_s
+                log_event(
+                    logger, logging.WARNING, "ops_failed", kind=kind.value, error=failure.error,
+                    effect="blocks that could not be read are computed, those not written are lost",
+                )  # fmt: skip
         # Tiers whose workers were never up are logged when they come up, not as lost.
         if self._unavailable is None:
             self._unavailable = {tier.name for tier in tasks.cache.tiers.lower}

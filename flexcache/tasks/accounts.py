@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from flexcache.cache.load_cost import LoadWay
 from flexcache.cache.load_plan import LoadPlanner
@@ -25,6 +26,17 @@ _ENDED = {
 """Names of counters; to make one at each end takes a microsecond."""
 _WINDOWS = {"1m": 60.0, "10m": 600.0, "1h": 3600.0}
 _SLICE_S = 10.0
+_BELOW_DRAM = frozenset(
+    {OpKind.H2DISK, OpKind.DISK2H, OpKind.D2DISK, OpKind.DISK2D, OpKind.COMMIT,
+     OpKind.H2REMOTE, OpKind.REMOTE2H}
+)  # fmt: skip
+
+
+class OpFailure(NamedTuple):
+    """Why an op has failed, and when."""
+
+    error: str
+    at_s: float
 
 
 class Accounts:
@@ -39,6 +51,7 @@ class Accounts:
     Attributes:
         totals: Of all sessions together.
         num_ended: Tasks that have come to their final state since startup.
+        failures: The last failure of ops of SSD and store, by their kind.
     """
 
     def __init__(self, block_bytes: int, lost_blocks: Counter[str], loads: LoadPlanner) -> None:
@@ -54,6 +67,7 @@ class Accounts:
         """The last hour in slices of ten seconds, of those with gets: end, and what had been found,
         by tier, and missed before."""
         self.num_ended = 0
+        self.failures: dict[OpKind, OpFailure] = {}
 
     def succeed(self, former: Accounts, running: Iterable[OpRun], now: float) -> None:
         """Count on after everything was forgotten but these ops, which still run."""
@@ -195,8 +209,12 @@ class Accounts:
                 totals.ops[kind].started(now - seconds)
             totals.ops[kind].ended(now, num_wanted, num_ok, num_bytes, run.device_bytes)
         self.op_seconds[kind].observe(seconds)
-        if kind is OpKind.DISK2D and run.error is not None:
-            self._ways.failed()
+        if run.error is not None:
+            if kind is OpKind.DISK2D:
+                self._ways.failed()
+            # An object that the store has dropped is no failure.
+            if kind in _BELOW_DRAM and not (run.bad_block and kind is OpKind.REMOTE2H):
+                self.failures[kind] = OpFailure(run.error, now)
         if self._load_cost is not None and kind in LOAD_TIER:
             self._load_cost.ended(kind, now, num_ok, seconds, run.op.peer)
         if self.recorder is not None:

@@ -79,6 +79,8 @@ from flexcache.tasks.runner import TaskRunner
 from flexcache.transfer.messages import Done, LookedUp, pack_ids
 from flexcache.transfer.scheduler import BlockIds
 
+_FAILING_S = 60.0  # after a failure
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TaskQueries:
@@ -133,6 +135,11 @@ class TaskQueries:
             remote=remote,
             peers=None if cache.tiers.peer is None else self._loans.stats(),
             load_cost=None if cache.loads.cost is None else cache.loads.cost.stats(),
+            failing={
+                kind: failure.error
+                for kind, failure in accounts.failures.items()
+                if now < failure.at_s + _FAILING_S
+            },
         )
         return live.snapshot()
 

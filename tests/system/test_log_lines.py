@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 from pathlib import Path
 
@@ -76,6 +77,24 @@ def test_each_change_of_state_is_logged_once(
     assert died_event.fields["how"] == "killed by signal 9"
     (cleared,) = (event for event in events_in(caplog) if event.name == "tier_cleared")
     assert cleared.fields == {"tier": "CPU", "blocks": 1}
+
+
+def test_writes_that_fail_are_trouble_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "flexcache")
+    with running_cluster([tmp_path]) as cluster:
+        disk_worker = cluster.manager.stats()["workers"]["disk"]
+        resource.prlimit(disk_worker, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        for number in range(3):
+            request(cluster, number)
+        until(lambda: cluster.manager.stats()["dropped_blocks"].get("ssd_write_failed") == 3)
+        (trouble,) = cluster.manager.stats()["trouble"]
+        assert trouble.startswith("Writes to SSD failed in the last minute: ")
+        until(lambda: "ops_failed" in {event.name for event in events_in(caplog)})
+    (said,) = (event for event in events_in(caplog) if event.name == "ops_failed")
+    assert said.fields["kind"] == "H2DISK"
+    assert str(said.fields["error"]) in trouble
 
 
 def test_a_store_that_is_lost_and_comes_back_is_logged_once(

@@ -9,10 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from urllib.parse import parse_qs
 
 import numpy as np
 import pytest
 import xxhash
+from ports import free_port
 from stores import (
     StoreServer,
     missing,
@@ -21,10 +23,11 @@ from stores import (
     s3_server,
 )
 
+from flexcache.errors import ConfigError
 from flexcache.storage.compression import PACKAGES
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.remote import RemoteStore, open_remote_store
-from flexcache.storage.remote.base import Status
+from flexcache.storage.remote.base import Presence, Status, StoreUnavailableError
 from flexcache.storage.remote.memory import MemoryStore
 from flexcache.storage.remote.objects import (
     FORMAT_VERSION,
@@ -460,6 +463,30 @@ def assert_answers_with_errors(store: RemoteStore, memory: Memory) -> None:
     assert store.count_present(names, briefly()).error
     assert set(statuses(store.read_into(names, parts, briefly()))) == {Status.FAILED}
     assert set(statuses(store.write_from(names, parts, briefly()))) == {Status.FAILED}
+
+
+@pytest.mark.skipif(missing(*NEEDS["s3"]) is not None, reason="no S3 server")
+def test_the_address_of_a_compatible_store_may_be_in_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with s3_server() as server:
+        bucket, _, options = server.url.partition("?")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", parse_qs(options)["endpoint"][0])
+        monkeypatch.setenv("AWS_REGION", "us-east-1")
+        with closing(open_remote_store(bucket, timeout_s=TIMEOUT_S)) as store:
+            assert store.count_present(fresh(1), soon()) == Presence(0)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://192.0.2.1")
+    with pytest.raises(ConfigError, match=r"AWS_ENDPOINT_URL.*plain http is for loopback only"):
+        open_remote_store(bucket, timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.skipif(missing(*NEEDS["s3"]) is not None, reason="no S3 server")
+def test_a_store_that_does_not_answer_is_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "none")
+    url = f"s3://bucket?endpoint=http://127.0.0.1:{free_port()}&region=none"
+    with pytest.raises(StoreUnavailableError):
+        open_remote_store(url, timeout_s=1.0)
 
 
 @pytest.mark.whole

@@ -100,6 +100,7 @@ def figures(**changes: Any) -> dict[str, Any]:
         },
         "op_seconds": {},
         "task_seconds": {},
+        "failing": {},
         "events": {
             "published_batches": 12,
             "dropped_batches": 3,

@@ -961,6 +961,9 @@ def test_a_write_that_fails_keeps_the_prefix_before_it_on_the_ssd_and_all_in_dra
     assert world.final(task_id).error == "No space left on device"
     assert (world.cached(CPU, "abcdef"), world.cached(SSD, "abcdef")) == (6, 3)
     assert world.stats().totals.dropped_blocks["ssd_write_failed"] == 1
+    assert world.stats().failing == {"H2DISK": "No space left on device"}
+    world.now += 61.0
+    assert world.stats().failing == {}
     world.check_nothing_is_held()
 
 

@@ -11,7 +11,9 @@ with several in flight (benchmarks/results/2026-11-figures.md).
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -46,16 +48,19 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _CHUNK_BYTES = 1 << 20
 _MOST_REASON = 300
+_PROBE = "flexcache-probe"  # need not exist
 _NO_BUCKET_CODES = ("NoSuchBucket", "ContainerNotFound")  # of S3 and GCS, of Azure
 _NO_BUCKET = "the bucket or container does not exist: create it, or correct remote_url"
 
 
 def open_object_store(url: RemoteUrl, limits: StoreLimits) -> RemoteStore:
-    """Open a cloud store. The usual environment variables supply credentials.
+    """Open a cloud store and ask it for an object. The usual environment variables supply
+    credentials.
 
     Raises:
         ConfigError: obstore refuses the settings.
         MissingDependencyError: obstore is not installed.
+        StoreUnavailableError: It does not answer, or refuses.
     """
     try:
         from obstore.exceptions import BaseError
@@ -68,6 +73,8 @@ def open_object_store(url: RemoteUrl, limits: StoreLimits) -> RemoteStore:
     settings: dict[str, Any] = dict(url.options)
     if "account" in settings:
         settings["account_name"] = settings.pop("account")
+    if url.scheme == "s3" and "endpoint" not in settings:
+        settings |= _endpoint_of_environment()
     try:
         client = from_url(
             url.name,
@@ -81,7 +88,22 @@ def open_object_store(url: RemoteUrl, limits: StoreLimits) -> RemoteStore:
         )
     except BaseError as error:
         raise ConfigError(f"remote_url = {url.name!r}: {_first_line(error)}") from None
-    return ObjectStore(client, url.name, limits.concurrency)
+    store = ObjectStore(client, url.name, limits.concurrency)
+    # The client has connected to nothing yet.
+    [found] = store.look([_PROBE], time.monotonic() + limits.timeout_s)
+    if found.status is Status.FAILED:
+        raise StoreUnavailableError(found.reason)
+    return store
+
+
+def _endpoint_of_environment() -> dict[str, str]:
+    # obstore reads these too, but then refuses plain http also on loopback.
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"):
+        if value := os.environ.get(name):
+            if problem := endpoint_option(value):
+                raise ConfigError(f"{name} = {value!r}: {problem}")
+            return {"endpoint": value}
+    return {}
 
 
 class ObjectStore(StepwiseStore):
