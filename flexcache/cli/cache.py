@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeElapsedColumn
 
-from flexcache.cli.status import answer_of
+from flexcache.cli.status import answer_of, http_url
 from flexcache.errors import ConfigError, FlexCacheError
 from flexcache.terminal import user_errors
 
@@ -237,13 +237,10 @@ def _post(endpoint: str | None, call: str, body: dict[str, Any] | None = None) -
 
 
 def _address(endpoint: str | None) -> str:
-    """Return the ``http://`` address of a server; what has only a port is on loopback."""
     found = endpoint or os.environ.get("FLEXCACHE_HTTP_ENDPOINT")
     if not found:
         raise ConfigError("say where the cache is: --endpoint http://HOST:PORT")
-    if found.startswith(("http://", "https://")):
-        return found.rstrip("/")
-    return f"http://127.0.0.1:{found}" if found.isdecimal() else f"http://{found}"
+    return http_url(found)
 
 
 def _show(answer: dict[str, Any], by_tier: dict[str, int], unit: str, as_json: bool) -> None:

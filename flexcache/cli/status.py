@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import time
@@ -19,7 +20,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from flexcache.errors import FlexCacheError, ServerLostError
+from flexcache.errors import ConfigError, FlexCacheError, ServerLostError
 from flexcache.terminal import user_errors, wide_console
 
 _MAX_BYTES = 64 << 20
@@ -143,6 +144,13 @@ def watch(
             time.sleep(interval_s)
 
 
+def http_url(address: str) -> str:
+    """Return the URL of a server at ``[http://][HOST:]PORT``; without a host it is on loopback."""
+    if address.startswith(("http://", "https://")):
+        return address.rstrip("/")
+    return f"http://127.0.0.1:{address}" if address.isdecimal() else f"http://{address}"
+
+
 _HTTP_TIMEOUT_S = 10.0
 
 
@@ -150,8 +158,8 @@ def status(
     endpoint: Annotated[
         str | None,
         typer.Option(
-            help="Server endpoint; or http://HOST:PORT, a cache's http_endpoint or a router's "
-            "control port."
+            help="Server endpoint; or HOST:PORT, a cache's http_endpoint or a router's control "
+            "port. Default: FLEXCACHE_ENDPOINT, else the cache that runs here."
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
@@ -164,8 +172,8 @@ def status(
     """
     console = Console(stderr=as_json)
     with user_errors(console):
-        is_http = endpoint is not None and endpoint.startswith(("http://", "https://"))
-        view = _over_http(str(endpoint)) if is_http else _of_server(endpoint)
+        is_socket = endpoint is None or endpoint.startswith(("ipc://", "tcp://"))
+        view = _of_server(endpoint) if is_socket else _over_http(http_url(str(endpoint)))
         if as_json:
             typer.echo(json.dumps(msgspec.to_builtins(view.fetch()), indent=1))
         elif once or not console.is_terminal:
@@ -179,10 +187,16 @@ def status(
 def _of_server(endpoint: str | None) -> StatusView[Any, Any]:
     from flexcache.client.link import read_status
     from flexcache.config import CacheConfig
-    from flexcache.protocol.endpoints import private_endpoint
+    from flexcache.protocol.endpoints import is_served, private_endpoint, served_privately
 
     chosen = {"endpoint": endpoint} if endpoint else {}
-    settings = CacheConfig.from_env(None, {"endpoint": private_endpoint("server")}, **chosen)
+    default = private_endpoint("server")
+    settings = CacheConfig.from_env(None, {"endpoint": default}, **chosen)
+    if settings.endpoint == default and not is_served(default):
+        caches = served_privately()  # of engines that have a cache each
+        if len(caches) > 1:
+            raise ConfigError(f"several caches run here, name one with --endpoint: {caches}")
+        settings = dataclasses.replace(settings, endpoint=(caches or [default])[0])
     assert settings.endpoint is not None
     return _of_cache(
         partial(read_status, settings.endpoint, settings.curve_keys, settings.server_timeout_s)
@@ -192,7 +206,8 @@ def _of_server(endpoint: str | None) -> StatusView[Any, Any]:
 def _over_http(url: str) -> StatusView[Any, Any]:
     """Return a view of whatever serves HTTP there."""
     refusal = FlexCacheError(
-        f"{url} is neither the http_endpoint of a cache nor the control port of a router"
+        f"{url} is neither the http_endpoint of a cache nor the control port of a router (8090, "
+        "unless set)"
     )
     for path, token_name, view_of in (
         ("/stats", "FLEXCACHE_ROUTER_CONTROL_TOKEN", _of_router),

@@ -137,6 +137,13 @@ def is_served(endpoint: str) -> bool:
     return False
 
 
+def served_privately() -> list[str]:
+    """Return the endpoints in the private directory that running servers hold."""
+    paths = sorted(runtime_dir().glob("*.sock.lock"))
+    addresses = [f"ipc://{path}".removesuffix(".lock") for path in paths]
+    return [address for address in addresses if is_served(address)]
+
+
 def listen_privately(endpoint: str) -> int:
     """Make a socket that listens at an ``ipc://`` endpoint for this user only; the lock is held.
 

@@ -70,7 +70,7 @@ from flexcache.router.settings import IDLE_TIMEOUT_S
 from flexcache.router.stats import RouterStats, to_json
 from flexcache.ui import read_page
 
-_OPEN_PATHS = ("/healthz", "/readyz")
+_OPEN_PATHS = ("/", "/healthz", "/readyz")
 _OPEN_FILES = "/ui/"
 """Show nothing of the router."""
 _READING = ("GET", "HEAD")
@@ -423,6 +423,7 @@ class ControlApi:
             web.post("/workers", self._add_worker),
             web.delete("/workers", self._remove_worker),
             web.post("/workers/drain", self._drain_worker),
+            web.get("/", self._page),
             web.get("/ui", self._page),
             web.get("/ui/{name:[a-z.]*}", self._page),
         ]

@@ -331,6 +331,9 @@ async def _supervise(config: RouterConfig) -> None:
     await supervisor.run(stopped)
 
 
+_FEW_CLIENTS = 1_000
+
+
 def _log_serving(config: RouterConfig) -> None:
     num_clients = proxy_config(config).max_connections
     log_event(
@@ -340,7 +343,8 @@ def _log_serving(config: RouterConfig) -> None:
     )  # fmt: skip
     if num_clients < MAX_CONNECTIONS:
         log_event(
-            logger, logging.WARNING, "router_few_descriptors", limit=raise_limit(),
+            logger, logging.WARNING if num_clients < _FEW_CLIENTS else logging.INFO,
+            "router_few_descriptors", limit=raise_limit(),
             max_clients=num_clients, hint="raise the hard limit: ulimit -Hn, LimitNOFILE=, "
             "docker run --ulimit nofile=65536",
         )  # fmt: skip

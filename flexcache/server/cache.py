@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgspec
+import numpy as np
 
 from flexcache.cache.control import CacheCall, Pin
 from flexcache.cache.tier import Lease
@@ -33,6 +34,7 @@ from flexcache.storage.slot_index import Records, ages_s
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.model import TaskLimits
 from flexcache.transfer.messages import NoteLayout
+from flexcache.transfer.scheduler import BlockIds
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ class Clearing(Generic[Told]):
     """Blocks that were cleared or deleted, and what of them is still recorded on SSD.
 
     Free slots with such records, also those of blocks evicted before, are withheld until the
-    records are gone.
+    records are gone. Tasks go on reading slots without one: they know the checksums.
 
     Attributes:
         answer: Of the call that has cleared them.
@@ -56,6 +58,9 @@ class Clearing(Generic[Told]):
     answer: Told
     _tasks: KVTaskEngine | None = None
     _withheld: Lease | None = None
+    _in_use: BlockIds | None = None
+    """Deleted blocks that tasks hold. Their records are erased again when these end, as a store
+    may write one until then."""
     _pool: DiskPool | None = None
     _era: int | None = None
     """The one that begins with a reset."""
@@ -79,7 +84,10 @@ class Clearing(Generic[Told]):
             if self._era is not None:
                 self._pool.invalidate(self._era)
         finally:
-            self._pool.erase(self._withheld.blocks, self._is_delete)
+            blocks = self._withheld.blocks
+            if self._in_use is not None:
+                blocks = np.concatenate((self._in_use, blocks))
+            self._pool.erase(blocks, self._is_delete)
 
     def end(self, error: Exception | None) -> Told:
         """Return the answer. Must be called once, with the error of ``work``.
@@ -325,13 +333,15 @@ class ServedCache:
         return Clearing(Pin(outcome.pin_id, outcome.num_blocks * size, ends_at))
 
     def erase_deleted(self, answer: Told) -> Clearing[Told]:
-        """Return what is left to be done where blocks were deleted, and no task has them."""
+        """Return what is left to be done where blocks were deleted."""
         pool = self.store.disk_pool
         if pool is None:
             return Clearing(answer)
         withheld = self.tasks.withhold_deleted(TierName.SSD)
-        if len(withheld):
-            return Clearing(answer, self.tasks, withheld, pool, _is_delete=True)
+        ssd = self.tasks.cache.tiers.by_name[TierName.SSD]
+        in_use = ssd.doomed.besides(withheld.blocks)
+        if len(withheld) or len(in_use):
+            return Clearing(answer, self.tasks, withheld, in_use, pool, _is_delete=True)
         self.tasks.give_back(withheld)
         return Clearing(answer)
 
@@ -355,7 +365,7 @@ class ServedCache:
             return Clearing(num_dropped)
         withheld = self.tasks.withhold_free(TierName.SSD)
         era = self.tasks.cache.stores.era if tier is None else None
-        return Clearing(num_dropped, self.tasks, withheld, pool, era)
+        return Clearing(num_dropped, self.tasks, withheld, _pool=pool, _era=era)
 
 
 OpenCache = Callable[[ModelConfig, int, Shards], ServedCache]

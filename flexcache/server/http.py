@@ -134,7 +134,7 @@ class PrefetchRequest(msgspec.Struct, forbid_unknown_fields=True):
     token_ids: list[TokenId] | None = None
     block_keys: list[str] | None = None
     block_hash: int | None = None
-    namespace: list[str] = []
+    namespace: str | list[str] | None = None
 
 
 class SessionRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -264,7 +264,7 @@ class _Gate:
         # Not `request.url`, which contains the Host header, so anything that the caller sends.
         path = request.scope["path"]
         # A browser has no token to open a page with; the page asks its user for it.
-        is_page = self._token is not None and f"{path}/".startswith("/ui/")
+        is_page = self._token is not None and (path == "/" or f"{path}/".startswith("/ui/"))
         if is_page or path == "/healthz":
             return await answer(request)
         if self._token is None:
@@ -394,7 +394,8 @@ def _page_routes(server: Operator) -> list[Route]:
             raise HTTPException(404) from None
         return Response(content, headers=headers)
 
-    return [Route("/lately", lately), Route("/ui", page), Route("/ui/{name:path}", page)]
+    pages = [Route(path, page) for path in ("/", "/ui", "/ui/{name:path}")]
+    return [Route("/lately", lately), *pages]
 
 
 def _control_routes(server: Operator, patience_s: float) -> list[Route]:

@@ -310,14 +310,8 @@ class AvailabilityLog:
                 log_event(logger, logging.INFO, "breaker_closed")
             else:
                 log_event(logger, logging.WARNING, "breaker_opened", reason=outage)
-        for kind, failure in tasks.accounts.failures.items():
-            said_s = self._failures_said.get(kind, -math.inf)
-            if failure.at_s > said_s + _SAY_AGAIN_S and (outage is None or "REMOTE" not in kind):
-                self._failures_said[kind] = failure.at_s
-                log_event(
-                    logger, logging.WARNING, "ops_failed", kind=kind.value, error=failure.error,
-                    effect="blocks that could not be read are computed, those not written are lost",
-                )  # fmt: skip
+        if tasks.accounts.failures:
+            self._say_failures(tasks, has_store=outage is None)
         # Tiers whose workers were never up are logged when they come up, not as lost.
         if self._unavailable is None:
             self._unavailable = {tier.name for tier in tasks.cache.tiers.lower}
@@ -331,3 +325,13 @@ class AvailabilityLog:
                 event = "tier_unavailable" if is_gone else "tier_available"
                 log_event(logger, level, event, tier=tier.value)
         self._unavailable = set(unavailable)
+
+    def _say_failures(self, tasks: KVTaskEngine, has_store: bool) -> None:
+        for kind, failure in tasks.accounts.failures.items():
+            said_s = self._failures_said.get(kind, -math.inf)
+            if failure.at_s > said_s + _SAY_AGAIN_S and (has_store or "REMOTE" not in kind):
+                self._failures_said[kind] = failure.at_s
+                log_event(
+                    logger, logging.WARNING, "ops_failed", kind=kind.value, error=failure.error,
+                    effect="blocks that could not be read are computed, those not written are lost",
+                )  # fmt: skip

@@ -375,8 +375,9 @@ def _open_locked(path: Path) -> int:
     try:
         if not _lock_soon(fd):
             raise DirectoryInUseError(
-                f"ssd_cache_dirs = {str(path.parent)!r}: in use by another FlexCache process; "
-                "give each its own directory"
+                f"ssd_cache_dirs = {str(path.parent)!r}: in use by another FlexCache process, "
+                "or by one that still ends; give each its own directory, or have engines share a "
+                "cache by setting endpoint"
             )
     except BaseException:
         os.close(fd)

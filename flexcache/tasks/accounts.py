@@ -210,12 +210,16 @@ class Accounts:
             totals.ops[kind].ended(now, num_wanted, num_ok, num_bytes, run.device_bytes)
         self.op_seconds[kind].observe(seconds)
         if run.error is not None:
-            if kind is OpKind.DISK2D:
-                self._ways.failed()
-            # An object that the store has dropped is no failure.
-            if kind in _BELOW_DRAM and not (run.bad_block and kind is OpKind.REMOTE2H):
-                self.failures[kind] = OpFailure(run.error, now)
+            self._op_failed(run, run.error, now)
         if self._load_cost is not None and kind in LOAD_TIER:
             self._load_cost.ended(kind, now, num_ok, seconds, run.op.peer)
         if self.recorder is not None:
             self.recorder.op_ended(run.task, run.op, num_ok, run.error)
+
+    def _op_failed(self, run: OpRun, error: str, now: float) -> None:
+        kind = run.op.kind
+        if kind is OpKind.DISK2D:
+            self._ways.failed()
+        # An object that the store has dropped is no failure.
+        if kind in _BELOW_DRAM and not (run.bad_block and kind is OpKind.REMOTE2H):
+            self.failures[kind] = OpFailure(error, now)

@@ -132,6 +132,16 @@ def test_a_session_is_pinned_by_its_name(caller: Caller) -> None:
     assert cluster.manager.stats()["control"]["ended_pins"] == {"weights": 1}
 
 
+def after_a_crash(ssd_dir: Path) -> Path:
+    """Return a copy of the directory: what a restart finds if there is no orderly end."""
+    copied = ssd_dir / "after a crash"
+    copied.mkdir()
+    for file in ssd_dir.iterdir():
+        if file.is_file():
+            shutil.copy(file, copied)
+    return copied
+
+
 def test_a_deleted_prompt_is_gone_for_good_and_what_others_share_is_not(
     caller: Caller, tmp_path: Path
 ) -> None:
@@ -144,11 +154,7 @@ def test_a_deleted_prompt_is_gone_for_good_and_what_others_share_is_not(
     gone = {"CPU": NUM_BLOCKS + 1 - 3, "SSD": NUM_BLOCKS + 1 - 3}
     assert caller.delete(tokens_of(0)) == gone
     assert caller.delete(tokens_of(0)) == {"CPU": 0, "SSD": 0}
-    copied = tmp_path / "after a crash"
-    copied.mkdir()
-    for file in tmp_path.iterdir():
-        if file.is_file():
-            shutil.copy(file, copied)
+    copied = after_a_crash(tmp_path)
     there = {"CPU": 3 * SIZE, "SSD": 3 * SIZE}
     assert caller.lookup(longer) == there
     assert caller.lookup(other) == {"CPU": 4 * SIZE, "SSD": 4 * SIZE}
@@ -158,6 +164,25 @@ def test_a_deleted_prompt_is_gone_for_good_and_what_others_share_is_not(
     with running_cluster([copied], num_cpu_blocks=NUM_BLOCKS) as restarted:
         assert restarted.manager.lookup(longer)["SSD"] == 3 * SIZE
         assert restarted.manager.lookup(other)["SSD"] == 4 * SIZE
+        assert restarted.manager.lookup(tokens_of(1))["SSD"] == NUM_BLOCKS * SIZE
+
+
+def test_a_deleted_prompt_that_a_request_still_has_does_not_survive_a_crash(
+    caller: Caller, tmp_path: Path
+) -> None:
+    cluster = caller.cluster
+    for number in range(2):
+        cluster.put(tokens_of(number), range(NUM_BLOCKS))
+    cluster.manager.clear("CPU")
+    matched, _ = cluster.manager.get_match(tokens_of(0))
+    assert caller.delete(tokens_of(0))["SSD"] == NUM_BLOCKS
+    copied = after_a_crash(tmp_path)
+    cluster.wipe(range(NUM_BLOCKS))
+    cluster.manager.launch([matched], [cluster.slots(range(NUM_BLOCKS))])
+    answer = cluster.manager.wait([matched], WAIT_S)[matched]
+    assert answer.status is KVStatus.SUCCESS, "it reads what it was promised"
+    with running_cluster([copied], num_cpu_blocks=NUM_BLOCKS) as restarted:
+        assert restarted.manager.lookup(tokens_of(0))["SSD"] == 0
         assert restarted.manager.lookup(tokens_of(1))["SSD"] == NUM_BLOCKS * SIZE
 
 

@@ -10,6 +10,7 @@ import pty
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +51,27 @@ def test_a_single_report_and_its_figures(tmp_path: Path) -> None:
     assert json.loads(figures.stdout)["tiers"] == stats["tiers"]
 
 
+def test_the_only_cache_of_this_user_need_not_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [*STATUS[:-1], "--once"]
+    with tempfile.TemporaryDirectory() as runtime_dir:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime_dir)
+        with running_cluster() as one:
+            alone = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            with running_cluster() as two:
+                both = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (alone.returncode, both.returncode) == (0, 1)
+    assert str(one.manager.endpoint) in alone.stdout
+    said = "".join(both.stdout.split())  # it is wrapped
+    assert "--endpoint" in said
+    assert all(cluster.manager.endpoint in said for cluster in (one, two))
+
+
 @pytest.mark.parametrize("token", [None, "secret"])
 def test_a_cache_is_read_over_http(tmp_path: Path, token: str | None) -> None:
     url = f"127.0.0.1:{free_port()}"
     with running_cluster([tmp_path], http_endpoint=url, http_token=token) as cluster:
         cluster.put(TOKENS, range(16))
-        command = [*STATUS, f"http://{url}", "--once"]
+        command = [*STATUS, url, "--once"]
         environ = {**os.environ, "FLEXCACHE_HTTP_TOKEN": token or ""}
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ)
         environ["FLEXCACHE_HTTP_TOKEN"] = "wrong"

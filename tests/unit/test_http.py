@@ -85,7 +85,7 @@ class PlayedServer:
         self,
         token_ids: Sequence[int] | None,
         block_keys: Sequence[bytes] | None,
-        namespace: Sequence[str] = (),
+        namespace: str | Sequence[str] | None = None,
         block_hash: int | None = None,
     ) -> int:
         if block_hash is None:
@@ -257,12 +257,13 @@ def test_prompts_are_prefetched_by_tokens_or_by_keys(
 ) -> None:
     by_tokens = {"token_ids": [1, 2, 3], "namespace": ["tenant"]}
     assert post(service, "/cache/prefetch", by_tokens) == (202, {"blocks": 2})
-    assert post(service, "/cache/prefetch", {"block_keys": ["00ff", "Ab01"]})[0] == 202
+    by_keys = {"block_keys": ["00ff", "Ab01"], "namespace": "tenant"}
+    assert post(service, "/cache/prefetch", by_keys)[0] == 202
     assert post(service, "/cache/prefetch", {"block_hash": (1 << 64) - 1}) == (202, {"blocks": 2})
     assert server.named == [(1 << 64) - 1]
     assert server.prefetched == [
         ([1, 2, 3], None, ["tenant"]),
-        (None, [b"\x00\xff", b"\xab\x01"], []),
+        (None, [b"\x00\xff", b"\xab\x01"], "tenant"),
     ]
 
 
@@ -365,7 +366,12 @@ def test_only_json_is_taken_so_that_no_web_page_can_post(
 def test_unknown_methods_and_paths_are_refused(service: HttpService) -> None:
     assert ask(service, "GET", "/cache/clear")[0] == 405
     assert ask(service, "POST", "/status", "{}", JSON)[0] == 405
-    assert ask(service, "GET", "/")[0] == 404
+    assert ask(service, "GET", "/none")[0] == 404
+
+
+def test_the_address_alone_leads_to_the_page(service: HttpService) -> None:
+    status, _, headers = ask(service, "GET", "/")
+    assert (status, headers["location"]) == (307, "ui/")
 
 
 @pytest.mark.parametrize("request_line", ["POST /cache/prefetch", "POST /status", "GET /status",
