@@ -314,9 +314,11 @@ _LOADS = ("H2D", "DISK2H", "PEER2H", "REMOTE2H", "DISK2D")
 
 
 def increases(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """Return what has increased. A counter that fell is a new server's, which started at zero."""
-    gains = {k: v - before.get(k, 0) for k, v in after.items()}
-    return {k: gain if gain > 0 else after[k] for k, gain in gains.items() if gain}
+    """Return what has increased. If any counter fell, all are a new server's, which started at
+    zero."""
+    is_new = any(value < before.get(name, 0) for name, value in after.items())
+    gains = {name: value - (0 if is_new else before.get(name, 0)) for name, value in after.items()}
+    return {name: gain for name, gain in gains.items() if gain}
 
 
 def read_counters(stats: Mapping[str, Any], tokens_per_block: int) -> dict[str, float]:

@@ -260,15 +260,14 @@ class FlexCacheScheduler:
         counters = self._cache.read_counters()
         if counters is None:
             return None
-        counters = {
-            **counters,
+        own = {
             **self.counts,
             "early_look_ups": self.gets.early.num_begun,
             "early_loads": self.gets.early_loads.num_begun,
             "cancelled_look_ups": self.gets.early.num_cancelled,
         }
-        before, self._reported = self._reported, counters
-        return FlexCacheStats(increases(before, counters))
+        before, self._reported = self._reported, {**counters, **own}
+        return FlexCacheStats(increases(before, counters) | increases(before, own))
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return what the tiers stored and lost, for vLLM to publish with its own events. vLLM
