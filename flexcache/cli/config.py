@@ -53,7 +53,7 @@ def config(
     with user_errors(console):
         found = read_effective_settings(path=None if file is None else str(file))
     if found.error is None:
-        found = replace(found, error=_endpoint_error(found))
+        found = replace(found, error=_endpoint_error(found) or _server_error(found, file))
     if as_json:
         typer.echo(json.dumps(_as_table(found, describe), indent=1, default=str))
     else:
@@ -82,6 +82,21 @@ def _endpoint_error(found: EffectiveSettings) -> str | None:
         return None
     try:
         check_endpoint(values["endpoint"], has_keys=values["curve_keys"] is not None)
+    except ConfigError as problem:
+        return str(problem)
+    return None
+
+
+def _server_error(found: EffectiveSettings, file: Path | None) -> str | None:
+    """Why a server could not use what only servers have in their file."""
+    from flexcache.config import ServerConfig
+    from flexcache.config.sources import SERVER_ONLY
+    from flexcache.errors import ConfigError
+
+    if not any(setting.name in SERVER_ONLY for setting in found.settings):
+        return None
+    try:
+        ServerConfig.load(None if file is None else str(file), default_endpoint="ipc:///unused")
     except ConfigError as problem:
         return str(problem)
     return None

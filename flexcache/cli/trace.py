@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -136,6 +137,7 @@ def replay(
     The default is the configuration that was traced. Traces of requests work too (Mooncake,
     Bailian, AIPerf, kv-cache-tester); they need `--set num_cpu_blocks=...`.
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # its directories go with it
     with user_errors(_console):
         from flexcache.replay.replay import replay as run
         from flexcache.replay.replay import replay_config

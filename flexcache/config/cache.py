@@ -527,6 +527,10 @@ def _check_endpoints(config: CacheConfig) -> None:
     if config.http_endpoint is not None:
         check_http_endpoint(config.http_endpoint, has_token=token is not None)
     replay = config.kv_events_replay_endpoint
+    for name in ("kv_events_endpoint", "kv_events_replay_endpoint"):
+        address = getattr(config, name)
+        if address is not None and not address.startswith(("tcp://", "ipc://")):
+            raise reject(name, address, "must be tcp://HOST:PORT or ipc://PATH")
     if replay is not None and config.kv_events_endpoint is None:
         hint = "set kv_events_endpoint, whose events it replays"
         raise reject("kv_events_replay_endpoint", replay, hint)

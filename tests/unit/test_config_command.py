@@ -45,6 +45,27 @@ def test_each_setting_names_its_source(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert named["cpu_cache_gb"]["value"] == 1.0
 
 
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ({"idle_exit_s": -5}, "idle_exit_s = -5"),
+        ({"model": {"model_id": "m", "dtype": "bfloat17"}}, "dtype = 'bfloat17'"),
+        ({"kv_events_endpoint": "foo"}, "kv_events_endpoint = 'foo'"),
+    ],
+)
+def test_what_a_server_would_refuse_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: dict[str, Any], named: str
+) -> None:
+    sizes = {"num_layers": 2, "num_kv_heads": 4, "head_size": 64}
+    if "model" in content:
+        content = {"model": {**sizes, **content["model"]}}
+    file = tmp_path / "shared.json"
+    file.write_text(json.dumps({"num_cpu_blocks": 8, **content}))
+    result = run(monkeypatch, CONFIG=str(file))
+    assert result.exit_code == 1
+    assert named in result.stdout
+
+
 def test_a_size_overridden_in_its_other_unit_is_not_in_effect(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
