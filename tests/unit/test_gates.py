@@ -74,9 +74,9 @@ STILL_TOO_LARGE = {
 }
 
 CEILINGS = {
-    "lines of the package": 80_670,
+    "lines of the package": 80_840,
     "files of the package": 267,
-    "lines of the router": 17_160,
+    "lines of the router": 17_180,
     "modules under 120 lines with one importer": 2,
     "class names that several classes have": 2,
     "functions with too many parameters": 5,
