@@ -59,7 +59,7 @@ class ObjectOutcome:
 
 
 MISSING = ObjectOutcome(Status.MISSING, reason="not in the store")
-TOO_LATE = ObjectOutcome(Status.FAILED, reason="the deadline has passed")
+TOO_LATE = ObjectOutcome(Status.FAILED, reason="not done by its deadline (remote_timeout_s)")
 
 
 def failed(reason: str) -> ObjectOutcome:
