@@ -131,9 +131,10 @@ class DoomedBlocks:
         """Return those of the blocks that are doomed."""
         return blocks[self._is_doomed[blocks]] if self else blocks[:0]
 
-    def besides(self, withheld: BlockIds) -> BlockIds:
-        """Return the blocks that are doomed and neither withheld nor free: those of open tasks."""
-        return np.setdiff1d(np.flatnonzero(self._is_doomed), withheld)
+    def in_use(self) -> BlockIds:
+        """Return blocks of what was deleted that tasks still read."""
+        # What is being written is left: its record may be of another prompt, and not deleted.
+        return np.flatnonzero(self._is_doomed & ~self._is_left)
 
     def set_aside(self, blocks: BlockIds) -> tuple[BlockIds, BlockIds]:
         """Divide blocks that are given back: those that are set aside, and the others."""

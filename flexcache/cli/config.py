@@ -88,7 +88,7 @@ def _endpoint_error(found: EffectiveSettings) -> str | None:
 
 
 def _server_error(found: EffectiveSettings, file: Path | None) -> str | None:
-    """Why a server could not use what only servers have in their file."""
+    """Why a server would refuse its own settings in the file; None if it would not."""
     from flexcache.config import ServerConfig
     from flexcache.config.sources import SERVER_ONLY
     from flexcache.errors import ConfigError

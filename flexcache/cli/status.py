@@ -172,8 +172,10 @@ def status(
     """
     console = Console(stderr=as_json)
     with user_errors(console):
-        is_socket = endpoint is None or endpoint.startswith(("ipc://", "tcp://"))
-        view = _of_server(endpoint) if is_socket else _over_http(http_url(str(endpoint)))
+        if not endpoint or endpoint.startswith(("ipc:", "tcp:", "/")):
+            view = _of_server(endpoint)
+        else:
+            view = _over_http(http_url(endpoint))
         if as_json:
             typer.echo(json.dumps(msgspec.to_builtins(view.fetch()), indent=1))
         elif once or not console.is_terminal:

@@ -137,7 +137,7 @@ def replay(
     The default is the configuration that was traced. Traces of requests work too (Mooncake,
     Bailian, AIPerf, kv-cache-tester); they need `--set num_cpu_blocks=...`.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # its directories go with it
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it removes its directories
     with user_errors(_console):
         from flexcache.replay.replay import replay as run
         from flexcache.replay.replay import replay_config

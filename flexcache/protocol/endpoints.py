@@ -139,8 +139,9 @@ def is_served(endpoint: str) -> bool:
 
 def served_privately() -> list[str]:
     """Return the endpoints in the private directory that running servers hold."""
-    paths = sorted(runtime_dir().glob("*.sock.lock"))
-    addresses = [f"ipc://{path}".removesuffix(".lock") for path in paths]
+    # A lock may also be that of an address at which nothing listens.
+    paths = [path.with_suffix("") for path in sorted(runtime_dir().glob("*.sock.lock"))]
+    addresses = [f"ipc://{path}" for path in paths if path.exists()]
     return [address for address in addresses if is_served(address)]
 
 

@@ -70,7 +70,7 @@ from flexcache.router.settings import IDLE_TIMEOUT_S
 from flexcache.router.stats import RouterStats, to_json
 from flexcache.ui import read_page
 
-_OPEN_PATHS = ("/", "/healthz", "/readyz")
+_OPEN_PATHS = ("/", "/ui", "/healthz", "/readyz")
 _OPEN_FILES = "/ui/"
 """Show nothing of the router."""
 _READING = ("GET", "HEAD")

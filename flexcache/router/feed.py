@@ -151,7 +151,7 @@ class SourceWatch:
 
     def answered(
         self, num_tokens: int, predicted_tokens: int, cached_tokens: int | None,
-        is_connected: bool = True,
+        is_connected: bool,
     ) -> Alarm | None:  # fmt: skip
         """Note that a worker of this source answered a prompt; return an alarm that is new.
 
@@ -329,7 +329,7 @@ class FollowedSource:
 _SLICE_S = 0.001  # so long may events hold requests up at a time
 _HINTS = {
     Alarm.UNREACHED: "check the address, and that the engine publishes KV events "
-    "(vLLM, SGLang: --kv-events-config)",
+    "(vLLM, SGLang: --kv-events-config; a FlexCache server: kv_events_endpoint)",
     Alarm.SILENT: "check the endpoint, the topic, and that the engine publishes KV events",
     Alarm.UNMATCHED: "check tokenizer, chat template and model of the router",
 }

@@ -331,7 +331,7 @@ async def _supervise(config: RouterConfig) -> None:
     await supervisor.run(stopped)
 
 
-_FEW_CLIENTS = 1_000
+_FEW_CLIENTS = 1_000  # more than a trial needs, and fewer than a busy fleet
 
 
 def _log_serving(config: RouterConfig) -> None:

@@ -552,7 +552,8 @@ def _of_sources(stats: RouterStats) -> Iterator[str]:
         if not source.is_connected:
             yield (
                 f"Publisher {endpoint} cannot be reached, so its blocks are unknown: check the "
-                "address, and that its engine publishes KV events (--kv-events-config)."
+                "address, and that its engine (--kv-events-config) or cache (kv_events_endpoint) "
+                "publishes KV events."
             )
         elif source.is_silent:
             yield (

@@ -49,7 +49,8 @@ class Clearing(Generic[Told]):
     """Blocks that were cleared or deleted, and what of them is still recorded on SSD.
 
     Free slots with such records, also those of blocks evicted before, are withheld until the
-    records are gone. Tasks go on reading slots without one: they know the checksums.
+    records are gone. Tasks go on reading slots without one: their ops have the checksums. Only a
+    new disk worker could not: of compressed slots it would see a checksum that differs, a miss.
 
     Attributes:
         answer: Of the call that has cleared them.
@@ -59,8 +60,7 @@ class Clearing(Generic[Told]):
     _tasks: KVTaskEngine | None = None
     _withheld: Lease | None = None
     _in_use: BlockIds | None = None
-    """Deleted blocks that tasks hold. Their records are erased again when these end, as a store
-    may write one until then."""
+    """Deleted blocks that tasks read. They are erased once more when these end."""
     _pool: DiskPool | None = None
     _era: int | None = None
     """The one that begins with a reset."""
@@ -339,7 +339,7 @@ class ServedCache:
             return Clearing(answer)
         withheld = self.tasks.withhold_deleted(TierName.SSD)
         ssd = self.tasks.cache.tiers.by_name[TierName.SSD]
-        in_use = ssd.doomed.besides(withheld.blocks)
+        in_use = ssd.doomed.in_use()
         if len(withheld) or len(in_use):
             return Clearing(answer, self.tasks, withheld, in_use, pool, _is_delete=True)
         self.tasks.give_back(withheld)

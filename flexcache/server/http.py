@@ -4,7 +4,7 @@
     GET  /healthz          200, or 503 and what is missing; needs no token
     GET  /status           `KVManager.stats` as JSON
     GET  /lately           `Lately` as JSON: the last hour's hits, sessions, peers, warnings
-    GET  /ui/              live page; it shows nothing without the two above
+    GET  /ui/, /           live page; it shows nothing without the two above
     POST /cache/clear      {"tier": "SSD"}, or null for all
     POST /cache/prefetch   {"token_ids": [..]} or {"block_keys": [hex, ..]}, and a "namespace": [..]
                            or {"block_hash": 123}, the prompt's last block in KV events
@@ -20,10 +20,10 @@
 The API has its own event loop, on a daemon thread; it calls the server on further threads, so that
 neither waits for the other. On loopback it answers only requests that name a loopback host (so a
 web page whose own name resolves to this host is refused), and accepts only JSON, which pages of
-other sites cannot send. Every request except for health must carry the token, if one is set;
-without it, which is possible on loopback only, it must come from our own user or from root.
-Opening a connection needs no token, so the
-connections are limited: their number, and how long each may idle.
+other sites cannot send. If a token is set, every request must carry it, except for health and the
+page's files. Without one, which is possible on loopback only, a request must come from our own user
+or from root. Opening a connection needs no token, so connections are limited: their number, and how
+long each may idle.
 """
 
 from __future__ import annotations

@@ -328,10 +328,11 @@ class AvailabilityLog:
 
     def _say_failures(self, tasks: KVTaskEngine, has_store: bool) -> None:
         for kind, failure in tasks.accounts.failures.items():
-            said_s = self._failures_said.get(kind, -math.inf)
-            if failure.at_s > said_s + _SAY_AGAIN_S and (has_store or "REMOTE" not in kind):
-                self._failures_said[kind] = failure.at_s
+            if failure.at_s <= self._failures_said.get(kind, -math.inf) + _SAY_AGAIN_S:
+                continue
+            self._failures_said[kind] = failure.at_s
+            if has_store or "REMOTE" not in kind:
                 log_event(
                     logger, logging.WARNING, "ops_failed", kind=kind.value, error=failure.error,
-                    effect="blocks that could not be read are computed, those not written are lost",
+                    effect="blocks that cannot be read are computed, others are not in the tier",
                 )  # fmt: skip

@@ -376,8 +376,8 @@ def _open_locked(path: Path) -> int:
         if not _lock_soon(fd):
             raise DirectoryInUseError(
                 f"ssd_cache_dirs = {str(path.parent)!r}: in use by another FlexCache process, "
-                "or by one that still ends; give each its own directory, or have engines share a "
-                "cache by setting endpoint"
+                "or by one that is still shutting down; give each its own directory, or have "
+                "engines share a cache by setting endpoint"
             )
     except BaseException:
         os.close(fd)

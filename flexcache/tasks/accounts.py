@@ -220,6 +220,7 @@ class Accounts:
         kind = run.op.kind
         if kind is OpKind.DISK2D:
             self._ways.failed()
-        # An object that the store has dropped is no failure.
-        if kind in _BELOW_DRAM and not (run.bad_block and kind is OpKind.REMOTE2H):
+        # No failures: an object that the store has dropped, and ops of ranks that were cancelled.
+        is_end = run.bad_block if kind is OpKind.REMOTE2H else kind.is_direct and not run.bad_block
+        if kind in _BELOW_DRAM and not is_end:
             self.failures[kind] = OpFailure(error, now)

@@ -136,7 +136,7 @@ class TaskQueries:
             peers=None if cache.tiers.peer is None else self._loans.stats(),
             load_cost=None if cache.loads.cost is None else cache.loads.cost.stats(),
             failing={
-                kind: failure.error
+                kind.value: failure.error
                 for kind, failure in accounts.failures.items()
                 if now < failure.at_s + _FAILING_S
             },

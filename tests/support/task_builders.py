@@ -512,6 +512,10 @@ class World:
         used = {place for errand in self.at_work.values() for part in _places(errand.run)
                 for place in part}  # fmt: skip
         assert not {(TierName.SSD, slot) for slot in lease.blocks.tolist()} & used
+        # Their records go too: they may be read, but no record of another prompt may go with them.
+        read = self.cache.tiers.by_name[TierName.SSD].doomed.in_use()
+        written = {place for errand in self.at_work.values() for place in _places(errand.run)[1]}
+        assert not {(TierName.SSD, slot) for slot in read.tolist()} & written
         self.engine.give_back(lease, are_erased=True)
 
     def cached(self, tier: TierName, text: str) -> int:

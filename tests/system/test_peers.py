@@ -316,8 +316,9 @@ def test_a_peer_keeps_what_it_used_later_than_what_it_is_handed(model: ModelConf
     first = {"http_endpoint": str(port), "num_cpu_blocks": 256}
     with caches(model, first=first, **settings) as (one, two):
         for number, cluster in enumerate((one, two, one, two)):
+            if number:
+                time.sleep(1.0)  # what is handed over seems younger by the time of a message
             cluster.put(prompt_of(number), BLOCKS)
-            time.sleep(1.0)  # what is handed over seems younger by the time of a message
         two.put(prompt_of(4), BLOCKS[: NUM_BLOCKS // 2])
         found = drained(port, "--to", address_of(two))
         # Of what both have used the last stays: 4, 3, 2 and half of 1.

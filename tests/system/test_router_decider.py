@@ -506,7 +506,8 @@ def test_a_token_guards_everything_but_health() -> None:
         right = {"Authorization": "Bearer s3cret"}
         assert router.call("GET", "/stats", headers=right)[0] == 200
         assert router.call("GET", "/readyz")[0] == 200
-        assert router.call("GET", "/ui/")[0] == 200
+        for path in ("/", "/ui", "/ui/"):
+            assert router.call("GET", path)[0] == 200
 
 
 def refusal(*options: str, **environ: str) -> str:

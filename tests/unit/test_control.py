@@ -485,6 +485,23 @@ def test_what_is_being_stored_of_a_deleted_prompt_is_dropped_and_erased() -> Non
     served.cache.check()
 
 
+def test_records_go_at_once_of_what_is_read_and_of_nothing_that_is_written() -> None:
+    served = Served(3, 20)
+    served.put("xyz")
+    served.put("mno")  # and xyz is on SSD alone
+    reading = served.cache.loads.plan_get(get_of(prompt("xyz")))
+    writing = served.cache.stores.plan_put(put_of(prompt("ab")))
+    served.delete("xyz")
+    ssd = served.cache.tiers.by_name[TierName.SSD]
+    written = {slot for lease in writing.stores.values() for slot in lease.blocks.tolist()}
+    assert len(ssd.doomed.in_use()) == 3
+    assert not set(ssd.doomed.in_use().tolist()) & written
+    served.cache.finish(reading)
+    assert not len(ssd.doomed.in_use())
+    assert len(erase(served)) >= 3
+    served.land(writing)
+
+
 @pytest.mark.parametrize("ends_first", [0, 1])
 def test_a_put_is_stored_up_to_the_first_block_that_is_deleted(ends_first: int) -> None:
     served = Served(20, 20)

@@ -26,6 +26,13 @@ class Endless(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
 
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(SIZE))
+        self.send_header("ETag", '"e"')
+        self.send_header("Last-Modified", "Wed, 21 Oct 2026 07:28:00 GMT")
+        self.end_headers()
+
     def do_GET(self) -> None:
         self.send_response(200)
         for name, value in {

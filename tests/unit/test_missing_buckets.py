@@ -14,7 +14,7 @@ pytest.importorskip("obstore")
 from flexcache.doctor.endpoints import check_remote_store
 from flexcache.doctor.subject import Subject
 from flexcache.storage.remote import open_remote_store
-from flexcache.storage.remote.base import RemoteStore, Status
+from flexcache.storage.remote.base import RemoteStore, Status, StoreUnavailableError
 
 NO_BUCKET = b"<Error><Code>NoSuchBucket</Code><Message>none of that name</Message></Error>"
 QUOTING = (
@@ -75,6 +75,7 @@ def url_of(server: ThreadingHTTPServer) -> str:
 
 @pytest.fixture
 def store(server: ThreadingHTTPServer) -> Iterator[RemoteStore]:
+    server.has_bucket = True  # type: ignore[attr-defined]
     store = open_remote_store(url_of(server), timeout_s=60)
     yield store
     store.close()
@@ -91,6 +92,8 @@ def test_look_ups_and_stores_say_so_as_long_as_it_lasts(
         [outcome] = store.write_from(["a"], [[memoryview(b"abc")]], soon())
         return None if outcome.status is Status.OK else outcome.reason
 
+    server.has_bucket = False  # type: ignore[attr-defined]
+    assert "bucket" in str(put())
     for _ in range(2):
         for _ in range(2):
             found = store.count_present(["a", "b"], soon())
@@ -101,6 +104,11 @@ def test_look_ups_and_stores_say_so_as_long_as_it_lasts(
         assert put() is None
         server.has_bucket = False  # type: ignore[attr-defined]
         assert "bucket" in str(put())
+
+
+def test_a_store_without_its_bucket_is_not_open(server: ThreadingHTTPServer) -> None:
+    with pytest.raises(StoreUnavailableError, match="bucket or container does not exist"):
+        open_remote_store(url_of(server), timeout_s=60)
 
 
 def test_the_doctor_names_it(server: ThreadingHTTPServer) -> None:

@@ -18,7 +18,7 @@ def alarms(
     watch: SourceWatch, count: int, num_tokens: int, predicted: int, cached: int | None
 ) -> list[Alarm]:
     """Answer the same request many times."""
-    found = (watch.answered(num_tokens, predicted, cached) for _ in range(count))
+    found = (watch.answered(num_tokens, predicted, cached, is_connected=True) for _ in range(count))
     return [alarm for alarm in found if alarm is not None]
 
 
@@ -46,7 +46,7 @@ def test_blocks_that_never_match_are_reported_once_until_they_do() -> None:
     for _ in range(2):
         assert alarms(watch, 10 * UNMATCHED_REQUESTS, PROMPT, 0, PROMPT) == [Alarm.UNMATCHED]
         assert watch.alarms == {Alarm.UNMATCHED}
-        assert watch.answered(PROMPT, PROMPT, PROMPT) is None
+        assert watch.answered(PROMPT, PROMPT, PROMPT, is_connected=True) is None
         assert watch.alarms == set()
 
 
@@ -54,8 +54,8 @@ def test_an_engine_that_reports_nothing_or_little_does_not_count_as_unmatched() 
     watch = SourceWatch()
     for _ in range(10 * UNMATCHED_REQUESTS):
         watch.event()
-        assert watch.answered(PROMPT, 0, None) is None
-        assert watch.answered(PROMPT, 0, 16) is None
+        assert watch.answered(PROMPT, 0, None, is_connected=True) is None
+        assert watch.answered(PROMPT, 0, 16, is_connected=True) is None
     assert watch.alarms == set()
 
 
@@ -66,5 +66,5 @@ def test_a_publisher_out_of_reach_is_reported_once_until_it_is_there() -> None:
         assert found[:UNREACHED_REQUESTS] == [None] * (UNREACHED_REQUESTS - 1) + [Alarm.UNREACHED]
         assert watch.alarms == {Alarm.UNREACHED}
         assert set(found[UNREACHED_REQUESTS:]) == {None}
-        assert watch.answered(PROMPT, PROMPT, None) is None
+        assert watch.answered(PROMPT, PROMPT, None, is_connected=True) is None
         assert watch.alarms == set()

@@ -24,6 +24,7 @@ from flexcache.config.remote_url import (
     StoreKind,
     StoreLimits,
     endpoint_option,
+    presentable,
     register,
     text_option,
 )  # fmt: skip
@@ -101,7 +102,7 @@ def _endpoint_of_environment() -> dict[str, str]:
     for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"):
         if value := os.environ.get(name):
             if problem := endpoint_option(value):
-                raise ConfigError(f"{name} = {value!r}: {problem}")
+                raise ConfigError(f"{name} = {presentable(value)!r}: {problem}")
             return {"endpoint": value}
     return {}
 
