@@ -36,6 +36,9 @@ _SPREAD = 0.4
 _BUSY = 8.0
 """Requests per worker from which on the spread is left out: it would be a thousandth."""
 _USUAL_GAIN = 0.02
+_LOADED = 0.1
+"""What a token below the GPU costs, of one that is computed, while times are unknown. On an H200
+16,000 tokens were loaded from DRAM in 6 % of the time to compute them (docs/benchmarks.md)."""
 EQUAL_SHARE = 0.05
 EQUAL_S = 0.002
 """Costs that differ by less are equal: predictions are no better than that."""
@@ -139,7 +142,8 @@ class ShortestTime:
     """The worker with the lowest predicted cost in seconds.
 
     While the service time is unknown: the product of tokens to compute and requests (LMetric,
-    arXiv 2603.15202), which needs no constants.
+    arXiv 2603.15202), and a little for tokens to load: else a conversation would leave the GPU that
+    has it for any engine that shares its DRAM.
     """
 
     def __init__(self) -> None:
@@ -150,7 +154,7 @@ class ShortestTime:
         own = candidates.own_s
         if own is None:
             usual = candidates.own_new_tokens.min()
-            costs = token_product(candidates)
+            costs = token_product(candidates) + _LOADED * candidates.matched[1:].sum(axis=0)
         else:
             usual = own.min() if self._log_usual is None else math.exp(self._log_usual)
             costs = candidates.num_requests * CROWDING

@@ -122,6 +122,17 @@ def test_under_load_a_prefix_stays_where_it_is() -> None:
     assert set(picks) == {1}
 
 
+def test_before_times_are_known_a_conversation_stays_with_the_gpu_that_has_it() -> None:
+    router = Dispatcher(make_policy("ours"), 4)
+    router.choose("first turn", prompt(800), 0.0, np.arange(4) == 1)
+    router.first_token("first turn", 0.5)
+    router.ended("first turn", 0.6)
+    shared = prompt(800, 0, 736, dram=(736, 0, 736, 736))
+    assert {router.score(shared, 1.0).worker for _ in range(20)} == {1}
+    in_dram_alone = prompt(800, dram=(736, 736, 0, 0))
+    assert {router.score(in_dram_alone, 1.0).worker for _ in range(20)} == {0}
+
+
 def test_among_equals_a_session_stays() -> None:
     router = dispatcher()
     stay = MatchedPrompt(1000, np.zeros((3, 4)), last_worker=3)
