@@ -631,14 +631,13 @@ def _of_tiers(cache: CacheStats) -> Iterator[str]:
     host = cache.tiers.get(TierName.CPU.value)
     if host is not None and host.leased > _NEARLY_ALL * host.capacity:
         yield "Running tasks hold nearly all of DRAM: new blocks find no room."
-    outage = None if cache.remote is None else cache.remote.breaker
-    if outage is not None and outage.state is not BreakerState.CLOSED:
-        yield f"The remote store is cut off: {outage.last_reason}."
-    else:
-        outage = None
-    for kind, error in cache.failing.items():
-        if outage is None or "REMOTE" not in kind:
-            yield f"{_FAILING[kind]} failed in the last minute: {error}."
+    failing = dict(cache.failing)
+    if cache.remote is not None and cache.remote.breaker.state is not BreakerState.CLOSED:
+        yield f"The remote store is cut off: {cache.remote.breaker.last_reason}."
+        for of_store in (OpKind.H2REMOTE, OpKind.REMOTE2H):
+            failing.pop(of_store, None)
+    for kind, error in failing.items():
+        yield f"{_FAILING[kind]} failed in the last minute: {error}."
     if cache.peers is not None and not cache.peers.up:
         yield "No other host's cache answers."
 

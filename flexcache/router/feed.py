@@ -146,8 +146,8 @@ class SourceWatch:
 
     def event(self) -> None:
         """Note that the publisher said something."""
-        self._num_requests = self._num_tokens = self._num_unreached = 0
-        self.alarms -= {Alarm.SILENT, Alarm.UNREACHED}
+        self._num_requests = self._num_tokens = 0
+        self.alarms.discard(Alarm.SILENT)
 
     def answered(
         self, num_tokens: int, predicted_tokens: int, cached_tokens: int | None,

@@ -59,8 +59,9 @@ class Clearing(Generic[Told]):
     answer: Told
     _tasks: KVTaskEngine | None = None
     _withheld: Lease | None = None
-    _in_use: BlockIds | None = None
-    """Deleted blocks that tasks read. They are erased once more when these end."""
+    _recorded: BlockIds | None = None
+    """The withheld blocks and, of a delete, those that tasks read: they are erased once more when
+    these end."""
     _pool: DiskPool | None = None
     _era: int | None = None
     """The one that begins with a reset."""
@@ -78,16 +79,13 @@ class Clearing(Generic[Told]):
         Raises:
             OSError: A restart may bring back what was cleared.
         """
-        if self._pool is None or self._withheld is None:
+        if self._pool is None or self._recorded is None:
             return
         try:
             if self._era is not None:
                 self._pool.invalidate(self._era)
         finally:
-            blocks = self._withheld.blocks
-            if self._in_use is not None:
-                blocks = np.concatenate((self._in_use, blocks))
-            self._pool.erase(blocks, self._is_delete)
+            self._pool.erase(self._recorded, self._is_delete)
 
     def end(self, error: Exception | None) -> Told:
         """Return the answer. Must be called once, with the error of ``work``.
@@ -339,9 +337,9 @@ class ServedCache:
             return Clearing(answer)
         withheld = self.tasks.withhold_deleted(TierName.SSD)
         ssd = self.tasks.cache.tiers.by_name[TierName.SSD]
-        in_use = ssd.doomed.in_use()
-        if len(withheld) or len(in_use):
-            return Clearing(answer, self.tasks, withheld, in_use, pool, _is_delete=True)
+        recorded = np.concatenate((ssd.doomed.in_use(), withheld.blocks))
+        if len(recorded):
+            return Clearing(answer, self.tasks, withheld, recorded, pool, _is_delete=True)
         self.tasks.give_back(withheld)
         return Clearing(answer)
 
@@ -365,7 +363,7 @@ class ServedCache:
             return Clearing(num_dropped)
         withheld = self.tasks.withhold_free(TierName.SSD)
         era = self.tasks.cache.stores.era if tier is None else None
-        return Clearing(num_dropped, self.tasks, withheld, _pool=pool, _era=era)
+        return Clearing(num_dropped, self.tasks, withheld, withheld.blocks, pool, era)
 
 
 OpenCache = Callable[[ModelConfig, int, Shards], ServedCache]

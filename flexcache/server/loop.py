@@ -27,8 +27,10 @@ from flexcache.server.outbox import (
 from flexcache.server.peers import PeerLinks
 from flexcache.server.reactor import FLUSH_INTERVAL_S, EndReport, Reactor, RouterSocket, Sent
 from flexcache.server.workers import WorkerPool
+from flexcache.tasks.accounts import FAILING_S
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.instructions import PEER, AskToStage, RunLookUp, RunOp
+from flexcache.tasks.model import LOWER_TIER
 from flexcache.transfer.messages import Stop
 
 logger = logging.getLogger(__name__)
@@ -289,9 +291,6 @@ class IdleExit:
         return now - self._idle_since >= (0.0 if last_left_orderly else self._patience_s)
 
 
-_SAY_AGAIN_S = 60.0
-
-
 class AvailabilityLog:
     """Logs each change once, and failing ops once a minute. A failed trial of the store is no
     change."""
@@ -328,10 +327,10 @@ class AvailabilityLog:
 
     def _say_failures(self, tasks: KVTaskEngine, has_store: bool) -> None:
         for kind, failure in tasks.accounts.failures.items():
-            if failure.at_s <= self._failures_said.get(kind, -math.inf) + _SAY_AGAIN_S:
+            if failure.at_s <= self._failures_said.get(kind, -math.inf) + FAILING_S:
                 continue
             self._failures_said[kind] = failure.at_s
-            if has_store or "REMOTE" not in kind:
+            if has_store or LOWER_TIER[kind] is not TierName.REMOTE:
                 log_event(
                     logger, logging.WARNING, "ops_failed", kind=kind.value, error=failure.error,
                     effect="blocks that cannot be read are computed, others are not in the tier",

@@ -18,7 +18,7 @@ from flexcache.counters import Histogram
 from flexcache.ids import KVStatus, OpKind, SessionId, TaskKind, TierName
 from flexcache.stats import HitRateStats, MinuteStats, TotalsStats
 from flexcache.tasks.instructions import Recorder, TaskResult
-from flexcache.tasks.model import LOAD_TIER, OpRun, Task
+from flexcache.tasks.model import LOAD_TIER, LOWER_TIER, OpRun, Task
 
 _ENDED = {
     (kind, status): f"{kind.value}_{status.value}" for kind in TaskKind for status in KVStatus
@@ -26,10 +26,8 @@ _ENDED = {
 """Names of counters; to make one at each end takes a microsecond."""
 _WINDOWS = {"1m": 60.0, "10m": 600.0, "1h": 3600.0}
 _SLICE_S = 10.0
-_BELOW_DRAM = frozenset(
-    {OpKind.H2DISK, OpKind.DISK2H, OpKind.D2DISK, OpKind.DISK2D, OpKind.COMMIT,
-     OpKind.H2REMOTE, OpKind.REMOTE2H}
-)  # fmt: skip
+FAILING_S = 60.0
+"""A failure counts as a present one, and is not said again, for this long."""
 
 
 class OpFailure(NamedTuple):
@@ -222,5 +220,5 @@ class Accounts:
             self._ways.failed()
         # No failures: an object that the store has dropped, and ops of ranks that were cancelled.
         is_end = run.bad_block if kind is OpKind.REMOTE2H else kind.is_direct and not run.bad_block
-        if kind in _BELOW_DRAM and not is_end:
+        if LOWER_TIER.get(kind, TierName.PEER) is not TierName.PEER and not is_end:
             self.failures[kind] = OpFailure(error, now)

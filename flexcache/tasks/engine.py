@@ -45,7 +45,7 @@ from flexcache.cache.tiered_cache import TieredCache
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, OpKind, RootId, SessionId, TaskId, TaskKind, TierName
 from flexcache.stats import CacheIdentity, CacheStats, RemoteStats, TotalsStats
-from flexcache.tasks.accounts import Accounts
+from flexcache.tasks.accounts import FAILING_S, Accounts
 from flexcache.tasks.executors import Executors, SlotChecksums
 from flexcache.tasks.instructions import (
     PEER,
@@ -78,8 +78,6 @@ from flexcache.tasks.model import (
 from flexcache.tasks.runner import TaskRunner
 from flexcache.transfer.messages import Done, LookedUp, pack_ids
 from flexcache.transfer.scheduler import BlockIds
-
-_FAILING_S = 60.0  # after a failure
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,7 +136,7 @@ class TaskQueries:
             failing={
                 kind.value: failure.error
                 for kind, failure in accounts.failures.items()
-                if now < failure.at_s + _FAILING_S
+                if now < failure.at_s + FAILING_S
             },
         )
         return live.snapshot()

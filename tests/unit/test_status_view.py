@@ -19,6 +19,7 @@ from flexcache.stats import (
     ServerCounters,
     SessionStats,
     TierStats,
+    find_trouble,
     from_plain,
 )
 from flexcache.status.view import Rates, rates_between, render
@@ -267,3 +268,12 @@ def test_limits_are_shown_with_what_they_have_done() -> None:
     )
     assert "limits: SSD writes 2.5 MB/s, 1,234 blocks throttled" in text
     assert "unused blocks kept 2 h 0 min, expired: CPU 3" in text
+
+
+def test_what_fails_at_a_store_that_is_cut_off_is_told_once() -> None:
+    failing = {"H2DISK": "no space", "H2REMOTE": "too slow", "REMOTE2H": "too slow"}
+    said = [line for line in find_trouble(from_plain(figures(failing=failing))) if ": " in line]
+    assert [line for line in said if "too slow" in line] == [
+        "The remote store is cut off: too slow."
+    ]
+    assert "Writes to SSD failed in the last minute: no space." in said
